@@ -44,6 +44,7 @@ class CaptioningEncoder(TaskEncoder):
             "exact" always in full, as states of earlier releases need it.
         crop_draws: 2; or 1 with `decode="exact"` to go on with a state of an earlier release, whose random crops
             torchvision drew.
+        exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
         multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
@@ -80,7 +81,11 @@ class CaptioningEncoder(TaskEncoder):
         ```
     """
 
-    absent_settings: ClassVar = {"decode": 'decode="exact"', "crop_draws": 'decode="exact", crop_draws=1'}
+    absent_settings: ClassVar = {
+        "decode": 'decode="exact"',
+        "crop_draws": 'decode="exact", crop_draws=1',
+        "exif": "exif=False",
+    }
 
     def __init__(
         self,
@@ -96,12 +101,13 @@ class CaptioningEncoder(TaskEncoder):
         caption: str = "caption",
         decode: Decode = "scaled",
         crop_draws: Literal[1, 2] = 2,
+        exif: bool = True,
         multiple: int = 1,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
-        self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, crop_draws)
+        self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, crop_draws, exif)
         self.global_rng = self.crop.global_rng
         check_multiple(multiple, None)
         self.multiple = multiple

@@ -179,7 +179,7 @@ class MixedEncoder(TaskEncoder):
     """
 
     global_rng = False  # draws nothing
-    absent_settings: ClassVar = {"decode": 'Vision(decode="exact")'}
+    absent_settings: ClassVar = {"decode": 'Vision(decode="exact")', "exif": "Vision(exif=False)"}
 
     def __init__(
         self,
@@ -213,7 +213,8 @@ class MixedEncoder(TaskEncoder):
         read = Sample.media if headers else self.vision.image if self.vision else Sample.image
         texts = {"video": self.video.text if self.video else "", "audio": self.audio.text if self.audio else ""}
         named = {kind: text for kind, text in texts.items() if text}
-        return SampleMedia(SampleImages(sample, cast(ReadImage, read)), sample, **named)
+        images = SampleImages(sample, cast(ReadImage, read), exif=self.vision.exif if self.vision else True)
+        return SampleMedia(images, sample, **named)
 
     def pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
         """What stands in the tokens for an image, a video or a sound of a sample.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from savable_pipeline import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, Sample
 from task_encoders.parts.scaled_image import ScaledImage
@@ -137,14 +137,15 @@ class PartsOfKind(Generic[Seen]):
 
 
 class SampleImages(PartsOfKind[SeenImage]):
-    """The images of a sample; one may also be in the text, as a `data:` URL. `read` decodes one."""
+    """The images of a sample; one may also be in the text, as a `data:` URL, turned with `exif`. `read` decodes one."""
 
-    def __init__(self, sample: Sample, read: ReadImage = Sample.image) -> None:
+    def __init__(self, sample: Sample, read: ReadImage = Sample.image, *, exif: bool = True) -> None:
         super().__init__(sample, "image", lambda name: read(sample, name))
+        self._exif = exif
 
     def named(self, name: str, field: str) -> SeenImage:
         """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
-        return _from_data_url(name, field) if name.startswith("data:") else super().named(name, field)
+        return _from_data_url(name, field, self._exif) if name.startswith("data:") else super().named(name, field)
 
 
 class SampleMedia:
@@ -182,13 +183,14 @@ def _numbered(name: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), other) for digits, other in re.findall(r"([0-9]+)|([^0-9]+)", name)]
 
 
-def _from_data_url(url: str, field: str) -> Image.Image:
+def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
     head, comma, encoded = url.partition(",")
     try:
         if not comma or not head.endswith(";base64"):
             raise ValueError("no base64")
         raw = base64.b64decode(encoded, validate=True)
-        image = Image.open(io.BytesIO(raw), formats=_FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
+        image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
         canvas = Image.new(

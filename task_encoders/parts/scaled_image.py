@@ -34,12 +34,13 @@ class ScaledImage:
         box: tuple[float, float, float, float] | None = None,
     ) -> Image.Image:
         """The region `box` of the full image, None for all of it, as an image of this size; as of Pillow."""
-        whole = self.pixels.info["box"]
+        first, top, end, bottom = whole = self.pixels.info["box"]  # of a mirrored photo it begins within a pixel
         if box is None:
             return self.pixels.resize(size, resample, box=whole)
-        across, down = whole[2] / self.width, whole[3] / self.height
+        across, down = (end - first) / self.width, (bottom - top) / self.height
         left, upper, right, lower = box
-        return self.pixels.resize(size, resample, box=(left * across, upper * down, right * across, lower * down))
+        scaled = (first + left * across, top + upper * down, first + right * across, top + lower * down)
+        return self.pixels.resize(size, resample, box=scaled)
 
 
 def check_decode(decode: str) -> None:
@@ -51,3 +52,8 @@ def check_decode(decode: str) -> None:
 def decode_setting(decode: Decode) -> dict[str, Any]:
     """The setting for a fingerprint: none for "exact", as in states that were saved before there was another."""
     return {} if decode == "exact" else {"decode": decode}
+
+
+def exif_setting(exif: bool) -> dict[str, Any]:
+    """The same of `exif`: none where photos are not turned, as they were not before there was a choice."""
+    return {"exif": True} if exif else {}

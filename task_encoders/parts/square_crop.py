@@ -13,10 +13,14 @@ from PIL import Image
 
 from savable_pipeline import IMAGE_PARTS, Rng, Sample, empty
 from task_encoders.parts.random_box import random_box
-from task_encoders.parts.scaled_image import Decode, check_decode, decode_setting
+from task_encoders.parts.scaled_image import Decode, check_decode, decode_setting, exif_setting
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
-EARLIER_CROPS = {"decode": 'SquareCrop(decode="exact")', "crop_draws": 'SquareCrop(decode="exact", draws=1)'}
+EARLIER_CROPS = {
+    "decode": 'SquareCrop(decode="exact")',
+    "crop_draws": 'SquareCrop(decode="exact", draws=1)',
+    "exif": "SquareCrop(exif=False)",
+}
 """What a state was made with that lacks a setting of crops, for `absent_settings` of an encoder."""
 _BILINEAR = Image.Resampling.BILINEAR
 
@@ -39,6 +43,7 @@ class SquareCrop:
             "exact" always in full, as states of earlier releases need it.
         draws: 2; or 1 to go on with a state of an earlier release, whose random crops torchvision made, drawn from
             torch's global generator: an encoder of your own then says `global_rng = crop.global_rng`.
+        exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
 
     Raises:
         ValueError: A setting is out of its range, or `draws=1` goes without `decode="exact"`.
@@ -61,6 +66,7 @@ class SquareCrop:
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
     draws: Literal[1, 2] = 2
+    exif: bool = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -103,7 +109,7 @@ class SquareCrop:
         if not self.augment:
             return _pixels(self._central(sample, part))
         if self.draws == 1:
-            return _pixels(self._earlier(sample.image(part)))
+            return _pixels(self._earlier(sample.image(part, exif=self.exif)))
         return _pixels(self._random(sample, part, rng))
 
     def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
@@ -140,17 +146,17 @@ class SquareCrop:
         return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`; of `decode` and `draws` what earlier states do not have."""
+        """Every argument, for `TaskEncoder.settings`; of `decode`, `draws`, `exif` what earlier states do not have."""
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        del own["decode"], own["draws"]
+        del own["decode"], own["draws"], own["exif"]
         drawn = {"crop_draws": self.draws} if self.augment and self.draws != 1 else {}
         renamed = {"image_size": own.pop("size"), "crop_scale": own.pop("scale")}
-        return {**renamed, **own, **drawn, **decode_setting(self.decode)}
+        return {**renamed, **own, **drawn, **decode_setting(self.decode), **exif_setting(self.exif)}
 
     def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
         size = (self.size, self.size)
         needed = size if self.decode == "scaled" else None
-        cut = sample.image(part, at_least=needed, box=lambda *full: random_box(full, self.scale, rng))
+        cut = sample.image(part, at_least=needed, box=lambda *full: random_box(full, self.scale, rng), exif=self.exif)
         image = cut.resize(size, _BILINEAR, box=cut.info["box"])
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
 
@@ -165,7 +171,7 @@ class SquareCrop:
             resized = (self.size, other) if width <= height else (other, self.size)
             return resized if self.decode == "scaled" else (width, height)
 
-        whole = sample.image(part, at_least=needed)
+        whole = sample.image(part, at_least=needed, exif=self.exif)
         image = whole.resize(resized, _BILINEAR, box=whole.info["box"])
         left, upper = (round((side - self.size) / 2) for side in resized)
         return image.crop((left, upper, left + self.size, upper + self.size))

@@ -11,7 +11,7 @@ from PIL import Image
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
-from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting
+from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting, exif_setting
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
 
@@ -29,6 +29,7 @@ class Vision(Medium):
         std: Their standard deviation.
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
             same tiles of the same sizes; "exact" always in full, as states of earlier releases need it.
+        exif: Turn a photo by its EXIF orientation; False takes the pixels as they are stored.
 
     Raises:
         ValueError: `token` is no id, `text` is empty, or `decode` is neither.
@@ -51,6 +52,7 @@ class Vision(Medium):
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
+    exif: bool = True
 
     kind: ClassVar[str] = "image"
 
@@ -69,7 +71,7 @@ class Vision(Medium):
             OSError: The image is damaged.
         """
         if self.decode == "exact" or not self.tiles.takes_scaled:
-            return sample.image(part)
+            return sample.image(part, exif=self.exif)
         full = (0, 0)
 
         def needed(width: int, height: int) -> tuple[float, float]:
@@ -77,7 +79,7 @@ class Vision(Medium):
             full = width, height
             return self.tiles.at_least(width, height)
 
-        pixels = sample.image(part, at_least=needed)
+        pixels = sample.image(part, at_least=needed, exif=self.exif)
         return pixels if pixels.size == full else ScaledImage(*full, pixels)
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
@@ -105,7 +107,9 @@ class Vision(Medium):
 
     def measured(self, info: MediaHeader) -> Seen:
         """The same without patches, by the size of the image."""
-        if info.width is None or info.height is None or (sizes := self.tiles.sizes(info.width, info.height)) is None:
+        if not self.exif or info.width is None or info.height is None:  # a header's size is as it is shown
+            raise Unmeasured
+        if (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured
         patch = self.tiles.patch
         return self._seen(torch.tensor([(high // patch, wide // patch) for wide, high in sizes]), {})
@@ -152,7 +156,7 @@ class Vision(Medium):
         """Every argument, for `TaskEncoder.settings`."""
         own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
         own |= {"mean": list(self.mean), "std": list(self.std)}
-        return {**self.tiles.settings(), **own, **decode_setting(self.decode)}
+        return {**self.tiles.settings(), **own, **decode_setting(self.decode), **exif_setting(self.exif)}
 
     def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor]) -> Seen:
         merge = self.tiles.merge

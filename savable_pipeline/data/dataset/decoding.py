@@ -15,6 +15,7 @@ from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
 from savable_pipeline.data.dataset.transparency import converted
 from savable_pipeline.data.shards.energon_metadata import FieldMap
+from savable_pipeline.data.shards.orientation import to_be_turned, turned, turned_pixels
 from savable_pipeline.data.shards.part_types import (
     IMAGE_PARTS,
     JSON_PARTS,
@@ -39,8 +40,8 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
         raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
 
 
-def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES) -> Any:
-    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise.
+def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
+    """A part by the last word of its extension: of "seg.png" an image, turned with `exif`. Raises what they raise.
 
     What is compressed may become `most` bytes.
     """
@@ -50,9 +51,11 @@ def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES) -> Any
     if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
         return data.decode()
     if kind in IMAGE_PARTS:
-        opened = open_image(data, extension)
+        opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
         pixels = jpeg_pixels(opened, data)
-        return np.array(converted(opened, "RGB", "white")) if pixels is None else pixels
+        if pixels is None:
+            return np.array(converted(turned(opened, orientation), "RGB", "white"))
+        return turned_pixels(pixels, orientation)
     if kind == "npy":
         return _array(data)
     return _arrays(data, most) if kind == "npz" else data

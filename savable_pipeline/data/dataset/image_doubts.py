@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from savable_pipeline.data.dataset.transparency import has_alpha
+from savable_pipeline.data.shards.orientation import UPRIGHT, orientation_of
 from savable_pipeline.data.shards.part_types import open_image
 
 if TYPE_CHECKING:
     from PIL import Image
 
 ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
-_ORIENTATION = 0x0112  # in EXIF: 1 is upright, 2 to 8 are turned or mirrored
-_UPRIGHT = 1
 
 
 def image_doubts(data: bytes) -> list[str]:
@@ -30,12 +29,5 @@ def _doubts(image: Image.Image) -> Iterator[str]:
         yield ALPHA
     if image.mode.startswith(("I", "F")):
         yield DEEP
-    if _orientation(image) in range(_UPRIGHT + 1, 9):
+    if orientation_of(image) != UPRIGHT:
         yield TURNED
-
-
-def _orientation(image: Image.Image) -> object:
-    try:
-        return image.getexif().get(_ORIENTATION)
-    except Exception:  # whatever Pillow meets in odd metadata: the image loads all the same
-        return None

@@ -14,6 +14,7 @@ from savable_pipeline.data.dataset.image_region import Box, Size, image_region
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.dataset.transparency import Colour, converted
+from savable_pipeline.data.shards.orientation import to_be_turned, turned
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
 from savable_pipeline.data.stores.member_file import seconds_of
 
@@ -201,8 +202,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         at_least: Size | Callable[[int, int], Size] | None = None,
         box: Box | Callable[[int, int], Box] | None = None,
         background: Colour = "white",
+        exif: bool = True,
     ) -> Image.Image:
-        """Decode a part as an image: all of it, or no more than is needed.
+        """Decode a part as an image: all of it, or no more than is needed; a photo is turned as EXIF says.
 
         Args:
             part: The name of the part. None: the first of `sp.IMAGE_PARTS` that the sample has.
@@ -211,6 +213,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
                 height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
             box: The region wanted, (left, upper, right, lower) in pixels of the full image, or a function as above.
             background: The colour behind an image with alpha, unless the mode has alpha, as "RGBA" has.
+            exif: Turn and mirror the image by its EXIF orientation, as `PIL.ImageOps.exif_transpose` does; sizes and
+                boxes are then of the image as it is shown. False: the pixels as they are stored.
 
         Returns:
             With `at_least` or `box` the smallest image of whole pixels that covers the box, whose place in it is
@@ -223,8 +227,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         name = part or self._first(IMAGE_PARTS)
         opened = open_image(self[name], name)
         if at_least is None and box is None:
-            return converted(opened, mode, background)
-        return image_region(opened, mode, background, at_least=at_least, box=box)
+            return converted(turned(*to_be_turned(opened, exif=exif)), mode, background)
+        return image_region(opened, mode, background, at_least=at_least, box=box, exif=exif)
 
     def video(self, part: str | None = None) -> Video:
         """Open a part as a video, of which no more is read and decoded than is asked for.
@@ -255,7 +259,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
-        """Return what the headers of a part say of its length and size; nothing is decoded.
+        """Return what the headers of a part say of its length and size, as it is shown; nothing is decoded.
 
         Where there is a table of `savable index --media`, or Energon's, no header is read either.
 
@@ -275,11 +279,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         name = part or self._first((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
         return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
-    def decoded(self) -> dict[str, Any]:
+    def decoded(self, *, exif: bool = True) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
         json: as JSON; txt, text, caption, md, srt, vtt: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array;
         npz: a dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
+
+        Args:
+            exif: Turn images by their EXIF orientation, as `image` does.
 
         Example:
             >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
@@ -287,7 +294,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
         most = self.origin.unpacked_bytes
-        return {"__key__": self.key, **{name: decoded_part(name, data, most) for name, data in self.items()}}
+        found = {name: decoded_part(name, data, most, exif=exif) for name, data in self.items()}
+        return {"__key__": self.key, **found}
 
     def read_from(self, origin: SampleSource) -> Sample:
         """Return the same sample with its parts read from elsewhere, for stages that add others.

@@ -16,6 +16,7 @@ from savable_pipeline.data.media.container import (
     range_fault,
 )
 from savable_pipeline.data.media.video import frame_rate, shown_size
+from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.data.stores.member_file import seconds_of
 from savable_pipeline.errors import MediaError
@@ -84,7 +85,8 @@ def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
 
     try:
         with open_image(file, part) as image:
-            return MediaInfo(width=image.width, height=image.height)
+            width, height = upright_size(image)
+            return MediaInfo(width=width, height=height)
     except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -30,7 +30,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import MediaError, ShardError
 
-KIND = "media"
+KIND = "shown media"  # sizes as they are shown: of the kind "media", photos were not turned
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
 BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]

@@ -136,8 +136,8 @@ def _image_warnings(reports: list[ShardReport]) -> Iterator[str]:
         )
     if turned:
         yield (
-            f"{counted(turned, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does not; "
-            "PIL.ImageOps.exif_transpose(sample.image()) does"
+            f"{counted(turned, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does; boxes and "
+            "masks that were made without turning fit sample.image(exif=False)"
         )
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.data.dataset.transparency import converted, has_alpha
+from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
@@ -161,7 +162,8 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata and of large images
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-                about = f"{image.width:,} × {image.height:,} {image.format} {image.mode}"
+                width, height = upright_size(image)
+                about = f"{width:,} × {height:,} {image.format} {image.mode}"
                 about += ", with alpha, on white" if has_alpha(image) else ""
                 if image.width * image.height > LARGEST_PIXELS:
                     raise ValueError(f"not decoded: {about}, more than {LARGEST_PIXELS:,} pixels")
@@ -218,5 +220,6 @@ def _decoded(image: Image.Image) -> Pixels:
     if image.mode.startswith(("I", "F")):  # more than 8 bits a pixel: converting would cut them off
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
+    image, orientation = to_be_turned(image, exif=True)
     image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at about the size that is wanted
-    return np.asarray(converted(image, "RGB", "white"))
+    return np.asarray(converted(turned(image, orientation), "RGB", "white"))

@@ -157,9 +157,9 @@ def test_settings_leave_out_what_earlier_states_do_not_have() -> None:
         "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225],
     }
-    assert SquareCrop(decode="exact", draws=1).settings() == earlier
-    assert SquareCrop().settings() == {**earlier, "crop_draws": 2, "decode": "scaled"}
-    central = SquareCrop(augment=False, decode="exact")
+    assert SquareCrop(decode="exact", draws=1, exif=False).settings() == earlier
+    assert SquareCrop().settings() == {**earlier, "crop_draws": 2, "decode": "scaled", "exif": True}
+    central = SquareCrop(augment=False, decode="exact", exif=False)
     assert central.settings() == {**earlier, "augment": False}  # which draws nothing
 
 
