@@ -85,6 +85,24 @@ def video_bytes(
         return path.read_bytes()
 
 
+def flac_bytes(
+    samples: int, rate: int, *, block: int, channels: int = 1, container: str = "flac", gap: tuple[int, int] = (0, 0)
+) -> bytes:
+    """A tone in FLAC's blocks of some samples; `gap`: from which block on, and by how many samples, it comes later."""
+    file, layout = io.BytesIO(), "mono" if channels == 1 else "stereo"
+    pcm = (tone(samples / rate, rate, channels) * 32767).astype(np.int16)
+    with av.open(file, "w", format=container) as made:
+        stream: Any = made.add_stream("flac", rate=rate, layout=layout, options={"frame_size": str(block)})
+        for number, begin in enumerate(range(0, samples, block)):
+            data = np.ascontiguousarray(pcm[:, begin : begin + block].T).reshape(1, -1)
+            frame = av.AudioFrame.from_ndarray(data, "s16", layout)
+            frame.sample_rate, frame.time_base = rate, Fraction(1, rate)
+            frame.pts = begin + (gap[1] if gap[1] and number >= gap[0] else 0)
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode())
+    return file.getvalue()
+
+
 def audio_bytes(
     seconds: float = 2.0, *, rate: int = 16000, channels: int = 1, container: str = "flac", codec: str = ""
 ) -> bytes:

@@ -111,7 +111,7 @@ class Audio(MediaStream):
             place = round(self._time(frame.pts) * self.rate)
             if expected is not None and abs(place - expected) <= _GAP_S * self.rate:
                 place = expected  # one after the other, whatever a coarse clock says
-            elif expected is not None and self.codec == "flac":  # whose damaged frames the demuxer leaves out
+            elif expected is not None and self._is_counted:  # a damaged frame was left out
                 raise MediaError(f"{self.name}: its sound is damaged at {expected / self.rate:.3f} s")
             if place >= first + count:
                 break
@@ -124,6 +124,11 @@ class Audio(MediaStream):
             if count:
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether times are counted in samples, without gaps, by a demuxer that leaves out damaged frames."""
+        return self.codec == "flac" and self._container.format.name in ("flac", "ogg")
 
     def _frames_before(self, time: Fraction) -> Any:
         """The frames from some time before `time` on."""

@@ -234,10 +234,13 @@ class MediaStream:
         return self._container.format.name not in _UNSOUGHT
 
     def _sought(self, ticks: int) -> Iterator[Any]:
-        """The frames from a point at or before `ticks`, as far as the container knows such points."""
+        """The frames from a point at or before `ticks`, as far as the container knows such points; else none."""
         self._at_start = False
-        with media_errors(self.name, f"cannot be sought to {float(self._time(ticks)):.3f} s"):
+        try:
             self._container.seek(ticks, stream=self._stream)
+        except pyav().error.FFmpegError:  # as behind the begin of the last block of FLAC, which is whole
+            self._open_anew()
+            return iter(())
         return self._frames()
 
     def _from_start(self) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from savable_pipeline.data.media.audio import Audio, resample
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
 from savable_pipeline.errors import MediaError
-from tests.support.media_files import audio_bytes, tone, video_bytes
+from tests.support.media_files import audio_bytes, flac_bytes, tone, video_bytes
 
 KINDS = {
     "flac": ({"container": "flac"}, 16000, 0.0),
@@ -66,6 +66,50 @@ def test_a_range_is_the_same_to_the_bit_after_others_as_alone(kind: str) -> None
             start = order.randrange(19 * rate) / rate
             with audio(data) as alone:
                 assert np.array_equal(found.samples(start, start + 0.5), alone.samples(start, start + 0.5))
+
+
+def decoded(data: bytes, length: int) -> Any:
+    """All samples as PyAV itself decodes them, each at its time: float32 (channels, length)."""
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.audio[0]
+        origin = stream.start_time or 0
+        whole = np.zeros((stream.codec_context.channels, length), np.float32)
+        for frame in container.decode(stream):
+            block = frame.to_ndarray().reshape(-1, len(whole)).T
+            begin = round((frame.pts - origin) * stream.time_base * frame.sample_rate)
+            whole[:, begin : begin + block.shape[1]] = block / np.float32(32768)
+    return whole
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+@pytest.mark.parametrize("block", [192, 4096, 16384])
+def test_any_range_of_flac_is_that_of_a_full_decode(rate: int, block: int) -> None:
+    """Begun a quarter of a second before, where a block of 4,096 samples at 8 kHz takes half of one."""
+    order = random.Random(rate + block)
+    for channels in (1, 2):
+        samples = order.randrange(rate // 2, 9 * rate)
+        data = flac_bytes(samples, rate, block=block, channels=channels)
+        whole = decoded(data, samples)
+        with audio(data) as found:
+            for near_the_end in (False, True) * 15:
+                first = order.randrange(samples - samples // 8 if near_the_end else 0, samples - 8)
+                stop = order.randrange(first + 4, samples)
+                part = found.samples(first / rate, stop / rate)
+                assert np.array_equal(part, whole[:, first:stop]), (samples, first, stop)
+
+
+@pytest.mark.parametrize("gap", [100, 700, 20_000])
+def test_a_gap_in_the_times_of_flac_in_mp4_is_silence(gap: int) -> None:
+    rate, block, order = 16000, 1152, random.Random(gap)
+    data = flac_bytes(40_000, rate, block=block, container="mp4", gap=(12, gap))
+    begin, samples = 12 * block, 40_000 + gap
+    whole = decoded(data, samples)
+    assert not whole[:, begin : begin + gap].any() and whole[:, begin - 5 : begin].any()
+    with audio(data) as found:
+        assert found.duration_s == samples / rate
+        for first in (0, begin - 100, begin, begin + gap, *(order.randrange(samples - 50) for _ in range(12))):
+            part = found.samples(first / rate, min(first + 9000, samples) / rate)
+            assert np.array_equal(part, whole[:, first : first + 9000]), first
 
 
 def test_a_range_beyond_the_end_is_filled_with_zeros() -> None:
