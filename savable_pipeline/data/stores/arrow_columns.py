@@ -106,6 +106,12 @@ class BytesColumn:
         begin, end = place
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
+    def head(self, row: int, size: int) -> bytes:
+        """The first bytes of a row, at most `size`; none for null. Raises `BrokenColumnError`."""
+        begin, end = self._place(row) or (0, 0)
+        end = min(end, begin + size)
+        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
+
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
         return self._place(row) is not None

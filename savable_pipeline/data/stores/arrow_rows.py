@@ -44,7 +44,7 @@ class ArrowRows:
         unread: Unread | None = None,
     ) -> None:
         self._batches: list[dict[str, Any]] = [
-            {name: column_of(column, unread) for name, column in zip(b.schema.names, b.columns, strict=True)}
+            {name: column_of(name, column, unread) for name, column in zip(b.schema.names, b.columns, strict=True)}
             for b in batches
         ]
         self._firsts = [0]
@@ -178,6 +178,8 @@ class ArrowRows:
         batch = bisect_right(self._firsts, row) - 1
         column: Any = self._batches[batch][name]
         extension = column.extension(row - self._firsts[batch])
+        if not extension:
+            return name
         return extension if self._alone and extension not in self._names else f"{name}.{extension}"
 
     def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:

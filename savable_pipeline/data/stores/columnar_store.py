@@ -147,10 +147,10 @@ class ColumnarStore(GroupedStore):
 
     def media_named(self, parts: Collection[str]) -> list[str]:
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
-        from savable_pipeline.data.stores.media_columns import is_media, is_media_list
+        from savable_pipeline.data.stores.media_columns import holds_media
 
         schema = self.schema(next(iter(np.flatnonzero(self.entries.samples).tolist())))
-        media = [field.name for field in schema if is_media(field.type) or is_media_list(field.type)]
+        media = [field.name for field in schema if holds_media(field)]
         plain = {name.lower() for name in schema.names if name not in media}
         return media if not plain.issuperset(parts) else []
 
@@ -180,9 +180,9 @@ class ColumnarStore(GroupedStore):
         for name, version in parts_since(schema, self.wanted).items():
             if version > self.parts_since.get(name, 1):
                 what = "lists of images" if is_media_list(schema.field(name).type) else "images"
-                views = " of Arrow's view types" if version > 2 else ""
+                form = {3: " of Arrow's view types", 4: " without paths"}.get(version, "")
                 raise ShardError(
-                    f"{self.place(shard)}: the column {name!r} holds {what}{views}, and something else in the first "
+                    f"{self.place(shard)}: the column {name!r} holds {what}{form}, and something else in the first "
                     "file: write all files with one schema",
                     reason="another schema",
                 )

@@ -3,8 +3,9 @@
 {bytes, path}                       the bytes; the part is named by the path's extension: png
 a list of them                      a part for each: 0.png, 1.png, …
 {bytes: null, path}                 the file lies elsewhere: a `NamedFile`, and no part
+bytes, in the column `image`        a part as if they had no path, if they begin as an image does; else as they are
 
-Both fields may be of Arrow's view types, as Polars writes them.
+Bytes and paths may be of Arrow's view types, as Polars writes them, and one of the two of none where all are null.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from savable_pipeline.core.file_heads import media_of
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.stores.arrow_columns import (
     NUMBERS,
     OFFSETS,
@@ -31,7 +33,8 @@ from savable_pipeline.data.stores.arrow_columns import (
 
 _LONGEST_EXTENSION = 8
 _BYTES = ("binary", "large_binary", "binary_view", "null")
-_PATHS = ("string", "large_string", "string_view")
+_PATHS = ("string", "large_string", "string_view", "null")
+_IMAGES = ("image", "img", "image_bytes")  # names of columns of bytes, in small letters
 _MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "webp", "wav"))  # that have no path
 
 
@@ -45,15 +48,14 @@ class NamedFile:
 
 
 class MediaColumn:
-    """A column of structs of `bytes` and `path`, such as images."""
+    """A column of structs of `bytes` and `path`, such as images, or of bytes alone."""
 
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
-        self._validity, self._paths = Validity(array), BytesColumn(array.field("path"), unread)
+        self._bare = not pa.types.is_struct(array.type)
+        data, paths = (array, None) if self._bare else (array.field("bytes"), array.field("path"))
+        self._validity, self._paths = Validity(array), _bytes_column(paths, len(array), unread)
         self._rows = min(len(array), self._paths.rows)
-        data = array.field("bytes")
-        if pa.types.is_null(data.type):  # of a file in which no row has bytes, if it says no more than that
-            data = pa.nulls(self._rows, pa.binary())
-        self._bytes = BytesColumn(data, unread)
+        self._bytes = _bytes_column(data, self._rows, unread)
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
@@ -68,11 +70,12 @@ class MediaColumn:
         return not (self._validity.of(row) and self._bytes.validity.of(row))
 
     def extension(self, row: int) -> str:
-        """The extension of a row's path, or what the bytes begin like; "bin" if neither says it."""
+        """The extension of a row's path, or what the bytes begin like; "bin" if neither says it, "" of bytes alone."""
         extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
         if extension:
             return extension
-        return media_of((self._bytes.value(row) or b"")[:12], _MEDIA)
+        found = media_of(self._bytes.head(row, 12), _MEDIA)
+        return "" if self._bare and found not in IMAGE_PARTS else found
 
     @cached_property
     def named(self) -> NDArray[np.int64]:
@@ -156,18 +159,37 @@ class MediaListColumn:
             return True
 
 
+def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
+    """The column of bytes or of paths; of a type without values, in a file in which no row has any, so many nulls."""
+    if array is None or pa.types.is_null(array.type):
+        array = pa.nulls(rows, pa.binary())
+    return BytesColumn(array, unread)
+
+
 Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColumn
 
 
-def column_of(array: Any, unread: Unread | None = None) -> Column:
-    """The column that reads this array, of whose values some may be `unread`."""
+def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
+    """The column of this name that reads this array, of whose values some may be `unread`."""
+    if is_media(array.type) or _is_image(name, array.type):
+        return MediaColumn(array, unread)
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
         return BytesColumn(array, unread)
     if str(array.type) in NUMBERS:
         return NumberColumn(array)
     if is_media_list(array.type):
         return MediaListColumn(array, unread)
-    return MediaColumn(array, unread) if is_media(array.type) else ValueColumn(array, unread)
+    return ValueColumn(array, unread)
+
+
+def holds_media(field: Any) -> bool:
+    """Whether a column of a schema holds images, audio or films, or lists of them."""
+    return is_media(field.type) or is_media_list(field.type) or _is_image(field.name, field.type)
+
+
+def _is_image(name: str, kind: Any) -> bool:
+    """Whether a column holds the bytes of images, by its name."""
+    return name.lower() in _IMAGES and str(kind) in _BYTES[:-1]
 
 
 def is_media(kind: Any) -> bool:
@@ -175,7 +197,8 @@ def is_media(kind: Any) -> bool:
     if not pa.types.is_struct(kind) or kind.num_fields != 2:
         return False
     fields = _fields(kind)
-    return fields.get("bytes") in _BYTES and fields.get("path") in _PATHS
+    known = fields.get("bytes") in _BYTES and fields.get("path") in _PATHS
+    return known and set(fields.values()) != {"null"}
 
 
 def _fields(kind: Any) -> dict[str, str]:
@@ -191,9 +214,14 @@ def is_media_list(kind: Any) -> bool:
 def parts_since(schema: Any, wanted: list[str] | None) -> dict[str, int]:
     """The columns of a schema that were JSON once, of the `wanted` ones (None: all), by name.
 
-    With each the version of the parts since which it is parts: 2 for a list of images, 3 where a field is a view.
+    With each the version of the parts since which it is parts: 2 for a list of images, 3 where a field is a view, 4 for
+    bytes alone, and for paths without a type.
     """
-    found = {field.name: _since(field.type) for field in schema if wanted is None or field.name in wanted}
+    found = {
+        field.name: 4 if _is_image(field.name, field.type) else _since(field.type)
+        for field in schema
+        if wanted is None or field.name in wanted
+    }
     return {name: version for name, version in found.items() if version > 1}
 
 
@@ -201,8 +229,10 @@ def _since(kind: Any) -> int:
     listed = is_media_list(kind)
     if not listed and not is_media(kind):
         return 1
-    views = any(field.endswith("_view") for field in _fields(kind.value_type if listed else kind).values())
-    return 3 if views else 1 + listed
+    fields = _fields(kind.value_type if listed else kind)
+    if fields["path"] == "null":
+        return 4
+    return 3 if any(field.endswith("_view") for field in fields.values()) else 1 + listed
 
 
 def extension_of(path: str) -> str:

@@ -24,8 +24,8 @@ class ColumnarReader(RecordReader):
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         **RecordReader.setting_rules,
         "parts": SettingRule(
-            fixed="lists of images, or images of Arrow's view types, which were JSON, are parts since: continue with "
-            "the release that saved the state"
+            fixed="bytes in a column 'image', images without paths, lists of images, or images of Arrow's view types, "
+            "which were JSON or bytes, are parts of another name since: continue with the release that saved the state"
         ),
     }
 
@@ -70,10 +70,10 @@ class ParquetReader(ColumnarReader):
 
     Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
     `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
-    `COLUMN.jpg` if there are several; its own name reads it too. A list of such structs makes the parts `0.jpg`,
-    `1.jpg`, …. Folders such as `lang=en/` (Hive partitions) add parts. Row groups are decoded whole. Behind a URL only
-    the chosen columns are fetched, into the cache of `sp.TarShardReader`. Needs pyarrow: `pip install
-    "savable_pipeline[parquet]"`.
+    `COLUMN.jpg` if there are several; its own name reads it too. So are the bytes of images in a column `image`, by how
+    they begin. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive partitions)
+    add parts. Row groups are decoded whole. Behind a URL only the chosen columns are fetched, into the cache of
+    `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
 
     Args:
         files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these. A web

@@ -217,7 +217,7 @@ def test_only_files_with_lists_of_images_have_another_number_and_their_old_state
     with loader() as before:
         state = before.state_dict()
     monkeypatch.undo()
-    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match=r"lists of images, .*which were JSON, are"):
+    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match=r"lists of images, .*which were JSON or"):
         after.load_state_dict(state)
 
 
@@ -314,3 +314,70 @@ def test_a_view_without_bytes_names_its_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, table([named("0.png"), *PICTURES], VIEWS))
     with pytest.raises(sp.ShardError, match=r"holds '0\.png' and no bytes \(1 of 9"):
         list(sp.open_dataset(path)[0])
+
+
+BARE = [pa.binary(), pa.large_binary(), pa.binary_view()]
+NO_PATHS = pa.struct({"bytes": pa.binary(), "path": pa.null()})
+
+
+def kinds_for(name: str, kind: Any) -> bool:
+    """Whether a file of this name can have the type: pyarrow writes no views of bytes in Parquet."""
+    return name == "a.arrow" or kind != pa.binary_view()
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in STORES for kind in BARE if kinds_for(name, kind)])
+@pytest.mark.parametrize("column", ["image", "IMG"])
+def test_bytes_of_images_in_a_column_of_that_name_are_images(tmp_path: Path, name: str, kind: Any, column: str) -> None:
+    jpeg = io.BytesIO()
+    Image.new("RGB", (2, 3)).save(jpeg, "JPEG")
+    values = [picture(1), jpeg.getvalue(), None, b"no image", b""]
+    path = write(tmp_path / name, table(values, kind, column), group=2)
+    samples = list(sp.open_dataset(path))
+    assert [list(sample) for sample in samples] == [
+        ["png", "caption"],
+        ["jpg", "caption"],
+        ["caption"],
+        [column, "caption"],
+        [column, "caption"],
+    ]
+    assert [sample.get(column) for sample in samples] == values
+    assert (samples[0].image().size, samples[1].image().size) == ((8, 8), (2, 3))
+    assert [STORES[name](path).nulls(0, row) for row in range(3)] == [[], [], [column]]
+    assert parts_of(STORES[name](path), 0) == dict(samples[0])
+    result = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "shards")])
+    assert result.exit_code == 0 and "5 samples" in result.output, result.output
+    assert [dict(sample) for sample in sp.open_dataset(tmp_path / "shards")] == [
+        dict(sorted(dict(sample).items())) for sample in samples
+    ]
+
+
+@every_store
+def test_of_several_images_and_beside_a_column_of_that_name_each_has_the_name_of_its_column(
+    tmp_path: Path, name: str
+) -> None:
+    columns = {"image": [picture(1)], "img": [picture(2)], "vector": [b"BM no image by its column's name"]}
+    (sample,) = sp.open_dataset(write(tmp_path / name, pa.table(columns)))
+    assert list(sample) == ["image.png", "img.png", "vector"] and sample["img"] == picture(2)
+    (sample,) = sp.open_dataset(write(tmp_path / "one" / name, pa.table({"image": [picture(1)], "png": ["a text"]})))
+    assert list(sample) == ["image.png", "png"]
+
+
+@every_store
+@pytest.mark.parametrize("kind", [NO_PATHS, pa.list_(NO_PATHS), pa.list_(NO_PATHS, 2)])
+def test_images_whose_paths_have_no_type_are_images(tmp_path: Path, name: str, kind: Any) -> None:
+    listed = kind != NO_PATHS
+    images = [[named(None, picture(i))] * 2 if listed else named(None, picture(i)) for i in range(3)]
+    store = STORES[name](write(tmp_path / name, table(images, kind), group=2))
+    parts = ["0.png", "1.png"] if listed else ["png"]
+    assert [store.extensions(0, row) for row in range(3)] == [[*parts, "caption"]] * 3
+    assert [store.read(0, row, parts[-1]) for row in range(3)] == [picture(i) for i in range(3)]
+    assert not any(store.named_files(0, row) for row in range(3))
+    assert READERS[name](tmp_path / name, sp.Lane()).settings()["parts"] == 4
+
+
+@every_store
+def test_bytes_of_images_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", table(["a path"], pa.string()))
+    write(tmp_path / f"1{name}", table([picture(1)], pa.binary()))
+    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds images without paths, and something"):
+        list(sp.open_dataset(tmp_path)[1])
