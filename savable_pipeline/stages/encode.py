@@ -121,7 +121,7 @@ class Encode(TakesItems):
         items: list[Any] = []
         refs: list[ItemRef] = []
         ahead = self._ahead
-        first, part, before = ahead.next, self._part, self._skipped.begin(refs, self.info.tags)
+        first, part, before = ahead.next, self._part, self._skipped.begin(refs)
         try:
             while len(items) < n:
                 if ahead.next == len(ahead.refs):
@@ -139,8 +139,7 @@ class Encode(TakesItems):
             self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
-        self._skipped.note_items()
-        self._skipped.end()
+        self._skipped.end(self.info.tags)
         self.counts["items"] += len(items)
         return items, refs
 

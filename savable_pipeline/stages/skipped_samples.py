@@ -67,32 +67,34 @@ class SkippedSamples:
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
         self._by_source = SourceCounts(counts)
         self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
-        self._refs: list[ItemRef] = []  # of the items of the call since `begin`, of which `_noted` are counted
-        self._tags: frozenset[int] = frozenset()
+        self._refs: list[ItemRef] = []  # of the items of the call since `begin`, of which `_noted` have ended rows
         self._noted = 0
         self._counted: Counter[str] = Counter()  # counters raised since `begin`
 
-    def begin(self, refs: list[ItemRef], tags: frozenset[int]) -> _Snapshot:
-        """Snapshot the counts before a call that may fail, whose items have these refs, of sources with these tags."""
+    def begin(self, refs: list[ItemRef]) -> _Snapshot:
+        """Snapshot the counts before a call that may fail, whose items have these refs."""
         self._counted.clear()
-        self._refs, self._tags, self._noted = refs, tags, 0
+        self._refs, self._noted = refs, 0
         return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
 
     def roll_back(self, before: _Snapshot) -> None:
         """Undo the counting of a call that failed."""
         self._counts.subtract(self._counted)
         self.errors, self._row, self._by_source.rows = before
-        self.end()
+        self._refs = []
 
-    def end(self) -> None:
-        """Forget the refs of the call."""
-        self._refs, self._noted = [], 0
+    def end(self, tags: frozenset[int]) -> None:
+        """Count the items of a call, of sources with these tags."""
+        if self._refs:
+            if self._row or self._by_source.rows:
+                self._end_rows()
+            self._by_source.kept(self._refs, tags)
+            self._refs = []
 
-    def note_items(self) -> None:
-        """Count the items that came since the last time."""
-        fresh = self._refs[self._noted :]
-        if fresh:
-            self._counted.update(self._by_source.kept(fresh, self._tags))
+    def _end_rows(self) -> None:
+        """End what came in a row without an item, where there are items since."""
+        if self._refs[self._noted :]:
+            self._by_source.end_rows(self._refs[self._noted :])
             self._row, self._noted = 0, len(self._refs)
 
     def skipped(self, sample: Sample, skip: Skip) -> None:
@@ -101,7 +103,7 @@ class SkippedSamples:
         Raises `EncodeError` after `max_empty_samples` in a row without an item, of one source, or of all with those
         that are excluded: these may be all of a source.
         """
-        self.note_items()
+        self._end_rows()
         self._row += 1
         row, of = self._row, ""
         if skip is EXCLUDED:

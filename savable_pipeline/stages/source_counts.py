@@ -13,7 +13,7 @@ The loader sums the last three up over its lanes: it knows from them which sourc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from savable_pipeline.data.dataset.ref import count_of_source, skip_counters, tag_of
 from savable_pipeline.stages.item_ref import ItemRef, first_sample
@@ -25,17 +25,23 @@ class SourceCounts:
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
         self.rows: dict[int, int] = {}
+        self._only: tuple[Collection[int], str] = (), ""  # the tags of a single source, and its counter of items
         self._names: dict[int, tuple[str, str]] = {}  # of counters of items and of tokens, by tag
 
-    def kept(self, refs: Sequence[ItemRef], tags: Iterable[int]) -> dict[str, int]:
-        """Count items with these refs, of sources with these tags. Returns what was counted."""
-        only, *others = tags
-        found = {only: len(refs)} if not others else Counter([tag_of(ref[0]) for ref in refs])
-        for tag in self.rows.keys() & found.keys():
-            del self.rows[tag]
-        named = {self._named(tag)[0]: number for tag, number in found.items()}
-        self._counts.update(named)
-        return named
+    def kept(self, refs: Sequence[ItemRef], tags: Collection[int]) -> None:
+        """Count items with these refs, of sources with these tags."""
+        if len(tags) == 1 and tags is not self._only[0]:
+            self._only = tags, self._named(next(iter(tags)))[0]
+        if tags is self._only[0]:
+            self._counts[self._only[1]] += len(refs)
+        else:
+            for tag, number in Counter([tag_of(ref[0]) for ref in refs]).items():
+                self._counts[self._named(tag)[0]] += number
+
+    def end_rows(self, refs: Sequence[ItemRef]) -> None:
+        """Begin to count in a row again for the sources of these items."""
+        for tag in {tag_of(ref[0]) for ref in refs} if self.rows else ():
+            self.rows.pop(tag, None)
 
     def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:
         """Count an item, a part of one, or a pack, by its first sample."""
