@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(found / "more", 30, lambda i: {"json": {"text": text_of(i + 3)}, "txt": "more"}, CRUDE)
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: "
     (found / "blend.yaml").write_text(head + "{blend: [{path: texts, weight: 2}, {path: more}]}}\n")
-    (found / "epochs.yaml").write_text(head + "{blend_epochized: [{path: texts, repetitions: 2}, {path: more}]}}\n")
+    (found / "epochs.yaml").write_text(head + "{blend_epochized: [{path: texts, repetitions: 1.5}, {path: more}]}}\n")
+    excluding = "split_parts: {train: [000001.tar, 000002.tar]}\nexclude: ['000001.tar/s013', '000002.tar/s02{1..2}']\n"
+    (found / "typed/.nv-meta/excluding.yaml").write_text(excluding)
     return found
 
 
@@ -62,6 +64,8 @@ def train(library: Any, path: Path, encoder: Any, **settings: Any) -> Any:
         ("texts", Writer, {"repeat": False}),
         ("blend.yaml", Default, {}),
         ("epochs.yaml", Default, {"repeat": False}),
+        ("epochs.yaml", Default, {}),
+        ("typed", Default, {"split_config": "excluding.yaml", "batch_size": 1}),
     ],
 )
 def test_data_and_loaders_are_as_long_as_energons(name: str, encoder: Any, settings: Any, folder: Path) -> None:
@@ -80,6 +84,17 @@ def test_data_to_evaluate_on_is_as_long_as_energons_and_as_it_is(settings: Any, 
     mine = ours.get_val_dataset(folder / "typed", task_encoder=Default(), **more)
     loader = ours.get_loader(mine)
     assert len(mine) == len(loader) == len(theirs) == len(list(loader))
+
+
+def test_each_dataset_of_a_mixture_is_evaluated_on_once(folder: Path) -> None:
+    settings: dict[str, Any] = {"split_part": "train", "worker_config": config(), "batch_size": 4}
+    settings["task_encoder"] = Default()
+    theirs = energon.get_loader(energon.get_val_dataset(str(folder / "epochs.yaml"), **settings))
+    mine = ours.get_loader(ours.get_val_dataset(folder / "epochs.yaml", **settings))
+    assert len(mine) == len(theirs)
+    found = [sorted(key for batch in loader for key in batch.__key__) for loader in (mine, theirs)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 70
 
 
 @pytest.mark.parametrize("lanes", [2, 6])

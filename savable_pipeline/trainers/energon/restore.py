@@ -33,7 +33,8 @@ def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
 
 
 def _made(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
-    number: Any
+    kind: Any
+    parts: list[Any]
     kind, *parts = key if isinstance(key, Sequence) and len(key) > 2 else [None]
     if kind == "Ref":
         made = samples.fetch(Ref(*parts))

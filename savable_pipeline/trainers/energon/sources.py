@@ -96,7 +96,8 @@ class Leaf:
 
     def __init__(self, loaded: Any, mode: Any, sources: Sources, nonmatch: list[str]) -> None:
         self.factory = loaded.dataset
-        self._weight, self._repetitions, self._mode = loaded.weight, loaded.repetitions, mode
+        self._weight, self._mode = loaded.weight, mode
+        self._repetitions = loaded.repetitions if sources.settings["training"] else None
         self._sources = sources
         self._aux = loaded.aux or {}
         self._unpickles = sources.trust or sources.decoder is None
@@ -115,6 +116,11 @@ class Leaf:
     def name(self) -> str:
         """The last part of the dataset's path, without its ending."""
         return PurePosixPath(self._files[0].root).name.partition(".")[0]
+
+    @property
+    def samples(self) -> int:
+        """The samples of all repetitions, without those that the split excludes, as Energon counts them."""
+        return int(len(self.factory) * (1 if self._repetitions is None else self._repetitions))
 
     def reader(self, lane: Lane) -> SampleStage:
         """The samples of this dataset, with the parts of those that are joined to it."""

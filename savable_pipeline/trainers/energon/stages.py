@@ -112,8 +112,9 @@ class EnergonPipeline:
         size = 1 if self.encoder.groups else self.batch_size or 1
         samples = _first_of(self(Lane(count=lanes, seed=seed, downloads=False)))
         counts = [count for lane in range(lanes) if (count := _samples_of(samples, lane)) is not None]
-        if len(counts) < lanes:
-            counts = [samples.info.population // world_size] * world_size
+        if lanes == 1 or len(counts) < lanes:
+            total = sum(leaf.samples for leaf in self.encoder.sources.leaves.values())
+            counts = [total // world_size] * world_size
         each = min(counts) // size if self.drop_last else -(-min(counts) // size)
         return each * len(counts) // world_size
 
