@@ -44,7 +44,8 @@ class Unpacked(io.RawIOBase):
 
     def __init__(self, packed: IO[bytes], kind: str, line_bytes: int | None = None) -> None:
         self._packed, self._kind = packed, kind
-        self._step, self._most = (_ZST_STEP, ()) if kind == "zst" else (_STEP, (_PIECE,))
+        self._step = _ZST_STEP if kind == "zst" else _STEP
+        self._most = () if kind == "zst" else (_PIECE,)  # the other argument of `decompress`, which zstandard lacks
         self._new, self._damage = _streams(kind)
         self._stream: Any = None
         self._more = False  # of what the stream was given is still to be unpacked
