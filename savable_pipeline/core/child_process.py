@@ -15,6 +15,8 @@ import importlib
 import json
 import os
 import select
+import socket
+import struct
 import subprocess
 import sys
 import weakref
@@ -58,6 +60,21 @@ class ChildProcess:
         # Not __del__: in a circle of garbage that of `connection` may come first, and the descriptor that it closed may
         # be another file's by now.
         self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP, a debugger). Where there is no /proc, nobody knows."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        except OSError:
+            return False
+        return state in (b"T", b"t")
+
+    def bound_waits(self, seconds: float) -> None:
+        """Raise BlockingIOError where a message that has begun does not go on for so long: nothing else can be sent."""
+        bound = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, bound)
 
     def kill(self) -> None:
         """Kill the process; `connection.recv` then raises EOFError."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +40,24 @@ def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> N
     """Write a whole file; see `replacing`."""
     with replacing(path, sync=sync) as file:
         file.writelines(parts)
+
+
+def regular_file(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of a regular file: an `opener` of `open`. Raises OSError for a pipe, a device, a folder."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "no regular file, but a folder, a pipe or a device", os.fspath(path))
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for one of more than `most`."""
+    with open(path, "rb", opener=regular_file) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size} bytes; at most {most} are read", str(path))
+        return file.read()
 
 
 def user_cache() -> Path | None:

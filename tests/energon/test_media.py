@@ -87,7 +87,9 @@ def test_a_part_that_lies_elsewhere_now_is_refused(dataset: Path) -> None:
         sp.open_dataset(dataset)[2].media("mp4")
 
 
-@pytest.mark.parametrize("value", ["{", '{"video_fps": "x"}', b"\xff"])
+@pytest.mark.parametrize(
+    "value", ["{", '{"video_fps": "x"}', b"\xff", '{"video_duration": -5.0}', '{"audio_channels": -1}']
+)
 def test_values_that_are_none_are_refused(dataset: Path, value: Any) -> None:
     with sqlite3.connect(dataset / ".nv-meta/index.sqlite") as database:
         database.execute("UPDATE media_metadata SET metadata_json = ?", (value,))

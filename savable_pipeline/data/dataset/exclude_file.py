@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.files import read_regular
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import key_index
@@ -31,6 +32,7 @@ from savable_pipeline.errors import SavableError
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0  # between two looks at the file
+_LARGEST = 1 << 40  # bytes
 _AT_ONCE = 1 << 14  # keys looked for at a time
 
 
@@ -92,7 +94,7 @@ class ExcludeFile:
 
     def _read(self) -> bytes:
         try:
-            return self.path.read_bytes()
+            return read_regular(self.path, _LARGEST)
         except OSError as error:
             raise self._unreadable(error) from error
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.data.media.container import MediaStream, media_errors, pyav
+from savable_pipeline.data.media.ogg_pages import ogg_fault
 from savable_pipeline.errors import MediaError
 
 _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames depend on those before
@@ -121,6 +122,8 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - place : high - place]
         else:
+            if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
+                raise MediaError(f"{self.name}: its sound is damaged: {fault}")
             if count:
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
@@ -130,9 +133,13 @@ class Audio(MediaStream):
         """Whether times are counted in samples, without gaps, by a demuxer that leaves out damaged frames."""
         return self.codec == "flac" and self._container.format.name in ("flac", "ogg")
 
+    @property
+    def _is_ogg(self) -> bool:
+        return bool(self._container.format.name == "ogg")
+
     def _frames_before(self, time: Fraction) -> Any:
         """The frames from some time before `time` on."""
-        if time <= (_OGG_S if self._container.format.name == "ogg" else 0):
+        if time <= (_OGG_S if self._is_ogg else 0):
             return self._from_start()
         # A demuxer learns of points to begin from, and a decoder of AAC draws noise: after other ranges, others come.
         self._open_anew()

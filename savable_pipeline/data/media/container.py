@@ -79,6 +79,12 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
+def check_sums(stream: Any) -> None:
+    """Have FLAC's decoder compare each frame with its checksum."""
+    if stream.codec_context.name == "flac":
+        stream.codec_context.options = {"err_detect": "crccheck+explode"}
+
+
 def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fraction) -> tuple[Fraction | None, bool]:
     """The time at which a stream of a file ends by the headers, in seconds from `origin`, None where they do not say
     it; and whether it is this stream's, not that of the longest one.
@@ -157,6 +163,7 @@ class MediaStream:
         for other in self._container.streams:
             if other is not stream:
                 other.discard = type(other.discard).all
+        check_sums(stream)
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         self._stream, self.codec = stream, stream.codec_context.name
         self._at_start = True  # nothing was decoded so far

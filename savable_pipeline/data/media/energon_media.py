@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -37,19 +37,23 @@ WHERE entry_key = ?1 || '.' || ?2
 """
 
 
+_Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Values(msgspec.Struct):
     """What it writes of audio and video, and of images."""
 
-    video_duration: float | None = None
-    video_num_frames: int | None = None
-    video_fps: float | None = None
-    video_width: int | None = None
-    video_height: int | None = None
-    audio_duration: float | None = None
-    audio_channels: int | None = None
-    audio_sample_rate: int | None = None
-    width: int | None = None
-    height: int | None = None
+    video_duration: _Number | None = None
+    video_num_frames: _Count | None = None
+    video_fps: _Number | None = None
+    video_width: _Count | None = None
+    video_height: _Count | None = None
+    audio_duration: _Number | None = None
+    audio_channels: _Count | None = None
+    audio_sample_rate: _Count | None = None
+    width: _Count | None = None
+    height: _Count | None = None
 
     def info(self) -> MediaInfo:
         duration = self.audio_duration if self.video_duration is None else self.video_duration

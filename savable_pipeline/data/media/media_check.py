@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-from savable_pipeline.data.media.container import first_stream, header_duration, media_errors, open_container, origin_of
+from savable_pipeline.data.media.container import (
+    check_sums,
+    first_stream,
+    header_duration,
+    media_errors,
+    open_container,
+    origin_of,
+)
+from savable_pipeline.data.media.ogg_pages import ogg_fault
 from savable_pipeline.errors import MediaError
 
 _SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode
@@ -44,6 +52,10 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     seen = {index: _Stream() for index in streams}
     origin = origin_of(container)
     told = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
+    if container.format.name == "ogg" and (fault := ogg_fault(file)):
+        return f"unreadable media: {fault}", False
+    for _, stream in streams.values():
+        check_sums(stream)
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
@@ -70,7 +82,7 @@ def _fault_of(packet: Any, seen: _Stream, kind: str, origin: Fraction) -> str:
         if kind == "video" and seen.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
     for frame in packet.decode():
-        if frame.is_corrupt:
+        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
             return f"unreadable media: a frame of its {kind} is damaged"
         if frame.pts is None:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import select
 import threading
 from enum import IntEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.errors import RemoteError
 
 _RETRY_S = 120.0
+_LEAST_PATIENCE_S, _LOOK_S = 1.0, 0.5  # with a process that may have been stopped
 
 
 class Urgency(IntEnum):
@@ -32,11 +34,13 @@ class Downloader:
     def __init__(self, cache: Path, limit: int) -> None:
         if importlib.util.find_spec("obstore") is None:  # finds it without importing it
             raise RemoteError("shards behind a URL need obstore: pip install 'savable_pipeline[cloud]'")
-        self.ended = False
+        self.ended = self._was_stopped = False
         self._ticket = 0
         self._answers: dict[int, Any] = {}
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._child = ChildProcess("savable_pipeline.data.remote.download_process:serve", str(cache), limit, retry_s())
+        self._patience_s = max(retry_s(), _LEAST_PATIENCE_S)
+        self._child.bound_waits(self._patience_s)
         self.owner, self.pid = self._child.owner, self._child.process.pid
 
     def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
@@ -68,9 +72,20 @@ class Downloader:
 
     def _receive(self) -> Any:
         try:
+            self._wait_for_answer()
             return self._child.connection.recv()
         except (EOFError, OSError) as error:
             raise self._death() from error
+
+    def _wait_for_answer(self) -> None:
+        """Returns once an answer comes; ends a process that somebody has stopped for as long as requests are tried."""
+        poll, stopped_s = select.poll(), 0.0
+        poll.register(self._child.connection.fileno(), select.POLLIN)
+        while not poll.poll(_LOOK_S * 1000):
+            stopped_s = stopped_s + _LOOK_S if self._child.is_stopped() else 0.0
+            if stopped_s >= self._patience_s:
+                self._was_stopped = True
+                self._child.kill()
 
     def _send(self, urgency: Urgency, request: Any) -> None:
         with self._sending:
@@ -80,9 +95,13 @@ class Downloader:
                 raise self._death() from error
 
     def _death(self) -> RemoteError:
+        self._was_stopped = self._was_stopped or self._child.is_stopped()
         self.ended = True
-        code = self._child.process.wait()
-        return RemoteError(f"the process that downloads remote shards ended with code {code}")
+        self._child.kill()  # one that was stopped amid a message has not ended
+        stopped = f", since it had been stopped for {self._patience_s:g} s" if self._was_stopped else ""
+        return RemoteError(
+            f"the process that downloads remote shards ended with code {self._child.process.wait()}{stopped}"
+        )
 
     def close(self) -> None:
         """Ends the process; in a fork of its owner, only closes what was inherited."""

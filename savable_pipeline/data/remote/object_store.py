@@ -40,7 +40,8 @@ _FINAL = (
     NotImplementedError,
     PermissionError,
 )
-_REFUSED = re.compile(r"status code: 40[134]\b|incorrectly configured region")  # in obstore's errors about a listing
+# In errors of obstore's that are of no class for it: about a listing, and 400 for a token that has expired.
+_REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
 T = TypeVar("T")
 Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes and their offset in the object
 
@@ -76,7 +77,7 @@ class ObjectStore:
         """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.
 
         A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
-        that means that there is none, unless it is `needed` of a web server: then it raises `RemoteError`.
+        that means that there is none, unless it is `needed`: then it raises `RemoteError`.
         """
         try:
             meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
@@ -84,7 +85,7 @@ class ObjectStore:
             return None
         except RemoteError as error:
             refused = isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError)
-            if refused and not (needed and root.startswith("http")):
+            if refused and not needed:
                 return None
             raise
         return meta["size"], _stamp(meta)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.open_files import with_handles
 
 
@@ -60,7 +61,7 @@ class LocalBytes:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalBytes]:
     """A file on a disk, open meanwhile. Raises OSError."""
-    descriptor = with_handles(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
     try:
         yield LocalBytes(path, descriptor)
     finally:

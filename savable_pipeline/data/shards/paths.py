@@ -15,6 +15,7 @@ from typing import TypeAlias
 from urllib.parse import unquote
 
 from savable_pipeline.core.addresses import clean_address, has_user
+from savable_pipeline.core.files import read_regular
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder, into_folder
@@ -34,6 +35,7 @@ _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https")  # of URLs that can be read
+LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
 _LONGEST_PATH = 4096  # characters
 _REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # of the hub
 
@@ -135,14 +137,18 @@ def find_shards(
 def _listed_below(specs: list[str], kind: ShardKind, missing_too: bool) -> tuple[Path, list[str]]:
     root = Path(specs[0]).absolute()
     try:
-        listing = (root / kind.listing).read_bytes() if len(specs) == 1 else b""
+        listing = read_regular(root / kind.listing, LARGEST_INDEX) if len(specs) == 1 else b""
     except OSError as error:
         raise ShardError(
             f"{root / kind.listing}: {error.strerror}; name the one folder that it lies in", reason=NOT_THERE
         ) from error
     if len(specs) > 1:
         raise ShardError(f"{root} and {len(specs) - 1} more: each folder with {kind.listing} needs a reader of its own")
-    return root, kind.names_in(str(root), listing, lambda name: (root / name).is_file(), missing_too)
+    return root, kind.names_in(str(root), listing, partial(_is_file, root), missing_too)
+
+
+def _is_file(root: Path, name: str) -> bool:
+    return os.path.isfile(root / name)  # noqa: PTH113  # that of a Path raises for a name that is too long
 
 
 def spelled_out(shards: Shards) -> list[str]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.core.files import read_regular
+from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.downloader import Downloader
 
 INDEX = "index.json"
 LEROBOT_INFO = "meta/info.json"
-LARGEST_INDEX = 1 << 30  # bytes
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
 _PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
 
@@ -34,7 +34,7 @@ def folder_kind(index: bytes) -> str:
     """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
     try:
         found: Any = msgspec.json.decode(index)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     if not isinstance(found, dict):
         return ""
@@ -48,9 +48,8 @@ def folder_kind(index: bytes) -> str:
 
 def kind_in(folder: Path) -> str:
     """The kind that the index.json in a folder says, if one is there; else ""."""
-    index = folder / INDEX
     try:
-        return folder_kind(index.read_bytes()) if index.stat().st_size <= LARGEST_INDEX else ""
+        return folder_kind(read_regular(folder / INDEX, LARGEST_INDEX))
     except OSError:
         return ""
 
@@ -65,9 +64,8 @@ def kind_behind(url: str, downloader: Downloader) -> str:
 
 def stored_in(folder: Path) -> str:
     """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
-    info = folder / LEROBOT_INFO
     try:
-        return kind_in(folder) or (_kind_of_info(info.read_bytes()) if info.stat().st_size <= LARGEST_INDEX else "")
+        return kind_in(folder) or _kind_of_info(read_regular(folder / LEROBOT_INFO, LARGEST_INDEX))
     except OSError:
         return ""
 
@@ -85,7 +83,7 @@ def _kind_of_info(info: bytes) -> str:
     """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
     try:
         found: Any = msgspec.json.decode(info)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     version = found.get("codebase_version") if isinstance(found, dict) else None
     return "lerobot" if str(version).startswith("v3.") else ""

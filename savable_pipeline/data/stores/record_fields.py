@@ -127,7 +127,7 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: St
     file = io.BytesIO()
     try:
         Image.frombytes(mode, size, data.read()).save(file, "PNG" if extension == "png" else "TIFF")
-    except (ValueError, OSError, SystemError, MemoryError) as error:
+    except (ValueError, OSError, SystemError, OverflowError, MemoryError) as error:
         raise RecordError(f"damaged record: {name}: {mode} of {size}: {error}") from error
     return file.getvalue()
 

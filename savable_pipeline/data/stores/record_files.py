@@ -29,9 +29,9 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_kinds import INDEX, LARGEST_INDEX
+from savable_pipeline.data.stores.file_kinds import INDEX
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
 
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
@@ -112,7 +112,7 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
     """A decoded index.json. Raises ValueError."""
     try:
         return msgspec.json.decode(index, type=form)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not an index of {name} that can be read: {error}") from error
 
 

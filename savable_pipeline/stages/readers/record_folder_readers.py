@@ -33,8 +33,12 @@ class RecordFolderReader(RecordReader):
         self.files, self.key = os.fspath(folder), key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
         most = settings.get("unpacked_bytes", UNPACKED_BYTES)
-        given: dict[str, Any] = {"key": key, "blocks": blocks, "unpacked_bytes": most}
-        given["validate_hash"] = self.validate_hash
+        given: dict[str, Any] = {
+            "key": key,
+            "blocks": blocks,
+            "unpacked_bytes": most,
+            "validate_hash": self.validate_hash,
+        }
         opening = partial(dataset_of, partial(open_store, self.kind, self.files, **given))
         options = key, cache_bytes, self.validate_hash
         super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)

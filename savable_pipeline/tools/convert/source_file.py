@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from savable_pipeline.core.files import regular_file
 from savable_pipeline.data.remote.remote_files import check_stamp
 from savable_pipeline.data.stores.cached_blocks import CachedBytes
 from savable_pipeline.data.stores.remote_file import RemoteFile, open_object
@@ -31,7 +32,7 @@ def name_of(path: Path | str) -> str:
 def open_source(path: Path | str) -> Iterator[io.BufferedReader[Any]]:
     """A file to read from its begin. Raises OSError; of a URL `ShardError`, `RemoteError`."""
     if isinstance(path, Path):
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             yield file
     else:
         with io.BufferedReader(RemoteFile(object_at(path)), _BUFFER) as remote:

@@ -289,6 +289,6 @@ def _is_array(path: Path) -> bool:
     try:
         with opened(path) as file:
             head = file.read(_HEAD).removeprefix(BOM).lstrip()
-    except DamagedError:
+    except (DamagedError, OSError):  # what is no file is rejected when the folder is read
         return False
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")

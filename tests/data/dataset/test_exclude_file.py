@@ -157,3 +157,9 @@ def test_keys_of_one_hash_are_told_apart(
     assert [key for number, key in enumerate(data.all_keys()) if number in ExcludeFile(file, data).numbers] == [
         "s000003"
     ]
+
+
+def test_a_pipe_is_no_file_of_excluded_samples(data: Dataset, file: Path) -> None:
+    os.mkfifo(file)
+    with pytest.raises(sp.SavableError, match=f"exclude={file}: no regular file, but a folder, a pipe or a device"):
+        ExcludeFile(file, data)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media.audio import Audio, resample
+from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
 from savable_pipeline.errors import MediaError
@@ -267,3 +268,28 @@ def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
     data[24:28] = rate.to_bytes(4, "little")
     with pytest.raises(MediaError, match=f"a sound of 1 channels at {rate} Hz"):
         Audio(io.BytesIO(data), "a.wav")
+
+
+@pytest.mark.parametrize(("container", "codec"), [("ogg", "libopus"), ("ogg", "flac"), ("flac", "flac")])
+def test_a_bit_that_flips_never_gives_another_sound_of_the_whole(container: str, codec: str) -> None:
+    data, order = audio_bytes(2.0, container=container, codec=codec), random.Random(codec)
+    right = Audio(io.BytesIO(data), "a").samples()
+    faults = 0
+    for _ in range(60):
+        damaged, place = bytearray(data), order.randrange(len(data))
+        damaged[place] ^= 1 << order.randrange(8)
+        try:
+            found = Audio(io.BytesIO(damaged), "a").samples()
+        except MediaError:
+            faults += 1
+            assert media_fault(io.BytesIO(damaged))[0], place
+        else:
+            assert np.array_equal(found, right), place
+    assert faults > 30  # the others flip what is no sound, but room for tags
+
+
+def test_tags_behind_the_pages_of_an_ogg_are_no_damage() -> None:
+    data = audio_bytes(0.5, container="ogg")
+    assert np.array_equal(
+        Audio(io.BytesIO(data + b"TAG" + bytes(125)), "a").samples(), Audio(io.BytesIO(data), "a").samples()
+    )

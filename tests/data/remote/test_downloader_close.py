@@ -14,11 +14,14 @@ from savable_pipeline.data.remote.downloader import Downloader
 def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: Path) -> None:
     downloader = Downloader(tmp_path, 1 << 20)
     began, freed = threading.Event(), threading.Event()
-    receive = downloader._child.connection.recv
+    receive, wait_for_answer = downloader._child.connection.recv, downloader._wait_for_answer
     seen: list[bool] = []
 
-    def slow() -> object:
+    def waiting() -> None:
         began.set()
+        wait_for_answer()
+
+    def slow() -> object:
         try:
             return receive()
         finally:
@@ -26,6 +29,7 @@ def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: P
             seen.append(downloader._child.connection.closed)
 
     downloader._child.connection.recv = slow  # type: ignore[method-assign]
+    downloader._wait_for_answer = waiting  # type: ignore[method-assign]
 
     def wait() -> None:
         with pytest.raises(sp.RemoteError, match="ended with code"):

@@ -162,3 +162,21 @@ def test_a_server_that_compresses_what_it_sends_is_an_error_by_name_at_its_first
         with pytest.raises(sp.RemoteError, match="as gzip: it compresses what it sends"):
             ObjectStore(5.0).copy(server.url, "a.tar", *part, 2000, lambda chunk, offset: None)
         assert server.requests == 1
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("status", ["403", "400"])
+def test_a_listed_shard_of_a_bucket_that_may_not_be_read_is_an_error_about_credentials_at_once(
+    tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch, status: str, indexed: bool
+) -> None:
+    """S3 says 400 for a token that has expired."""
+    folder = make_shards([3, 3])
+    if indexed:
+        sp.open_dataset(folder)
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "600")  # a test that tries again ends with its time
+    with serving(tmp_path) as server:
+        use_as_s3(server, monkeypatch)
+        server.fault = lambda path, number: status if path.endswith("0001.tar") else None
+        with pytest.raises(sp.RemoteError, match=rf"0001\.tar: .*status code: {status}.*credentials are right"):
+            [sample["json"] for sample in sp.open_dataset("s3://shards/")]

@@ -349,3 +349,65 @@ def test_a_picture_of_pixels_is_made_alike_by_every_way_of_reading(tmp_path: Pat
     plain = store_of(write_mds(tmp_path / "plain", {"x": "pil"}, rows))
     packed = store_of(write_mds(tmp_path / "packed", {"x": "pil"}, rows, packed="gz"))
     assert [plain.read(0, row, "png") for row in (0, 1)] == [packed.read(0, row, "png") for row in (0, 1)]
+
+
+def with_index(folder: Path, change: Callable[[Path], object]) -> Path:
+    """A folder of MDS whose index.json is changed so."""
+    source = write_captioned_mds(folder)
+    change(source / "index.json")
+    return source
+
+
+def piped(index: Path) -> None:
+    index.unlink()
+    os.mkfifo(index)
+
+
+def endless(index: Path) -> None:
+    index.unlink()
+    index.symlink_to("/dev/zero")
+
+
+def with_name(name: str) -> Callable[[Path], object]:
+    return lambda index: index.write_text(index.read_text().replace('"shard.00001.mds"', json.dumps(name)))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (with_name("x" * 5000), "x+: named by index.json, and not there; copy the whole folder"),
+        (with_name("x" * 300), "x+: named by index.json, and not there; copy the whole folder"),
+        (piped, "index.json: no regular file, but a folder, a pipe or a device"),
+        (endless, "index.json: no regular file, but a folder, a pipe or a device"),
+        (lambda index: index.write_bytes(index.read_bytes()[:-2] + b"\xff"), "not an index of MDS that can be read"),
+    ],
+    ids=["name of 5000", "name of 300", "pipe", "endless", "no UTF-8"],
+)
+def test_an_index_that_is_none_is_an_error_and_no_wait(
+    tmp_path: Path, change: Callable[[Path], object], told: str
+) -> None:
+    source = with_index(tmp_path / "in", change)
+    with pytest.raises(sp.ShardError, match=told):
+        sp.MdsReader(source, sp.Lane())
+    with pytest.raises(sp.ShardError):
+        sp.open_dataset(source)
+
+
+def test_text_of_another_encoding_in_an_index_is_no_bare_error(tmp_path: Path) -> None:
+    source = with_index(tmp_path / "in", lambda index: index.write_bytes(b'{"shards": [{"format": "\xff"}]}'))
+    assert kind_of(source) == "tar"  # of no kind that is known
+    for read in (lambda: sp.open_dataset(source), lambda: sp.MdsReader(source, sp.Lane())):
+        with pytest.raises(sp.ShardError):
+            read()
+
+
+def test_pixels_wider_than_pillow_counts_are_a_damaged_record(tmp_path: Path) -> None:
+    source = write_litdata(tmp_path / "in", ["pil"], LEAF, [[U32((1 << 32) - 1) + U32(0) + U32(3) + b"RGB" + bytes(9)]])
+    with pytest.raises(sp.ShardError, match="damaged record: item: RGB of "):
+        sp.open_dataset(source)[0]["png"]
+
+
+def test_a_pipe_that_is_called_a_shard_is_damaged(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0.tar")
+    with pytest.raises(sp.ShardError, match=r"0\.tar: no regular file, but a folder, a pipe or a device"):
+        sp.open_dataset(tmp_path)

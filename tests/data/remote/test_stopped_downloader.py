@@ -1,0 +1,71 @@
+"""A downloading process that somebody has stopped (SIGSTOP) is replaced once requests would not be tried any longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from tests.conftest import write_numbered_shards
+from tests.support.toy_server import ToyServer, serving
+
+pytestmark = pytest.mark.timeout(60)  # beyond which it hangs
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "2")
+    (tmp_path / "shards").mkdir()
+    write_numbered_shards(tmp_path / "shards", [6, 9])
+    sp.open_dataset(tmp_path / "shards")
+    with serving(tmp_path) as server:
+        yield server
+
+
+def downloader_of(dataset: Dataset) -> Downloader:
+    files: Any = dataset.store
+    assert isinstance(files.files, DownloadedFiles)
+    return files.files.connected()
+
+
+def test_a_run_goes_on_with_another_one(server: ToyServer, caplog: pytest.LogCaptureFixture) -> None:
+    data = sp.open_dataset(f"{server.url}/shards/")
+    data[0].json()
+    os.kill(downloader_of(data.dataset).pid, signal.SIGSTOP)
+    assert [sample.json()["id"] for sample in data] == list(range(15))
+    assert "had been stopped" in caplog.text and "replaced, 1 of 3" in caplog.text
+
+
+def test_so_it_does_where_it_was_stopped_amid_an_answer(server: ToyServer, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(8 << 20))
+    downloader = Downloader(tmp_path / "cache", 1 << 30)
+    try:
+        ticket = downloader.submit("part", server.url, "large", 8 << 20, 0, 8 << 20)
+        assert downloader._child.connection.poll(30)  # it sends, and nobody reads
+        os.kill(downloader.pid, signal.SIGSTOP)
+        with pytest.raises(sp.RemoteError, match="had been stopped"):
+            downloader.result(ticket)
+        assert downloader.ended
+    finally:
+        downloader.close()
+
+
+def test_requests_to_one_that_reads_nothing_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAVABLE_RETRY_S", "1")
+    downloader = Downloader(tmp_path / "cache", 1 << 30)
+    try:
+        os.kill(downloader.pid, signal.SIGSTOP)
+        with pytest.raises(sp.RemoteError, match="had been stopped"):
+            for _ in range(1000):
+                downloader.submit("stat", "http://127.0.0.1:1", "x" * 10_000)
+    finally:
+        downloader.close()
