@@ -72,7 +72,7 @@ class SampleFilter(TakesRefs):
                 self._in_vain.end()
                 break
             refs: list[ItemRef] = []
-            first, before, kept = ahead.next, self._skipped.begin(refs, self.info.tags), list[bool | None]()
+            first, before, kept = ahead.next, self._skipped.begin(refs), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 for ahead.next, sample in enumerate(chosen, first):
@@ -88,8 +88,7 @@ class SampleFilter(TakesRefs):
                 ahead.next = first  # the call returns no sample: undo it as a whole
                 self._skipped.roll_back(before)
                 raise
-            self._skipped.note_items()
-            self._skipped.end()
+            self._skipped.end(self.info.tags)
             self._in_vain.count(kept)
             if refs:
                 left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]

@@ -41,6 +41,17 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+def lines_by_folder() -> dict[str, int]:
+    """The code lines of each folder of the package, of the encoders, and of the files that are in none."""
+    found: dict[str, int] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            folder = path.relative_to(ROOT).parts[:-1][:2]
+            name = "/".join(folder) if package == PACKAGES[0] else package
+            found[name] = found.get(name, 0) + code_lines(path.read_text())
+    return found
+
+
 def floors() -> list[str]:
     """Each row of the layers contracts as a prefix of modules ("a|b" for several), the lowest first; inner ones too."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -124,6 +135,7 @@ def main() -> None:
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     sources = [path.read_text() for path in files]
     print(f"{sum(map(code_lines, sources)):,} code lines of {sum(text.count(chr(10)) for text in sources):,}")
+    print(", ".join(f"{name} {lines:,}" for name, lines in lines_by_folder().items()))
     print(f"{len(files)} files, {len(floors())} rows of floors, {sum(text.count('noqa: SLF') for text in sources)} SLF")
     for kind, make in {"a tar": _tar, "Parquet": _parquet}.items():
         with tempfile.TemporaryDirectory() as folder:
