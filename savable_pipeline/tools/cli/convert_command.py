@@ -28,6 +28,22 @@ if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
     from savable_pipeline.tools.convert import Report
 
+_KeyEnd: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="first|last",
+        help='The dot of a file\'s name that ends the key: with "last", dots before it become "_". Default: the first, '
+        "unless that seems to merge samples.",
+    ),
+]
+_Classes: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--classes",
+        help="Folder: the name of a sample's deepest folder becomes its part cls, its number in classes.json.",
+    ),
+]
+
 
 def convert(
     source: Annotated[
@@ -67,20 +83,8 @@ def convert(
     as_kind: Annotated[
         str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
     ] = None,
-    key_end: Annotated[
-        str | None,
-        typer.Option(
-            metavar="first|last",
-            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_". Default: the '
-            "first, unless that seems to merge samples.",
-        ),
-    ] = None,
-    classes: Annotated[
-        bool,
-        typer.Option(
-            "--classes", help="A folder's samples get the part cls: the number of their deepest folder in classes.json."
-        ),
-    ] = False,
+    key_end: _KeyEnd = None,
+    classes: _Classes = False,
     key_field: Annotated[
         str | None, typer.Option(help="Records: the field with a sample's key. Default: the number of its record.")
     ] = None,

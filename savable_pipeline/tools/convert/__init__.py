@@ -2,7 +2,7 @@
 
 sources, folder_marks   what a source is, by its marks            model     options, samples, parts, rejects, the report
 read                    a source of any kind as samples           names     what a tar can carry: names, values as bytes
-folder, jsonl, classes  files; records that name files            plan      what is taken, and into which shard it goes
+folder, classes, jsonl  files; records that name files            plan      what is taken, and into which shard it goes
 json_array, csv_table   other tables, as records                  shard_job one shard, and the faults of its samples
 records, mds, litdata   numbered records, their fields as parts   repack    compressed tars as plain ones
 stored                  what a store reads in place               mirror    where it is written; a folder for a bucket

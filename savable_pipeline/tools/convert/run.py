@@ -98,21 +98,13 @@ def run_conversion(
             if source.kind == "packed":
                 assert isinstance(source.path, Path)  # `recognize` refuses others
                 return repack(source.path, place, options, engine, progress)
-            found = read_source(Reading(source, options, files_from, place.folder / RECORDS))
-            if options.only:
-                keep_parts(found, options.only)
-            if options.classes:
-                add_classes(found)
-            if keys is not None:
-                keep_keys(found, keys)
+            found = _chosen(read_source(Reading(source, options, files_from, place.folder / RECORDS)), options, keys)
             plan = make_plan(found, options, source_name(source.path))
             report = finished(place, plan)
             if report is None:
                 _write(place, plan, workers or _workers(found), engine, progress)
                 report = _finish(place.folder, plan)
-        hint = classes_hint(found.samples) if source.kind == "folder" and not options.classes else []
-        warnings = [*_warnings(found, options), *_subset_warning(source, options), *hint]
-        return replace(report, warnings=warnings, nulls=found.nulls)
+        return replace(report, warnings=_warnings(source, found, options), nulls=found.nulls)
 
 
 def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
@@ -165,12 +157,25 @@ def _work_in(target: Path) -> Iterator[Path]:
         shutil.rmtree(target / WORK)
 
 
-def _warnings(found: Input, options: Options) -> list[str]:
+def _chosen(found: Input, options: Options, keys: Iterable[str] | None) -> Input:
+    """The samples of a source that are asked for, with their classes: numbered before keys are chosen."""
+    if options.only:
+        keep_parts(found, options.only)
+    if options.classes:
+        add_classes(found)
+    if keys is not None:
+        keep_keys(found, keys)
+    return found
+
+
+def _warnings(source: Source, found: Input, options: Options) -> list[str]:
     """What is odd about the samples; of dots in names nothing, where it was said which of them ends a key."""
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
     dotted = [] if options.key_end else dotted_parts(len(found.samples), counts, most)
-    return [*found.warnings, *lacking_parts(len(found.samples), counts), *dotted]
+    hint = classes_hint(found.samples) if source.kind == "folder" and not options.classes else []
+    lacking = lacking_parts(len(found.samples), counts)
+    return [*found.warnings, *lacking, *dotted, *_subset_warning(source, options), *hint]
 
 
 def _subset_warning(source: Source, options: Options) -> list[str]:

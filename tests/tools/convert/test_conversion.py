@@ -44,6 +44,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
         "allow_outside": True,
         "key_field": "id",
         "key_end": "last",
+        "classes": True,
         "files_from": tmp_path,
         "reshard": True,
         "unpacked_bytes": 7,
