@@ -31,6 +31,14 @@ STILL_LONGER = {  # functions, a little above what they have
 MEASURE = runpy.run_path(str(ROOT / "tools/house/measure.py"))
 code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
+    "savable_pipeline": 431,
+    "savable_pipeline/core": 1011,
+    "savable_pipeline/data": 12608,
+    "savable_pipeline/run": 6590,
+    "savable_pipeline/stages": 6396,
+    "savable_pipeline/tools": 7675,
+    "savable_pipeline/trainers": 2704,
+    "task_encoders": 2235,
 }
 STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
 

@@ -349,7 +349,7 @@ def test_the_note_says_which_stage_and_sample_is_at_work(make_shards: Any) -> No
 
     lane = sp.Lane(status=status)
     source = reader(make_shards([2]), lane, epochs=2)
-    items = sp.Encode(sp.ShuffleBuffer(source, size=1), Watching())
+    items = sp.Encode(sp.ShuffleBuffer(source, size=1), Watching(), check=0.0)
     list(sp.Batcher(sp.OnlinePacker(items, max_length=2), size=2))
     assert [words for name, words in seen if name == "encode"] == [[2, 0, 0], [2, 1, 0], [2, 0, 1], [2, 1, 1]]
     assert {(name, words[0]) for name, words in seen} == {("encode", 2), ("pack", 3), ("batch", 4)}

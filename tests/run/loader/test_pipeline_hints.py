@@ -212,7 +212,7 @@ def test_an_encoder_that_cannot_pack_is_refused_by_a_packer(make_shards: Any) ->
 @pytest.mark.parametrize(
     ("wrong", "cure"),
     [
-        (len, "write class Encoder"),
+        (len, r"a function of samples goes into sp\.read"),
         (NumberEncoder, "make one of this class"),
         (7, "7$"),
     ],
