@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-from task_encoders.parts.data_formats import Message, parse_conversation
+from task_encoders.parts.data_formats import CONVERSATIONS, Message, parse_conversation
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.medium import Seen, Unmeasured
 from task_encoders.parts.mrope import MRope
@@ -31,9 +31,10 @@ class _Asked(NamedTuple):
 class ChatEncoder(MixedEncoder):
     """Learns the answers of the assistant in a conversation, which may show images, videos and sounds.
 
-    Conversations are JSON as LLaVA or OpenAI write them (parts/data_formats.py), with the images as parts of
-    the sample, and videos and sounds where `video` and `audio` take them. Text is cut at these and where answers begin
-    and end, and each piece is tokenized by itself, as it is when a model answers.
+    Conversations are JSON in one of the common forms, those of OpenAI, TRL, LLaVA, LLaMA-Factory, ms-swift and
+    FineVision (parts/data_formats.py), with the images as parts of the sample, and videos and sounds where `video` and
+    `audio` take them. Which form it is, each process says once, by `logging.info`. Text is cut at these and where
+    answers begin and end, and each piece is tokenized by itself, as it is when a model answers.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -46,7 +47,8 @@ class ChatEncoder(MixedEncoder):
             last answer is left out.
         max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are as
             long as the longest.
-        part: The part that holds the conversation.
+        part: The part that holds the conversation. Of samples without `json`, as rows of Parquet are, it is the column
+            `messages`, `conversations` or `texts`.
         multiple: Each conversation of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for
             context parallelism over cp ranks. `length` counts the padding.
         video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, `<video>` is text,
@@ -70,8 +72,8 @@ class ChatEncoder(MixedEncoder):
     (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
     and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
 
-    A sample is skipped as "no json" (the name of `part`), "no answer" (none to learn), "special token in text" (it
-    would begin or end a message) or "longer than max_length".
+    A sample is skipped as "no json or messages or …" (the parts that were looked for), "no answer" (none to learn),
+    "special token in text" (it would begin or end a message) or "longer than max_length".
 
     Raises:
         ValueError: It names the setting or the field at fault, or the part of a video or sound that is damaged.
@@ -151,9 +153,12 @@ class ChatEncoder(MixedEncoder):
 
     def _asked(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _Asked | Skip:
         """What a sample asks to learn."""
-        if self.part not in sample:
-            return Skip(f"no {self.part}")
-        messages = parse_conversation(sample.json(self.part), media_of(sample))
+        columns = CONVERSATIONS if self.part == "json" else ()
+        name = next((name for name in (self.part, *columns) if name in sample), None)
+        if name is None:
+            return Skip(f"no {' or '.join((self.part, *columns))}")
+        record = sample.json(name)
+        messages = parse_conversation({name: record} if name in columns else record, media_of(sample))
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")

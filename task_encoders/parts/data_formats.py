@@ -1,15 +1,19 @@
 """Conversations and documents with images, videos and sounds, as data sets write them, as lists of messages and parts.
 
-LLaVA's conversations, and OpenAI's:
+Turns of a conversation are of role and content (OpenAI, TRL), of from and value (LLaVA, ShareGPT), or of user and
+assistant (FineVision). They are the list `messages`, `conversations` or `texts` of an object, or a list by itself:
 
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
 
     {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
                   {"role": "assistant", "content": "A cat."}]}
 
-A place for an image is `<image>` in LLaVA's text, and in OpenAI's content {"type": "image"}, which takes the images of
-the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL. So
-with `video` and `audio` in the place of `image`, where the encoder takes them.
+    {"texts": [{"user": "What is it?", "assistant": "A cat."}]}
+
+A place for an image is `<image>` in a text, and in lists of content {"type": "image"}: these take the images of the
+sample in order, or as the object's `images`, or `image`, names their parts or has them as `data:` URLs. An `image_url`
+of a content names a part, or has a `data:` URL. Of user and assistant, images without a place stand before the first
+text. So with `video` and `audio` in the place of `image`, where the encoder takes them.
 
 OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
 al., 2023), where an image comes before the text it is matched with:
@@ -24,11 +28,15 @@ order. OBELICS' may have the lists `videos` and `audios` as well: one list has s
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from task_encoders.parts.sample_parts import MediaPart, SampleImages, SampleMedia, SeenImage
+
+log = logging.getLogger(__name__)
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
@@ -68,43 +76,73 @@ class Message:
 
 def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
     """The messages of a sample's JSON. Raises ValueError that names the field at fault."""
-    if isinstance(record, list):
-        record = {"messages": record}
-    if not isinstance(record, dict) or not {"conversations", "messages"} & record.keys():
-        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"expected an object with conversations or messages, found {found}")
-    name, parse = ("messages", _openai) if "messages" in record else ("conversations", _llava)
-    turns = _expect(record[name], list, name)
-    messages = [parse(_expect(turn, dict, f"{name}[{i}]"), f"{name}[{i}]", media) for i, turn in enumerate(turns)]
+    name = next((each for each in CONVERSATIONS if isinstance(record, dict) and record.get(each) is not None), "")
+    if not name and not isinstance(record, list):
+        raise ValueError(f"expected {_KNOWN}; found {_found(record)}")
+    turns = _expect(record[name], list, name) if name else record
+    at = name or "messages"
+    found = [_expect(turn, dict, f"{at}[{i}]") for i, turn in enumerate(turns)]
+    if not found:
+        return []
+    form = next((form for form in _TURNS if {*form.split(" and ")} & found[0].keys()), None)
+    if form is None:
+        raise ValueError(f"{at}[0]: expected {_KNOWN}; found {_found(found[0])}")
+    if isinstance(record, dict):
+        media.order_by(record)
+    messages = [message for i, turn in enumerate(found) for message in _TURNS[form](turn, f"{at}[{i}]", media)]
+    if _TURNS[form] is _finevision:
+        messages[0].parts[:0] = media.images.unplaced()
     media.check_all_used()
+    _say_once(f"{name or 'a list'} of {form}")
     return messages
 
 
-def _llava(turn: dict[str, Any], at: str, media: SampleMedia) -> Message:
+@cache
+def _say_once(form: str) -> None:
+    log.info("ChatEncoder: the conversations are %s", form)
+
+
+def _found(record: Any) -> str:
+    return f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+
+
+def _llava(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     role = turn.get("from")
     if role not in _ROLES:
         raise ValueError(f"{at}.from: expected one of {', '.join(_ROLES)}, found {role!r}")
-    text = _expect(turn.get("value"), str, f"{at}.value")
-    texts_and_kinds = re.split(f"<({'|'.join(media.kinds)})>", text)  # a text, a kind, a text, …
+    return [Message(_ROLES[role], _with_places(turn.get("value"), media.kinds, f"{at}.value", media))]
+
+
+def _finevision(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    both = ("user", "assistant")
+    return [Message(role, _with_places(turn.get(role), media.shown_kinds, f"{at}.{role}", media)) for role in both]
+
+
+def _with_places(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[Part]:
+    """The parts of a text in which `<image>` and the like are places."""
+    texts_and_kinds = re.split(f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, at))  # a text, a kind, a text, …
     parts: list[Part] = list(texts_and_kinds)
     for number, kind in list(enumerate(texts_and_kinds))[1::2]:
-        parts[number] = media.of(kind, f"{at}.value").next(f"{at}.value")
-    return Message(_ROLES[role], [part for part in parts if part != ""])
+        parts[number] = media.of(kind, at).next(at)
+    return [part for part in parts if part != ""]
 
 
-def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> Message:
+def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for what is not there
     role = _expect(turn.get("role"), str, f"{at}.role")
     weight = turn.get("weight", 1)
     if weight not in (0, 1):
         raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
     content = turn.get("content")
-    if isinstance(content, str) or (content is None and "tool_calls" in turn):
-        parts: list[Part] = [content] if content else []
+    if isinstance(content, str):
+        parts = _with_places(content, media.shown_kinds, f"{at}.content", media)
+    elif content is None and "tool_calls" in turn:
+        parts = []
     else:
         listed = enumerate(_expect(content, list, f"{at}.content"))
         parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", media) for i, part in listed]
     more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
-    return Message(role, parts, trained=weight == 1, more=more)
+    return [Message(role, parts, trained=weight == 1, more=more)]
 
 
 def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
@@ -113,7 +151,9 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
         text: str = _expect(part.get("text"), str, f"{at}.text")
         return text
     if kind in _LISTS:
-        return media.of(kind, at).next(at)
+        found = media.of(kind, at)
+        address = next((known for name in (kind, "url", "path") if (known := found.known(part.get(name)))), None)
+        return found.next(at) if address is None else found.named(address, at)
     named = kind.removesuffix("_url")
     if kind != named and named in _LISTS:
         link = part.get(kind)
@@ -123,6 +163,12 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
     raise ValueError(
         f"{at}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
     )
+
+
+CONVERSATIONS = ("messages", "conversations", "texts")
+"""The fields of an object, or columns of a table, that a conversation may be."""
+_TURNS = {"role and content": _openai, "from and value": _llava, "user and assistant": _finevision}
+_KNOWN = f"turns of {', or of '.join(_TURNS)}, as a list or in a field {', '.join(CONVERSATIONS)}"
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:

@@ -214,7 +214,7 @@ class MixedEncoder(TaskEncoder):
         texts = {"video": self.video.text if self.video else "", "audio": self.audio.text if self.audio else ""}
         named = {kind: text for kind, text in texts.items() if text}
         images = SampleImages(sample, cast(ReadImage, read), exif=self.vision.exif if self.vision else True)
-        return SampleMedia(images, sample, **named)
+        return SampleMedia(images, sample, sees=self.vision is not None, **named)
 
     def pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
         """What stands in the tokens for an image, a video or a sound of a sample.

@@ -72,6 +72,7 @@ def named_part(sample: Sample, name: str | None, known: tuple[str, ...]) -> str 
     return next((part for part in ((name,) if name else known) if part in sample), None)
 
 
+_BEGINS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image in a data URL; none that runs a program
 
 
@@ -106,6 +107,8 @@ class PartsOfKind(Generic[Seen]):
         self._kind = kind
         self._read = read
         self.names = sorted((name for name in sample if name.lower().rpartition(".")[2] in KINDS[kind]), key=_numbered)
+        if not self.names and kind in sample and _is_image(sample, kind):  # a column of bytes
+            self.names = [kind]
         self._used: dict[str, None] = {}
 
     def next(self, field: str) -> Seen:
@@ -114,7 +117,33 @@ class PartsOfKind(Generic[Seen]):
             if name not in self._used:
                 return self.named(name, field)
         number = len(self._used) + 1
-        raise ValueError(f"{field}: a place for {self._kind} {number}, but the sample has {self._described()}")
+        raise ValueError(
+            f"{field}: a place for {self._kind} {number}, but the sample has {self._described()}{self._hint}"
+        )
+
+    def known(self, address: Any) -> str | None:
+        """The name of a part, or the `data:` URL, that something in a text is; None for anything else."""
+        if isinstance(address, dict):  # as a table has an image within a list: its bytes in base64
+            inside = address.get("bytes")
+            address = f"data:;base64,{inside}" if isinstance(inside, str) else address.get("url") or address.get("path")
+        if not isinstance(address, str) or address.startswith("data:"):
+            return address if isinstance(address, str) and self._kind == "image" else None
+        return next((name for name in self.names if name.lower() == address.lower()), None)
+
+    def order_by(self, listed: Any) -> None:
+        """Take them in the order of a list of their names, if each is known; paths are of the parts in their order."""
+        found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
+        if None not in found:
+            self.names = list(dict.fromkeys([*(name for name in found if name is not None), *self.names]))
+
+    def check_any(self, listed: Any, field: str) -> None:
+        """Raises ValueError that names `field`, which lists some, where the sample has none."""
+        if listed and not self.names:
+            raise ValueError(f"{field}: {listed!r:.80}, but the sample has {self._described()}{self._hint}")
+
+    def unplaced(self) -> list[Seen]:
+        """All of them, where none has a place; else none."""
+        return [] if self._used else [self.named(name, name) for name in self.names]
 
     def named(self, name: str, field: str) -> Seen:
         """The one in this part. Raises ValueError that names `field`, and what `read` raises."""
@@ -122,7 +151,9 @@ class PartsOfKind(Generic[Seen]):
             if known.lower() == name.lower():
                 self._used[known] = None
                 return self._read(known)
-        hint = f"; nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
+        hint = self._hint or (
+            f"; nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
+        )
         raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._described()}{hint}")
 
     def check_all_used(self) -> None:
@@ -132,8 +163,16 @@ class PartsOfKind(Generic[Seen]):
                 of = f"{len(self._used)} of {len(self.names)}"
                 raise ValueError(f"{self._kind} {name} has no place in the text: {of} have")
 
+    @property
+    def _hint(self) -> str:
+        """What to do where a record names files by their paths."""
+        if self.names:
+            return ""
+        command = f"`savable convert SRC DST --file-field {self._kind}s`"
+        return f"; no file is opened that a text names: {command} stores those of a field beside the text"
+
     def _described(self) -> str:
-        return ", ".join(self.names) if self.names else f"no {self._kind}"
+        return ", ".join(name[:40] for name in self.names) if self.names else f"no {self._kind}"
 
 
 class SampleImages(PartsOfKind[SeenImage]):
@@ -145,20 +184,41 @@ class SampleImages(PartsOfKind[SeenImage]):
 
     def named(self, name: str, field: str) -> SeenImage:
         """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
-        return _from_data_url(name, field, self._exif) if name.startswith("data:") else super().named(name, field)
+        if not name.startswith("data:"):
+            return super().named(name, field)
+        self._used |= {name: None} if name in self.names else {}
+        return _from_data_url(name, field, self._exif)
 
 
 class SampleMedia:
     """The images of a sample, and of its videos and sounds those for which there is a text to write in their place."""
 
-    def __init__(self, images: SampleImages, sample: Sample | None = None, **texts: str) -> None:
+    def __init__(self, images: SampleImages, sample: Sample | None = None, *, sees: bool = True, **texts: str) -> None:
         self.images = images
+        self._sees = sees
         self._others = {kind: _media_parts(sample, kind, text) for kind, text in texts.items() if sample is not None}
 
     @property
     def kinds(self) -> list[str]:
         """The kinds for which text has places: "image", and "video" or "audio"."""
         return ["image", *self._others]
+
+    @property
+    def shown_kinds(self) -> list[str]:
+        """These, but "image" where the encoder sees none and the sample has none: `<image>` is text then, as of SVG."""
+        return self.kinds if self._sees or self.images.names else self.kinds[1:]
+
+    def order_by(self, record: dict[str, Any]) -> None:
+        """Take each kind in the order in which an object names their parts, as `images` or `image`, if it does.
+
+        Raises ValueError where it names some, and the sample has none.
+        """
+        fields = [(kind, field) for kind in self.kinds for field in (kind, f"{kind}s") if field in record]
+        for kind, field in fields:
+            self.of(kind, field).order_by(record[field])
+        for kind, field in fields:
+            if kind in self.shown_kinds:
+                self.of(kind, field).check_any(record[field], field)
 
     def of(self, kind: str, field: str) -> PartsOfKind[SeenImage] | PartsOfKind[MediaPart]:
         """Those of one kind. Raises ValueError that names `field`, which asks for it, where the encoder takes none."""
@@ -176,6 +236,11 @@ class SampleMedia:
 
 def _media_parts(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
     return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, text))
+
+
+def _is_image(sample: Sample, part: str) -> bool:
+    head = sample.head(part, 12)[0]
+    return head.startswith(_BEGINS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Conversations of both kinds to messages; what is wrong in them is named by its field."""
+"""Conversations of all kinds to messages; what is wrong in them is named by its field."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def user(*content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"turns": []}, "expected an object with conversations or messages, found the fields turns"),
-        ("hi", "expected an object with conversations or messages, found str"),
+        ({"turns": []}, "expected turns of role and content, .*; found the fields turns"),
+        ("hi", "expected turns of role and content, .*; found str"),
         ({"messages": {}}, "messages: expected a list, found {}"),
         ({"conversations": ["hi"]}, r"conversations\[0\]: expected an object, found 'hi'"),
         ({"conversations": [{"value": "hi"}]}, r"conversations\[0\].from: expected one of human, .*, found None"),
