@@ -65,17 +65,11 @@ NOT_HERE = {
 
 # What is here, and what those who come from there look for.
 HERE = {
-    "coming-from.md": ["sp.open_dataset", "sp.Join", "sp.ShardWriter", "sp.TokenReader", "a sample here is a document"],
-    "coming-from/energon.md": ["sp.open_dataset", "sp.Join"],
-    "coming-from/grain.md": ["sp.open_dataset", "sp.ShardWriter", "sp.RecordReader"],
-    "coming-from/hf-datasets.md": [
-        "sp.open_dataset",
-        "sp.ParquetReader",
-        "sp.ArrowReader",
-        "sp.JsonlReader",
-        "sp.Join",
-    ],
-    "coming-from/mosaic.md": ["sp.open_dataset", "sp.ShardWriter", "sp.MdsReader"],
+    "coming-from.md": ["sp.open_dataset", "sp.join", "sp.ShardWriter", "sp.read", "a sample here is a document"],
+    "coming-from/energon.md": ["sp.open_dataset", "sp.join"],
+    "coming-from/grain.md": ["sp.open_dataset", "sp.ShardWriter", "own-store.md"],
+    "coming-from/hf-datasets.md": ["sp.open_dataset", "sp.read", "sp.join"],
+    "coming-from/mosaic.md": ["sp.open_dataset", "sp.ShardWriter", "sp.read"],
     "coming-from/torchdata.md": ["sp.open_dataset"],
     "coming-from/webdataset.md": ["sp.ShardWriter"],
 }
