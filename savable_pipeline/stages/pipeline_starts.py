@@ -138,7 +138,7 @@ def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options
     from savable_pipeline.stages.blending.mixture_file import read_mixture  # here: it imports yaml
 
     found = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
-    return found.samples(lane, epochs=1 if one_pass else None, **options)
+    return found.samples(lane, epochs=1 if one_pass and not found.is_scheduled else None, **options)
 
 
 def blend(

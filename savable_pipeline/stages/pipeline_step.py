@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.mapped_function import MappedFunction, mapped_name
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
@@ -41,6 +42,8 @@ class PipelineStep:
         """The stage of a lane, and all before it. Raises what the stages raise."""
         if not self.sources:
             return self.make(lane, one_pass, *self.arguments, **self.options)
+        if isinstance(self.options.get("weights"), Schedule):
+            one_pass = False  # it counts from the run's start to no end
         built = {name: source.build(lane, one_pass=one_pass) for name, source in self.sources.items()}
         return self.make(built.get(ALONE, built), *self.arguments, **self.options)
 

@@ -19,6 +19,7 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batch_difference import copied_leaves, difference_of_leaves, has_a_value
+from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class PurityCheck:
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
         return EncodeError(
-            f"{type(self._encoder).__name__}.encode gave two results for one sample, {difference}; {_place(sample)}; "
+            f"{encoder_call(self._encoder)} gave two results for one sample, {difference}; {_place(sample)}; "
             "an item must depend on the sample, the encoder's settings and `rng` alone, not on a clock, an unseeded "
             "generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
         )

@@ -171,6 +171,18 @@ def test_mixtures_and_blends_of_endless_readers_end_after_a_pass(make_shards: Ma
         assert mixed(sp.Lane()).info.endless
 
 
+def test_what_a_schedule_mixes_has_no_end_and_can_be_looked_at(make_shards: MakeShards, tmp_path: Path) -> None:
+    shards = str(make_shards([10]))
+    points = "[{at: 0, weights: {a: 1, b: 0}}, {at: 4, weights: {a: 0, b: 1}}]"
+    sources = f"{{a: {{path: {shards}}}, b: {{path: {shards}}}}}"
+    (tmp_path / "mix.yaml").write_text(f"schedule: {{points: {points}}}\nsources: {sources}")
+    schedule = sp.Schedule([(0, {"a": 1, "b": 0}), (4, {"a": 0, "b": 1})])
+    blended = sp.blend({"a": sp.read(shards), "b": sp.read(shards)}, weights=schedule)
+    for mixed in (sp.mixture(tmp_path / "mix.yaml"), blended):
+        given = [sample.source for sample in mixed.take(30)]
+        assert len(given) == 30 and given[0] == "a" and given[8:] == ["b"] * 22
+
+
 def test_the_length_of_a_pass_is_known_where_nothing_can_be_left_out(make_shards: MakeShards) -> None:
     read = sp.read(str(make_shards([10, 3])))
     assert len(read) == 13

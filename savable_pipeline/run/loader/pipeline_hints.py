@@ -43,8 +43,8 @@ def _warn_of_blocks() -> None:
     """Warn, once a process: a loader for evaluation, say, is built as the one before."""
     log.warning(
         "no ShuffleBuffer: with shuffle=True alone, blocks of %d neighbouring samples of a shard stay together, and of "
-        "data sorted by class a batch has few classes; samples = sp.ShuffleBuffer(samples, size=...) after the "
-        "reader mixes them. An explicit block_size says that they are meant to stay together",
+        "data sorted by class a batch has few classes; .shuffle(size) after sp.read, or sp.ShuffleBuffer "
+        "after the reader, mixes them. An explicit block_size says that they are meant to stay together",
         BLOCK,
     )
 
@@ -65,7 +65,7 @@ def _warnings(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
         yield (
             f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
-            "one: end it with sp.Batcher(..., size=...) for batches"
+            "one: end it with .batch(size), or sp.Batcher(..., size=...), for batches"
         )
     for encoder in {type(found): found for stage in upstream(last) if (found := stage.info.encoder)}.values():
         yield from _untold_settings(encoder)

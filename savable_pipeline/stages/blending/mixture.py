@@ -102,6 +102,13 @@ class Mixture(msgspec.Struct, frozen=True):
         shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
         return _Building(lane, shared, {"cache": cache, "cache_bytes": cache_bytes}, stride).built(self)
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether weights change during the run, here or in a nested mixture: it has no end then."""
+        return self.schedule is not None or any(
+            isinstance(e, Mixture) and e.is_scheduled for e in self.sources.values()
+        )
+
     def tags(self) -> dict[str, dict[str, Any]]:
         """Return the tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
 
