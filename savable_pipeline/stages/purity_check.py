@@ -7,6 +7,7 @@ cannot be copied, or is compared by its address alone, is not looked at.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,9 @@ class PurityCheck:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
     def _compare(self, sample: Sample, before: list[tuple[str, Any]], second: Any) -> None:
-        difference = difference_of_leaves(before, _leaves(second), has_a_value) if before else None
+        difference = None
+        with contextlib.suppress(Exception):  # of whatever class a value is: it may not be printed or compared
+            difference = difference_of_leaves(before, _leaves(second), has_a_value) if before else None
         if difference is not None:
             raise self._differs(sample, str(difference))
 

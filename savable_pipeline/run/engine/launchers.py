@@ -249,9 +249,8 @@ def check_picklable(pipeline: PipelineFunction, context: BaseContext) -> None:
         size = len(pickle.dumps(pipeline))
     except Exception as error:
         named = getattr(pipeline, "__qualname__", f"\n{pipeline!r}\n")
-        cure = "Define it at the top of a module and bind its arguments with functools.partial"
-        if LAMBDA in str(error):
-            cure = "It has a lambda in it: give it a name with def, at the top of a module"
+        lambdas = " (of a lambda: give it a name with def)" if LAMBDA in str(error) else ""
+        cure = f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
         raise ValueError(
             f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
             "multiprocessing_context='fork'"
