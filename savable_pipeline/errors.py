@@ -56,7 +56,7 @@ class StateError(SavableError):
     Example:
         >>> try:
         ...     sp.merge_states([{"model": 0}])
-        ... except sp.StateError as error:
+        ... except errors.StateError as error:
         ...     print(str(error).split(":")[0])
         this is no state of a SavableLoader
     """
@@ -91,7 +91,7 @@ class RemoteError(SavableError):
         message: What failed, and what to do.
 
     Example:
-        >>> issubclass(sp.RemoteError, sp.SavableError)
+        >>> issubclass(errors.RemoteError, sp.SavableError)
         True
     """
 
@@ -140,7 +140,7 @@ class MediaError(ValueError):
         message: The part, its sample and shard, and what is wrong.
 
     Example:
-        >>> issubclass(sp.MediaError, ValueError)
+        >>> issubclass(errors.MediaError, ValueError)
         True
     """
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -28,7 +29,7 @@ def assert_exact_resume(
     world_sizes: Sequence[int] = (1,),
     chains: int = 3,
     after: int = 3,
-    multiprocessing_context: str | None = None,
+    start_method: str | None = None,
     tail: Literal["stop", "pad"] = "stop",
     epoch_slots: int | None = None,
 ) -> int:
@@ -48,7 +49,7 @@ def assert_exact_resume(
         world_sizes: Numbers of ranks that they draw from.
         chains: How many runs are stopped and resumed again and again.
         after: Batches compared after each single resume.
-        multiprocessing_context: As for `SavableLoader`.
+        start_method: Of the worker processes, as for `sp.Workers`.
         tail: As for `SavableLoader`.
         epoch_slots: As for `SavableLoader`.
 
@@ -73,9 +74,8 @@ def assert_exact_resume(
         pipeline,
         seed=seed,
         lanes=lanes,
-        rank=0,
-        world_size=1,
-        multiprocessing_context=multiprocessing_context,
+        ranks=(0, 1),
+        workers=Workers(start_method=start_method),
         tail=tail,
         epoch_slots=epoch_slots,
     )
@@ -102,7 +102,7 @@ def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
     into all of them.
 
     Args:
-        loaders: One of each rank, in the order of the ranks, made alike with `rank=` and `world_size=`.
+        loaders: One of each rank, in the order of the ranks, made alike with `ranks=`.
 
     Yields:
         For each step, the ranks' batches in the order of the ranks (`sorted_by_slot` sorts them by slot). There is no
@@ -118,7 +118,7 @@ def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
         >>> def pipeline(lane):
         ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane, epochs=1), Numbers()), size=4)
         >>> from savable_pipeline.testing import steps_of_ranks
-        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in range(2)]
         >>> steps = list(steps_of_ranks(ranks))
         >>> len(steps), len(steps[0])
         (50, 2)
@@ -213,10 +213,7 @@ def _chain(
     trail: list[str] = []
     while done < len(expected):
         world_size, num_workers = draw.choice(list(world_sizes)), draw.choice(list(workers))
-        runs = [
-            Run(replace(settings, num_workers=num_workers, rank=rank, world_size=world_size))
-            for rank in range(world_size)
-        ]
+        runs = [Run(replace(settings, num_workers=num_workers, ranks=(rank, world_size))) for rank in range(world_size)]
         try:
             for run in runs:
                 if state is not None:

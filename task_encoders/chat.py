@@ -14,7 +14,7 @@ from task_encoders.parts.data_formats import CONVERSATIONS, Message, parse_conve
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.medium import Seen, Unmeasured
 from task_encoders.parts.mrope import MRope
-from task_encoders.parts.sample_parts import KINDS, MediaPart, SampleMedia, SeenImage, kind_of
+from task_encoders.parts.sample_parts import MediaPart, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import padded_length
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
@@ -120,7 +120,7 @@ class ChatEncoder(MixedEncoder):
         )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
-        self._texts = {kind: own.text for kind, own in zip(KINDS, (vision, video, audio), strict=True) if own}
+        self._texts = {kind: own.text for kind, own in zip(Sample.KINDS, (vision, video, audio), strict=True) if own}
         marks = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
         self._places = re.compile(f"({'|'.join(map(re.escape, self._texts.values())) or '(?!)'})")
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")

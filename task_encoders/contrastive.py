@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from savable_pipeline import VIDEO_PARTS, Clips, Rng, Sample, Skip, TaskEncoder
+from savable_pipeline import Clips, Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field, named_part
 from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
 from task_encoders.parts.token_packing import pad_rows
@@ -81,7 +81,7 @@ class ContrastiveEncoder(TaskEncoder):
         if self.clips is None:
             image = self.crop.image(sample, rng)
             return Skip("no image") if image is None else self._pair("image", image, sample, rng)
-        part = named_part(sample, self.video, VIDEO_PARTS)
+        part = named_part(sample, self.video, "video")
         if part is None:
             return Skip("no video")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from savable_pipeline import AUDIO_PARTS, VIDEO_PARTS, Rng, Sample, Skip, TaskEncoder, empty
+from savable_pipeline import Rng, Sample, Skip, TaskEncoder, empty
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
 from task_encoders.parts.sample_parts import Field, named_part
 from task_encoders.parts.spec_augment import SpecAugment
@@ -103,7 +103,7 @@ class SpeechEncoder(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        part = named_part(sample, self.audio, (*AUDIO_PARTS, *VIDEO_PARTS))
+        part = named_part(sample, self.audio, "audio", "video")
         if part is None:
             return Skip("no audio")
         tokens = self.tokenizer(self.text.read_text(sample) or "")
@@ -128,7 +128,7 @@ class SpeechEncoder(TaskEncoder):
 
     def length_of(self, sample: Sample) -> int | None:
         """The number of frames, by `sample.media`; None where a speed is drawn, or headers do not say it of a sound."""
-        part = named_part(sample, self.audio, (*AUDIO_PARTS, *VIDEO_PARTS))
+        part = named_part(sample, self.audio, "audio", "video")
         if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
             return None
         known = sample.media(part)

@@ -10,7 +10,7 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
 
 T = TypeVar("T")
-PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the shards of the run, as pinned_shards.py has them
+PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (pinned_shards.py), or a commit of the Hub
 Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
 Cuts: TypeAlias = dict[str, int]  # by the reader's branch: the unit in which the lanes' shares of a pass are cut
 

@@ -77,10 +77,10 @@ class BucketBatcher(EncoderBatches):
         ...     def batch(self, items, rng):
         ...         return items
         >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
-        >>> batches = sp.BucketBatcher(items, bounds=[1, 3], size=2)
+        >>> batches = custom.BucketBatcher(items, bounds=[1, 3], size=2)
         >>> next(batches), next(batches)
         (['', 'a'], ['aa', 'aaa'])
-        >>> batches = sp.BucketBatcher(items, group="odd", size={0: 2, 1: 3})
+        >>> batches = custom.BucketBatcher(items, group="odd", size={0: 2, 1: 3})
         >>> next(batches), next(batches)
         (['', 'aa'], ['a', 'aaa', 'a'])
     """

@@ -15,8 +15,8 @@ _GONE = {
     "unmade": "the field `deferred` of what describe() returns",
     "leaves_out_excluded": "the field `gives_excluded` of what describe() returns",
     "make_again": f"fetch_left(ref), or left_of(stage, ref) of {_PLACE}.held_items",
-    "keep_known": f"sp.HeldItems(self).restore(refs), or known_refs(stage, refs) of {_PLACE}.held_items",
-    "keep_whole": f"sp.HeldItems(self).restore(refs), or is_whole(stage, ref) of {_PLACE}.held_items",
+    "keep_known": f"custom.HeldItems(self).restore(refs), or known_refs(stage, refs) of {_PLACE}.held_items",
+    "keep_whole": f"custom.HeldItems(self).restore(refs), or is_whole(stage, ref) of {_PLACE}.held_items",
 }
 
 
@@ -30,7 +30,7 @@ def check_class(cls: type[Any]) -> None:
         raise TypeError(
             f"{cls.__name__} defines __next__ but no `ref`, so its output could not be made again after a resume. If "
             "it returns the element that it took last from its source, or drops elements, write\n"
-            f"    class {cls.__name__}(sp.PassThrough, sp.{kind}):\n"
+            f"    class {cls.__name__}(custom.PassThrough, custom.{kind}):\n"
             "If it holds, reorders or merges elements, write `ref = ()` in the class, set `self.ref` in `__next__` to "
             "the ref of the element it returns (`self.source.ref` is the ref of the source's last element), and save "
             "the refs of the elements it holds"

@@ -36,11 +36,11 @@ class HeldItems:
             kept, but made again when it is taken. Default: no limit.
 
     Example:
-        >>> class Swapped(sp.ItemStage):  # yields items in pairs, the second one first
+        >>> class Swapped(custom.ItemStage):  # yields items in pairs, the second one first
         ...     ref = ()
         ...     def __init__(self, source):
         ...         super().__init__(source)
-        ...         self.held = sp.HeldItems(self)
+        ...         self.held = custom.HeldItems(self)
         ...     def __next__(self):
         ...         while self.held or self.held.fill(2):
         ...             item, self.ref = self.held.take(-1)

@@ -29,7 +29,7 @@ def as_ref(ref: Any) -> ItemRef:
         CheckpointMismatchError: It is anything but numbers in lists.
 
     Example:
-        >>> sp.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
+        >>> custom.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
         ((3, 0, 0), 0, 16)
     """
     if not isinstance(ref, list | tuple) or not ref:

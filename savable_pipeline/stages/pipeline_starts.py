@@ -52,7 +52,7 @@ def read(
 
     Args:
         path: A folder (with its subfolders), a glob, a brace pattern (`{000..099}.tar`), one file, a URL (s3, gs, az,
-            http, https), or a list of these; or a `sp.RecordStore`, or a function that makes one.
+            http, https, hf), or a list of these; or a `custom.RecordStore`, or a function that makes one.
         split: Name in `.nv-meta/split.yaml`. None: all samples.
         subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count.
         epochs: Epochs of a pass, 2.5 with half of the third. None: endless in a loader, one where it is iterated.
@@ -107,7 +107,7 @@ def mixture(
     exclude: str | os.PathLike[str] | None = None,
     stride: int = 8,
 ) -> SamplePipeline:
-    """Begin a pipeline: the datasets of a YAML file, with their weights or repetitions; see `sp.read_mixture`.
+    """Begin a pipeline: the datasets of a YAML file, with their weights or repetitions; see `custom.read_mixture`.
 
     Args:
         path: The YAML file.
@@ -182,12 +182,12 @@ def blend(
 def join(
     source: SamplePipeline, stores: Mapping[str, Shards], *, on: Literal["key"] = "key", missing: Missing = "skip"
 ) -> SamplePipeline:
-    """Put the parts of other datasets beside each sample, found by its key: `sp.Join`.
+    """Put the parts of other datasets beside each sample, found by its key: `custom.Join`.
 
     Args:
         source: A pipeline of samples.
         stores: Datasets by a name of yours.
-        on: As for `sp.Join`; so is `missing`.
+        on: As for `custom.Join`; so is `missing`.
         missing: For a sample whose key a dataset lacks.
 
     Returns:

@@ -153,7 +153,7 @@ class Pipeline:
             ValueError: It is no such class.
 
         Example:
-            >>> class Even(sp.PassThrough, sp.SampleStage):
+            >>> class Even(custom.PassThrough, custom.SampleStage):
             ...     def __next__(self):
             ...         return next(sample for sample in self.source if sample.json()["id"] % 2 == 0)
             >>> [sample.key for sample in sp.read("shards/", shuffle=False).then(Even).take(2)]
@@ -164,8 +164,8 @@ class Pipeline:
             if isinstance(stage, type) and issubclass(stage, base):
                 return kind(PipelineStep(stage.__name__, stage, arguments, options, {ALONE: self.step}))
         raise ValueError(
-            f".then takes the class of a stage, derived from sp.SampleStage, sp.ItemStage or sp.BatchStage, not "
-            f"{stage!r}; a function goes into .map or .filter"
+            f".then takes the class of a stage, derived from SampleStage, ItemStage or BatchStage of "
+            f"savable_pipeline.custom, not {stage!r}; a function goes into .map or .filter"
         )
 
     if not TYPE_CHECKING:  # a type checker knows which steps there are
@@ -299,11 +299,11 @@ class ItemPipeline(Pipeline):
         hold: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> BatchPipeline:
-        """Make batches of items of similar length, or of one group: `sp.BucketBatcher`.
+        """Make batches of items of similar length, or of one group: `custom.BucketBatcher`.
 
         Args:
             bounds: The greatest length of each bucket.
-            size: As for `sp.BucketBatcher`; so are the others.
+            size: As for `custom.BucketBatcher`; so are the others.
             max_tokens: In place of `size`.
             group: Only items of one group share a batch.
             drop_last: Whether rests are dropped.

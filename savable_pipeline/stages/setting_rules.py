@@ -41,9 +41,8 @@ class SettingRule:
 
 _OTHER_LENGTHS = "the table of media says other values since, so that packs would be others: put back the one that was"
 _HEADERS = "no table of media, so that headers are read"
-MEDIA_RULES = {  # of what `KnownMedia.settings` has: our own table says what the headers do, Energon's may not
+MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the headers do
     "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
-    "energon_media": SettingRule(field="energon_media", absent="values of the headers, which Energon's are not always"),
 }
 
 

@@ -45,11 +45,11 @@ class Stage:
       `self.source.save_state()`. Save refs, never contents: after a restore, make a held element again by
       `self.source.fetch(ref)` when it is needed.
     - `restore_state(state)` puts a fresh stage of the same settings, and its source, at the position of `state`.
-      Tuples come back as lists; `fetch` accepts both, and `sp.as_ref` turns them into tuples.
+      Tuples come back as lists; `fetch` accepts both, and `custom.as_ref` turns them into tuples.
     - `settings()` returns every setting that changes the output: a saved state must agree on them.
 
     Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. Keep elements that the
-    stage has taken but not yet returned in a `sp.HeldItems`.
+    stage has taken but not yet returned in a `custom.HeldItems`.
 
     Args:
         source: The stage before this one.
@@ -59,7 +59,7 @@ class Stage:
         ValueError: The source is of the wrong kind.
 
     Example:
-        >>> class Numbered(sp.ItemStage):  # yields each item with its number
+        >>> class Numbered(custom.ItemStage):  # yields each item with its number
         ...     ref, count = (), 0
         ...     def __next__(self):
         ...         item = next(self.source)
@@ -101,7 +101,7 @@ class Stage:
         if isinstance(source, Stage):
             found = f"{type(source).__name__}, which gives {gives(type(source))}"
         raise ValueError(
-            f"{type(self).__name__} takes a stage that gives {gives(kind)} (sp.{kind.__name__}), not {found}; the "
+            f"{type(self).__name__} takes a stage that gives {gives(kind)} (custom.{kind.__name__}), not {found}; the "
             "order of stages is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher"
         )
 
@@ -191,7 +191,7 @@ class SampleStage(Stage):
         ValueError: The source yields items or batches.
 
     Example:
-        >>> class Even(sp.PassThrough, sp.SampleStage):  # leaves out samples with an odd id
+        >>> class Even(custom.PassThrough, custom.SampleStage):  # leaves out samples with an odd id
         ...     def __next__(self) -> sp.Sample:
         ...         return next(sample for sample in self.source if sample.json()["id"] % 2 == 0)
         >>> samples = Even(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
@@ -240,8 +240,8 @@ class ItemStage(Stage):
         source: The stage before this one.
 
     Example:
-        >>> class Below(sp.PassThrough, sp.ItemStage):  # leaves out numbers of `limit` and more
-        ...     def __init__(self, source: sp.ItemStage, limit: int) -> None:
+        >>> class Below(custom.PassThrough, custom.ItemStage):  # leaves out numbers of `limit` and more
+        ...     def __init__(self, source: custom.ItemStage, limit: int) -> None:
         ...         super().__init__(source)
         ...         self.limit = limit
         ...     def __next__(self):
@@ -274,7 +274,7 @@ class BatchStage(ItemStage):
 
     Example:
         >>> from itertools import islice
-        >>> class Pairs(sp.BatchStage):  # batches of two samples; the last one of an odd number is alone
+        >>> class Pairs(custom.BatchStage):  # batches of two samples; the last one of an odd number is alone
         ...     ref = ()
         ...     def __next__(self):
         ...         pair = [(sample, self.source.ref) for sample in islice(self.source, 2)]

@@ -20,7 +20,7 @@ class PassThrough(Stage):
         source: The stage before this one.
 
     Example:
-        >>> class Logged(sp.PassThrough, sp.SampleStage):
+        >>> class Logged(custom.PassThrough, custom.SampleStage):
         ...     def __next__(self) -> sp.Sample:
         ...         sample = next(self.source)
         ...         print(sample.key)

@@ -69,11 +69,11 @@ def complete_state(
         >>> from savable_pipeline.trainers.elastic import complete_state
         >>> def pipeline(lane):
         ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in (0, 1)]
         >>> last = sp.merge_states(rank.state_dict() for rank in ranks)
         >>> given = [next(rank) for rank in ranks]
         >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 is gone
-        >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, rank=0, world_size=1)
+        >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(0, 1))
         >>> alone.load_state_dict(state)
         >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
         (2, True)

@@ -63,7 +63,7 @@ def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
         >>> from savable_pipeline.trainers.forms import from_json
         >>> try:
         ...     from_json({"slot": 3})
-        ... except sp.StateError as error:
+        ... except errors.StateError as error:
         ...     print(str(error).split(":")[0])
         this is no state of a SavableLoader
     """
@@ -126,7 +126,7 @@ def from_arrays(saved: Mapping[str, Any]) -> dict[str, Any]:
         >>> from savable_pipeline.trainers.forms import from_arrays
         >>> try:
         ...     from_arrays({"slot": np.zeros(2)})
-        ... except sp.StateError as error:
+        ... except errors.StateError as error:
         ...     print(str(error).split(",")[0])
         slot: float64 (2
     """

@@ -9,26 +9,29 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
-from savable_pipeline.trainers.model_inputs import model_inputs
+from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
 from savable_pipeline.trainers.whole import Whole
 
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
 
-_OF_SFT = ("max_length", "packing", "padding_free", "completion_only_loss", "assistant_only_loss")
+_OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 
 
 class SavableData:
@@ -49,6 +52,7 @@ class SavableData:
     """
 
     args: Any
+    train_dataset: Any
     eval_dataset: Any
 
     def __init__(
@@ -56,6 +60,8 @@ class SavableData:
     ) -> None:
         if eval_loader is not None:
             kwargs.setdefault("eval_dataset", eval_loader)
+        if train_loader is not None:
+            kwargs = _as_sft_needs(args, kwargs)
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, eval_loader)
         if eval_loader is not None and not (self.label_names or self.can_return_loss):  # type: ignore[attr-defined]
@@ -76,7 +82,7 @@ class SavableData:
             )
             self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
-            _warn_of_unused(self.args)
+            _warn_of_unused(self.args, self.train_dataset)
 
     def get_train_dataloader(self) -> Any:
         """Return the batches to train on."""
@@ -113,6 +119,8 @@ class SavableData:
         """
         batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self._batches is not None:
+            if batches and not self._counter.begun:
+                _check_first(batches[0], self)
             self._counter.begun += len(batches)
         return batches, *rest
 
@@ -150,7 +158,19 @@ class SavableData:
                 raise
             if self.args.should_save:
                 begin(Path(output_dir), state)
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        with _names_of_the_model(self.model if _internal_call else None):  # type: ignore[attr-defined]
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
+        if missing and unexpected:
+            raise StateError(
+                f"the checkpoint lacks {len(missing)} weights, such as {missing[0]!r}, and has {unexpected[0]!r} and "
+                "others: a trainer without SavableData wrote them by the names of the model's first release, which it "
+                "does not read. Write them anew: from_pretrained(checkpoint) of the model's class, then "
+                "save_pretrained(checkpoint, save_original_format=False)"
+            )
+        super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint on if one is named.
@@ -271,6 +291,54 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
     restarting(eval_loader)
 
 
+@contextmanager
+def _names_of_the_model(model: Any) -> Iterator[None]:
+    """Have a checkpoint's weights named as the model names them, which is how the trainer loads them.
+
+    By default `save_pretrained` takes the names of a model's first release, as of Qwen2.5-VL and LLaVA: resumed, the
+    trainer would find none of its weights, say so in a warning, and go on with those it began with.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
+
+
+def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments; for TRL's `SFTTrainer` with a dataset, which it asks for, and a word to prepare none.
+
+    Raises ValueError where it would pack by itself.
+    """
+    settings = next((one for one in (*args, *kwargs.values()) if hasattr(one, "dataset_kwargs")), None)
+    if settings is None:
+        return kwargs
+    if settings.packing or settings.padding_free:
+        raise ValueError(
+            "SFTConfig's packing and padding_free are for its own dataset: leave them out, and let the pipeline pack, "
+            "by .pack(max_length=…)"
+        )
+    from datasets import Dataset
+
+    settings.dataset_kwargs = {**(settings.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    unused = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    return {"train_dataset": unused, "data_collator": list, **kwargs}  # it looks for columns in loaders without one
+
+
+def _check_first(batch: Any, trainer: Any) -> None:
+    """Raise ValueError where the trainer would train on something else than the first batch says, without an error."""
+    check_inputs(batch, trainer.model)
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.cp_enabled and has_packs(batch):
+        raise ValueError(
+            "context parallelism in the trainer has no masks but the causal one, so that the documents of a pack would "
+            "see each other: leave out the packer"
+        )
+
+
 def _times(args: Any) -> int:
     """How many times the trainer takes each batch: 1, but for TRL's GRPO and others with these settings."""
     return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
@@ -282,13 +350,15 @@ def _evaluated(given: Any) -> SavableLoader | None:
     return found if isinstance(found, SavableLoader) else None
 
 
-def _warn_of_unused(args: Any) -> None:
+def _warn_of_unused(args: Any, dataset: Any) -> None:
     """Warn of settings of batches that are not the defaults, but have no effect on those of a loader."""
     names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # as TRL's SFTConfig has
     if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
         names = ("per_device_train_batch_size", *names)
     defaults = {field.name: field.default for field in fields(args)}
     given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
+    if dataset is not None and getattr(dataset, "num_rows", 0) != 1:  # of one row where a trainer asks for one
+        given.append("train_dataset")
     if given:
         log.warning(
             "without effect: %s. The pipeline makes the batches, with their rows, lengths, packs and what their labels "

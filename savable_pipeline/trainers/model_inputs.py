@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 _IGNORED = -100
+_CURE = "have the encoder's `batch` return model_inputs(super().batch(items, rng), config)"
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that look where their mask allows
 _MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; that of flash gets borders
 _MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # what a batch may show beside tokens
@@ -84,6 +85,56 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
     if config.model_type in _ROPES:
         made["position_ids"] = _positions(batch, config)
     return {**made, **seen}
+
+
+def has_packs(inputs: Any) -> bool:
+    """Return whether rows have documents that only `position_ids` keep apart.
+
+    Args:
+        inputs: What a model is called with.
+    """
+    if not isinstance(inputs, Mapping) or "position_ids" not in inputs or "attention_mask" in inputs:
+        return False
+    positions = inputs["position_ids"]
+    return bool((positions[..., 1:] == 0).any())
+
+
+def check_inputs(inputs: Any, model: Any) -> None:
+    """Check what a model of `transformers` is called with, where it would learn otherwise without an error.
+
+    Args:
+        inputs: What a batch is when a trainer calls the model with it.
+        model: The model. Any but those of `transformers` itself takes what it takes.
+
+    Raises:
+        ValueError: No `model_inputs` made them, or one for another attention.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    if not isinstance(inputs, Mapping) or not type(inner).__module__.startswith("transformers.models."):
+        return
+    if raw := {"tokens", "cu_seqlens"} & {*inputs}:
+        found = " and ".join(sorted(raw))
+        raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take: {_CURE}")
+    if _are_ahead(inputs):
+        raise ValueError(
+            "labels are the next tokens already, and the model's loss shifts them once more, so that it would learn "
+            f"the token after the next: {_CURE}"
+        )
+    if "flash" in (_attention(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
+        raise ValueError(
+            f"the model's attention is {_attention(inner.config)}, which takes the documents of packs in several rows "
+            "for one each: give model_inputs the model's own configuration, or one with this attn_implementation"
+        )
+
+
+def _are_ahead(inputs: Mapping[str, Any]) -> bool:
+    """Whether labels are those of the next position."""
+    tokens, labels = inputs.get("input_ids"), inputs.get("labels")
+    if tokens is None or labels is None or tokens.shape != labels.shape:
+        return False
+    learned = labels != _IGNORED
+    next_ones = (labels[:, :-1] == tokens[:, 1:]) & learned[:, :-1]
+    return bool(2 * next_ones.sum() > learned.sum() and (labels != tokens)[learned].any())
 
 
 def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:

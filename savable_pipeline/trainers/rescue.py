@@ -24,7 +24,7 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
     `state` had skipped for a fault of the environment (`on_error`) are not known, and would come again.
 
     Args:
-        loader: A fresh loader made with `rank=0, world_size=1` and the settings of the run.
+        loader: A fresh loader made with `ranks=(0, 1)` and the settings of the run.
         state: A state of the run with the lanes of one rank or more, which are compared with the result.
 
     Returns:
@@ -39,7 +39,7 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
         >>> from savable_pipeline.trainers.rescue import rescue
         >>> def pipeline(lane):
         ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in (0, 1)]
         >>> _ = [next(rank) for rank in ranks]
         >>> kept = ranks[0].state_dict()  # of rank 0 only
         >>> rescue(sp.SavableLoader(pipeline, seed=7, lanes=4), kept) == sp.merge_states(r.state_dict() for r in ranks)
@@ -52,7 +52,7 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
     if missing > 0:
         raise ValueError(
             f"rescue needs a loader with all lanes, and this one lacks {missing}: make it in one process, with "
-            "rank=0, world_size=1"
+            "ranks=(0, 1)"
         )
     loader.load_state_dict({**fresh, **_start(state)})
     loader.skip(state["slot"])

@@ -72,7 +72,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         def make_loader(*, rank, world_size, **given):
             def pipeline(lane):
                 return sp.Batcher(sp.TarShardReader("shards/", lane), size=given["local_batch_size"])
-            return sp.SavableLoader(pipeline, seed=7, rank=rank, world_size=world_size)
+            return sp.SavableLoader(pipeline, seed=7, ranks=(rank, world_size))
 
         config = SavableDataLoader.Config(make=make_loader)
         data = config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4)
@@ -101,7 +101,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         given = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
-        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
+        self.loader = config.make(ranks=(dp_rank, dp_world_size), infinite=config.infinite, **given)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must give a SavableLoader, not {type(self.loader).__name__}")
         refuse_acknowledging(self.loader)

@@ -15,12 +15,11 @@ from typing import Any, Generic, TypeVar
 
 from PIL import Image, ImageOps
 
-from savable_pipeline import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, Sample
+from savable_pipeline import Sample
 from task_encoders.parts.scaled_image import ScaledImage
 
 SeenImage = Image.Image | ScaledImage
 ReadImage = Callable[[Sample, str], SeenImage]
-KINDS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS, "audio": AUDIO_PARTS}
 Seen = TypeVar("Seen")
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
@@ -67,9 +66,9 @@ class Field:
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
 
 
-def named_part(sample: Sample, name: str | None, known: tuple[str, ...]) -> str | None:
-    """The part `name`, or without a name the first of the `known` ones; None where the sample does not have it."""
-    return next((part for part in ((name,) if name else known) if part in sample), None)
+def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:
+    """The part `name`, or without a name the first of these kinds; None where the sample does not have it."""
+    return next((part for kind in kinds for part in ((name,) if name else Sample.KINDS[kind]) if part in sample), None)
 
 
 _BEGINS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
@@ -106,7 +105,7 @@ class PartsOfKind(Generic[Seen]):
     def __init__(self, sample: Sample, kind: str, read: Callable[[str], Seen]) -> None:
         self._kind = kind
         self._read = read
-        self.names = sorted((name for name in sample if name.lower().rpartition(".")[2] in KINDS[kind]), key=_numbered)
+        self.names = sorted([n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_numbered)
         if not self.names and kind in sample and _is_image(sample, kind):  # a column of bytes
             self.names = [kind]
         self._used: dict[str, None] = {}

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from savable_pipeline import IMAGE_PARTS, Rng, Sample, empty
+from savable_pipeline import Rng, Sample, empty
 from task_encoders.parts.random_box import random_box
+from task_encoders.parts.sample_parts import named_part
 from task_encoders.parts.scaled_image import Decode, check_decode, decode_setting, exif_setting
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
@@ -103,7 +104,7 @@ class SquareCrop:
         Raises:
             OSError: The image is damaged.
         """
-        part = next((known for known in IMAGE_PARTS if known in sample), None)
+        part = named_part(sample, None, "image")
         if part is None:
             return None
         if not self.augment:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.run.transport.segments import SegmentWriter
@@ -154,7 +155,7 @@ class Varying(sp.TaskEncoder):
         return {"stacked": stacked, "again": stacked, "plain": torch.full((length,), items[0]), "filled": filled}
 
 
-def varying(shards: str, epochs: int | None, lane: sp.Lane) -> sp.Stage:
+def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Varying()), size=4)
 
 
@@ -190,7 +191,7 @@ class Raw(sp.TaskEncoder):
         return {"stacked": sp.stack(tensors) if len({len(item) for item in items}) == 1 else None, "items": items}
 
 
-def raw_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def raw_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
     return sp.Batcher(sp.Encode(samples, Raw()), size=4)
 

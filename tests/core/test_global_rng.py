@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -71,7 +72,7 @@ class DrawsThenFails(NumberEncoder):
 def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool) -> None:
     shards = str(make_shards([40]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         trainers_draws()  # as the making of a torch module does
         encoder = NumberEncoder()
         encoder.global_rng = global_rng
@@ -127,7 +128,9 @@ def test_a_sum_of_floats_has_the_same_bits_in_this_process_and_in_a_worker(
     torch.randn(2_000_000).sum()  # a worker forked after this has no such threads, and would wait for them
     found = []
     for num_workers in (0, 1):
-        with sp.SavableLoader(pipeline, seed=3, lanes=2, num_workers=num_workers, timeout=60) as loader:
+        with sp.SavableLoader(
+            pipeline, seed=3, lanes=2, num_workers=num_workers, workers=sp.Workers(timeout=60)
+        ) as loader:
             found.append(take(loader, 4))
     assert found[0] == found[1]
 

@@ -1,8 +1,7 @@
-"""What `energon prepare-media` has written is read as data, of the tars that it was made of."""
+"""What `energon prepare-media` has written is passed over: our own table has the values of the headers."""
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -55,55 +54,18 @@ def said(root: Path) -> list[list[MediaInfo]]:
     return [[sample.media(part) for part in ("mp4", "flac", "seg.png")] for sample in sp.open_dataset(root)]
 
 
-def no_header(*_: Any) -> MediaInfo:
-    raise AssertionError("a header was read")
-
-
-def test_energons_values_are_given_without_a_header(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energons_database_is_not_read_and_our_table_takes_its_place(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = said(dataset)
+    assert headers[TURNED][0].width == 48  # Energon's are not turned
+    (dataset / ".nv-meta/index.sqlite").write_bytes(b"no database")
+    assert said(dataset) == headers
+    index_media(dataset)
     with monkeypatch.context() as patched:
         patched.setattr(known_media, "media_info", no_header)
-        found = said(dataset)
-    (dataset / ".nv-meta/index.sqlite").unlink()
-    headers = said(dataset)
-    assert headers[TURNED][0].width == 48 and found[TURNED][0].width == 64  # Energon's are not turned
-    found[TURNED][0] = headers[TURNED][0]
-    assert found == headers
+        assert said(dataset) == headers
 
 
-def test_what_energon_has_not_is_read_from_the_headers(dataset: Path) -> None:
-    with pytest.raises(ValueError, match=r"part 'opus' of sample 'd/s0' of 0.tar: cannot be opened"):
-        next(iter(sp.open_dataset(dataset))).media("opus")
-
-
-def test_our_own_table_goes_first(dataset: Path) -> None:
-    assert sp.open_dataset(dataset)[TURNED].media("mp4").width == 64
-    index_media(dataset)
-    assert sp.open_dataset(dataset)[TURNED].media("mp4").width == 48
-
-
-def test_a_part_that_lies_elsewhere_now_is_refused(dataset: Path) -> None:
-    write_tar(dataset / "1.tar", [("d/s2.flac", b""), ("d/s2.mp4", video_bytes(3))])
-    with pytest.raises(sp.ShardError, match=r"d/s2.mp4 is not where it was .* `savable index --media`"):
-        sp.open_dataset(dataset)[2].media("mp4")
-
-
-@pytest.mark.parametrize(
-    "value", ["{", '{"video_fps": "x"}', b"\xff", '{"video_duration": -5.0}', '{"audio_channels": -1}']
-)
-def test_values_that_are_none_are_refused(dataset: Path, value: Any) -> None:
-    with sqlite3.connect(dataset / ".nv-meta/index.sqlite") as database:
-        database.execute("UPDATE media_metadata SET metadata_json = ?", (value,))
-    with pytest.raises(
-        sp.ShardError, match=r"index.sqlite: Energon's metadata of media do not fit the shards: d/s0.mp4"
-    ):
-        said(dataset)
-
-
-def test_a_database_that_is_none_or_has_no_media_is_passed_over(dataset: Path) -> None:
-    path = dataset / ".nv-meta/index.sqlite"
-    with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE media_metadata RENAME TO others")
-        database.execute("CREATE VIEW media_metadata AS SELECT * FROM others")  # one could be made to run for ever
-    assert sp.open_dataset(dataset)[TURNED].media("mp4").width == 48
-    path.write_bytes(b"no database")
-    assert sp.open_dataset(dataset)[TURNED].media("mp4").width == 48
+def no_header(*_: Any) -> MediaInfo:
+    raise AssertionError("a header was read")

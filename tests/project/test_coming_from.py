@@ -50,7 +50,7 @@ NOT_HERE = {
         "ArrayRecord files do not load": named("ArrayRecordReader"),
         "Random access into a whole pipeline": named("Stage.__getitem__", "Batcher.__getitem__", "MapDataset"),
     },
-    "coming-from/hf-datasets.md": {"`hf://`": opens("hf://datasets/user/name/data.tar")},
+    "coming-from/hf-datasets.md": {"Scripts of a repository": named("load_dataset", "read(script)")},
     "coming-from/mosaic.md": {
         "Another choice of samples in each epoch": named("TarShardReader(sampling_method)", "TarShardReader(choose)"),
     },

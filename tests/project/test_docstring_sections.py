@@ -16,7 +16,7 @@ import pytest
 
 import savable_pipeline
 import task_encoders
-from savable_pipeline import errors
+from savable_pipeline import custom, errors
 from savable_pipeline.stages import capabilities
 
 Callable: TypeAlias = griffe.Class | griffe.Function
@@ -44,6 +44,7 @@ def promised() -> Promised:
     package, encoders = loader.load("savable_pipeline"), loader.load("task_encoders")
     loader.resolve_aliases()
     found = {f"sp.{name}": package[name].final_target for name in savable_pipeline.__all__}
+    found |= {f"custom.{name}": package["custom"][name].final_target for name in custom.__all__}
     found |= {name: encoders[name].final_target for name in task_encoders.__all__}
     for module in (package["testing"], *package["trainers"].modules.values()):
         own = {name: each for name, each in module.members.items() if name[0] != "_" and not each.is_alias}

@@ -30,6 +30,7 @@ import torch
 import savable_pipeline
 import savable_pipeline.testing
 import task_encoders
+from savable_pipeline import custom, errors
 from savable_pipeline.trainers import (
     context_parallel,
     device,
@@ -52,6 +53,8 @@ def public_names() -> dict[str, Any]:
     # Those that import a trainer are tried in tests/trainers/adapters.py.
     modules: list[tuple[ModuleType, list[str]]] = [
         (savable_pipeline, savable_pipeline.__all__),
+        (custom, custom.__all__),
+        (errors, ["MediaError", "RemoteError", "StateError"]),
         (savable_pipeline.testing, testing),
         (task_encoders, task_encoders.__all__),
         (device, ["OnDevice"]),
@@ -81,7 +84,15 @@ def examples(value: Any) -> list[str]:
 
 def doctests(name: str, value: Any) -> list[doctest.DocTest]:
     """The examples in the form of doctest, of a name and of its own methods."""
-    names = {"__name__": "example", "sp": savable_pipeline, "np": np, "torch": torch, "Path": Path}
+    names = {
+        "__name__": "example",
+        "sp": savable_pipeline,
+        "custom": custom,
+        "errors": errors,
+        "np": np,
+        "torch": torch,
+        "Path": Path,
+    }
     return [test for test in doctest.DocTestFinder().find(value, name, module=False, globs=names) if test.examples]
 
 
@@ -92,7 +103,7 @@ def run_example(code: str, name: str) -> int:
         for token in tokenize.generate_tokens(io.StringIO(code).readline)
         if token.type == tokenize.COMMENT
     }
-    names: dict[str, Any] = {"__name__": "example", "sp": savable_pipeline}
+    names: dict[str, Any] = {"__name__": "example", "sp": savable_pipeline, "custom": custom}
     compared = 0
     for statement in ast.parse(code).body:
         expected = comments.get(statement.end_lineno or 0)

@@ -44,25 +44,25 @@ class Modules(sp.TaskEncoder):
         return list(sys.modules)
 
 
-def pipeline(lane):
-    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(sp.JsonlReader(sys.argv[1], lane), size=8), Modules()), size=4)
-
-
 if __name__ == "__main__":
-    for name in ("TarShardReader", "JsonlReader", "SavableLoader", "open_dataset"):
+    for name in ("TarShardReader", "SavableLoader", "open_dataset", "read"):
         getattr(sp, name)
         tell(name, sys.modules, HEAVY | STORES | {"torch", "PIL"})
     for name in sp.__all__:
         if name != "StatefulDataset":
             getattr(sp, name)
             tell(name, sys.modules, HEAVY | {"torch", "PIL"})
-    loader = sp.SavableLoader(pipeline, seed=0, lanes=2, num_workers=1, prefetch=1, multiprocessing_context="spawn")
+    pipeline = sp.read(sys.argv[1]).shuffle(8).encode(Modules()).batch(4)
+    loader = sp.SavableLoader(pipeline, seed=0, lanes=2, workers=sp.Workers(1, prefetch=1, start_method="spawn"))
     batch = next(iter(loader))
     loader.close()
     unused = STORES - {"savable_pipeline.data.stores.jsonl"}
     tell("worker", batch, HEAVY | unused | {"torch", "PIL", "savable_pipeline.run.loader", "savable_pipeline.tools"})
     assert "savable_pipeline.data.stores.jsonl" in batch
     tell("trainer", sys.modules, HEAVY | {"torch", "PIL"})
+    import savable_pipeline.custom
+
+    tell("custom", sys.modules, HEAVY | {"torch", "PIL"})
     print("done")
 """
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
+NAMES = {name: getattr(module, name) for module in (sp, custom) for name in module.__all__}
 CALLED = [
     name
-    for name in sp.__all__
-    if isinstance(getattr(sp, name), type | FunctionType) and not getattr(getattr(sp, name), "_is_protocol", False)
+    for name, found in NAMES.items()
+    if isinstance(found, type | FunctionType) and not getattr(found, "_is_protocol", False)
 ]
 
 
@@ -30,12 +32,12 @@ def _has_type(parameter: inspect.Parameter) -> bool:
 
 @pytest.mark.parametrize("name", CALLED)
 def test_every_argument_is_shown_with_its_type(name: str) -> None:
-    assert not hidden(getattr(sp, name))
+    assert not hidden(NAMES[name])
 
 
-@pytest.mark.parametrize("name", [name for name in sp.__all__ if isinstance(getattr(sp, name), type)])
+@pytest.mark.parametrize("name", [name for name, found in NAMES.items() if isinstance(found, type)])
 def test_so_is_every_argument_of_a_public_method(name: str) -> None:
-    methods = dict(inspect.getmembers(getattr(sp, name), inspect.isfunction))
+    methods = dict(inspect.getmembers(NAMES[name], inspect.isfunction))
     methods.pop("then", None)  # it passes on what a user's own stage takes
     assert not {
         each: hidden(method, first=1) for each, method in methods.items() if each[0] != "_" and hidden(method, first=1)

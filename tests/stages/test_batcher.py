@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.stages.packing.test_packer import Items, Packs
 
 
@@ -207,7 +208,7 @@ def test_items_that_cannot_be_stacked_are_named_with_their_samples(
         return sp.Encode(sp.TarShardReader(shards, lane, shuffle=False, epochs=1), Ragged())
 
     source = sp.Blend({"a": items()}, weights={"a": 1}) if blended else items()
-    stage = sp.BucketBatcher(source, bounds=[9], size=6) if bucketed else sp.Batcher(source, size=6)
+    stage = custom.BucketBatcher(source, bounds=[9], size=6) if bucketed else sp.Batcher(source, size=6)
     with pytest.raises(sp.EncodeError) as caught:
         next(stage)
     for part in (

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.bucket_rule import BucketRule
@@ -43,12 +44,12 @@ class Numbers(Packs):
         return [rng.integers(10**9), *items]
 
 
-def batcher(lengths: list[int], *, encoder: sp.TaskEncoder | None = None, **how: Any) -> sp.BucketBatcher:
+def batcher(lengths: list[int], *, encoder: sp.TaskEncoder | None = None, **how: Any) -> custom.BucketBatcher:
     settings = {"bounds": [2, 5], **({} if "max_tokens" in how else {"size": 2}), **how}
-    return sp.BucketBatcher(Items(lengths), encoder=encoder or Numbers(), **settings)
+    return custom.BucketBatcher(Items(lengths), encoder=encoder or Numbers(), **settings)
 
 
-def numbers(stage: sp.Stage) -> list[list[int]]:
+def numbers(stage: custom.Stage) -> list[list[int]]:
     return [[number for number, _ in batch[1:]] for batch in stage]
 
 
@@ -200,7 +201,7 @@ def test_without_bounds_groups_alone_are_put_together() -> None:
     st.lists(st.sampled_from(["more", "next", "cut"]), max_size=40),
 )
 def test_cut_anywhere_batches_of_groups_are_the_same(lengths: list[int], group: Any, steps: list[str]) -> None:
-    def make() -> sp.BucketBatcher:
+    def make() -> custom.BucketBatcher:
         return batcher(lengths, group=group, size=[3, 2], encoder=Groups())
 
     expected, stage, batches = list(make()), make(), []
@@ -226,7 +227,7 @@ class Kind(enum.StrEnum):
 
 @pytest.mark.parametrize("kind", [Kind, np.str_])
 def test_groups_that_are_texts_of_a_class_are_kept_as_texts(kind: Any) -> None:
-    def make() -> sp.BucketBatcher:
+    def make() -> custom.BucketBatcher:
         return batcher(
             [3] * 24, group=lambda item: kind("abc"[item[0] % 3]), size=2, encoder=Groups(), same_bucket=True, hold=4
         )
@@ -241,9 +242,9 @@ def test_groups_that_are_texts_of_a_class_are_kept_as_texts(kind: Any) -> None:
         assert list(stage) == expected[cut:]
 
 
-def grouped(shards: str, lane: sp.Lane) -> sp.Stage:
+def grouped(shards: str, lane: sp.Lane) -> custom.Stage:
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), ToyEncoder())
-    return sp.BucketBatcher(items, bounds=[4, 9], group=OfToys(3), size={0: [2, 3], 1: 2, 2: 4})
+    return custom.BucketBatcher(items, bounds=[4, 9], group=OfToys(3), size={0: [2, 3], 1: 2, 2: 4})
 
 
 class OfToys(Modulo):
@@ -345,9 +346,9 @@ class Marked(sp.TaskEncoder):
         return {"id": torch.tensor(items)}
 
 
-def padded(shards: str, how: dict[str, Any], lane: sp.Lane) -> sp.Stage:
+def padded(shards: str, how: dict[str, Any], lane: sp.Lane) -> custom.Stage:
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=1), size=5)
-    return sp.BucketBatcher(sp.Encode(samples, Marked()), **how)
+    return custom.BucketBatcher(sp.Encode(samples, Marked()), **how)
 
 
 PADDED: list[dict[str, Any]] = [
@@ -367,9 +368,7 @@ def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: 
     if workers:
         with sp.SavableLoader(partial(padded, shards, how), num_workers=workers, **run) as own:
             assert [(batch["id"].tolist(), batch["valid"].tolist()) for batch in own] == alone
-    runs = [
-        Run(LoaderSettings(partial(padded, shards, how), rank=rank, world_size=ranks, **run)) for rank in range(ranks)
-    ]
+    runs = [Run(LoaderSettings(partial(padded, shards, how), ranks=(rank, ranks), **run)) for rank in range(ranks)]
     found = []
     while (step := _take_step(runs))[0].epoch == 0:  # then the next pass is begun
         assert len(step) == ranks
@@ -380,7 +379,7 @@ def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: 
     kept = [number for number in wanted if encoder.length(number) <= longest]
     assert sorted(number for ids, valid in found for number, own in zip(ids, valid, strict=True) if own) == kept
     for ids, valid in found:
-        size = sp.BucketBatcher(Items([]), encoder=encoder, **how)._rows_of(ids[0])
+        size = custom.BucketBatcher(Items([]), encoder=encoder, **how)._rows_of(ids[0])
         assert len(ids) == len(valid) == size and set(ids) <= set(kept)
 
 
@@ -451,7 +450,7 @@ def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: A
 def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
     lengths: list[int], group: Any, hold: int, drop_last: bool, steps: list[str]
 ) -> None:
-    def make() -> sp.BucketBatcher:
+    def make() -> custom.BucketBatcher:
         how: dict[str, Any] = {"group": group, "size": [3, 2], "drop_last": drop_last}
         return batcher(lengths, encoder=Groups(), same_bucket=True, hold=hold, **how)
 
@@ -474,10 +473,10 @@ def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
     assert every == [number for number, length in enumerate(lengths) if length < 6] or drop_last
 
 
-def alike(shards: str, hold: int, lane: sp.Lane) -> sp.BucketBatcher:
+def alike(shards: str, hold: int, lane: sp.Lane) -> custom.BucketBatcher:
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), Marked())
     same: dict[str, Any] = {"same_bucket": True, "hold": hold} if hold else {}
-    return sp.BucketBatcher(items, bounds=[3, 6, 12], size=[3, 2, 4], **same)
+    return custom.BucketBatcher(items, bounds=[3, 6, 12], size=[3, 2, 4], **same)
 
 
 def test_lanes_that_choose_alike_resume_exactly(make_shards: Any) -> None:

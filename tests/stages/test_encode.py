@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
@@ -154,7 +155,7 @@ def test_fetch_makes_every_item_again_parts_too_and_disturbs_nothing(encoded: An
             assert stage.fetch(ref) == old
     assert [item for item, _ in taken] == helper.take(100)[0]
     index, epoch, part = taken[-1][1]
-    assert stage.fetch(sp.Ref(0, epoch, index, part)) == taken[-1][0]
+    assert stage.fetch(custom.Ref(0, epoch, index, part)) == taken[-1][0]
 
 
 def test_fetching_a_part_that_is_not_made_is_an_error(encoded: Any) -> None:
@@ -391,7 +392,7 @@ def test_settings_are_the_encoders_own_and_its_class() -> None:
     assert sp.Encode(_Source(), Sized(mixed)).settings()["encoder.image_size"] == 3
 
 
-class _Source(sp.SampleStage):
+class _Source(custom.SampleStage):
     """A source of nothing."""
 
     def __init__(self) -> None:
@@ -406,7 +407,7 @@ def test_the_state_of_another_stage_is_a_mismatch(encoded: Any) -> None:
 
 
 def test_a_source_of_only_next_will_do(encoded: Any, tmp_path: Path) -> None:
-    class EveryOther(sp.PassThrough, sp.SampleStage):
+    class EveryOther(custom.PassThrough, custom.SampleStage):
         def __next__(self) -> sp.Sample:
             next(self.source)
             return next(self.source)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.stages.excluded_samples import ExcludedSamples
 from savable_pipeline.stages.held_items import is_whole, known_refs
@@ -48,7 +49,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def simple(shards: str, exclude: str | None, lane: sp.Lane, *, encode: bool = True, **how: Any) -> sp.Stage:
+def simple(shards: str, exclude: str | None, lane: sp.Lane, *, encode: bool = True, **how: Any) -> custom.Stage:
     samples: Any = sp.TarShardReader(shards, lane, exclude=exclude, **how)
     samples = sp.Blend({"a": samples, "b": sp.TarShardReader(shards, lane, exclude=exclude, shuffle=False, **how)})
     samples = sp.ShuffleBuffer(samples, size=10)
@@ -98,7 +99,7 @@ def test_all_others_come_in_the_order_in_which_they_would_without_it(
 
 @pytest.mark.parametrize("encode", [True, False])
 def test_an_epoch_has_each_other_sample_once(shards: str, file: str, encode: bool) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(shards, lane, epochs=1, exclude=file)
         return sp.Batcher(sp.Encode(samples, Ids()) if encode else samples, size=1, encoder=None if encode else Ids())
 
@@ -111,7 +112,7 @@ def test_an_epoch_has_each_other_sample_once(shards: str, file: str, encode: boo
 
 
 def test_fillers_are_not_made_of_excluded_samples(shards: str, file: str) -> None:
-    def pipeline(exclude: str | None, lane: sp.Lane) -> sp.Stage:
+    def pipeline(exclude: str | None, lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1, exclude=exclude)
         return sp.Batcher(sp.Encode(samples, Ids()), size=3)
 
@@ -128,7 +129,7 @@ def test_a_lane_without_samples_is_not_filled_up_with_them(make_shards: Any, tmp
         def batch(self, items: list[Any], rng: sp.Rng) -> Any:
             return {"items": [{"id": sample.json()["id"]} for sample in items]}
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(few, lane, epochs=1, exclude=file), size=1, encoder=OfSamples())
 
     few, file = str(make_shards([3])), tmp_path / "first"
@@ -150,7 +151,7 @@ HOLDERS = [
 ]
 
 
-def toy(shards: str, exclude: str | None, lane: sp.Lane, **how: Any) -> sp.Stage:
+def toy(shards: str, exclude: str | None, lane: sp.Lane, **how: Any) -> custom.Stage:
     return toy_pipeline(shards, lane, exclude=exclude, **{"skip": 0, **how})
 
 
@@ -233,7 +234,7 @@ def test_what_may_not_lose_a_part_is_left_out_whole(shards: str, file: str) -> N
 
 
 def test_an_item_that_a_blend_has_taken_is_left_out(shards: str, file: str) -> None:
-    def blend(exclude: str | None) -> sp.Stage:
+    def blend(exclude: str | None) -> custom.Stage:
         sources = {name: sp.Encode(sp.TarShardReader(shards, lane, exclude=exclude), Ids()) for name in "ab"}
         return sp.Blend(sources, weights={"a": 1, "b": 1})
 
@@ -285,7 +286,7 @@ def test_a_state_of_another_list_is_refused_and_one_of_an_empty_list_is_not(
 # Pipelines that could not leave them out.
 
 
-class Pairs(sp.BatchStage):
+class Pairs(custom.BatchStage):
     ref: Any = ()
 
     def __next__(self) -> Any:
@@ -295,7 +296,7 @@ class Pairs(sp.BatchStage):
 
 
 def test_a_pipeline_that_would_give_them_is_refused(shards: str, file: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return Pairs(sp.TarShardReader(shards, lane, exclude=file))
 
     with pytest.raises(ValueError, match="between that reader and Pairs"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.item_ref import MISSING
 from savable_pipeline.testing import assert_exact_resume
 
@@ -31,12 +32,12 @@ class Ids(sp.TaskEncoder):
         return items
 
 
-class Holder(sp.PassThrough, sp.ItemStage):
+class Holder(custom.PassThrough, custom.ItemStage):
     """A stage to hold for."""
 
-    def __init__(self, source: sp.ItemStage, max_bytes: int | None = None) -> None:
+    def __init__(self, source: custom.ItemStage, max_bytes: int | None = None) -> None:
         super().__init__(source)
-        self.held = sp.HeldItems(self, max_bytes=max_bytes)
+        self.held = custom.HeldItems(self, max_bytes=max_bytes)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def holder(shards: str, max_bytes: int | None = None, lane: sp.Lane | None = Non
     return Holder(sp.Encode(reader, encoder), max_bytes), encoder
 
 
-def ref(number: int) -> sp.ItemRef:
+def ref(number: int) -> custom.ItemRef:
     return (number, 0, 0)
 
 
@@ -130,14 +131,14 @@ def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards:
     assert next_one.held.made == 3
 
 
-class Swapped(sp.ItemStage):
+class Swapped(custom.ItemStage):
     """Items in pairs, the second one first."""
 
-    ref: sp.ItemRef = ()
+    ref: custom.ItemRef = ()
 
-    def __init__(self, source: sp.ItemStage) -> None:
+    def __init__(self, source: custom.ItemStage) -> None:
         super().__init__(source)
-        self.held = sp.HeldItems(self)
+        self.held = custom.HeldItems(self)
 
     def __next__(self) -> Any:
         while self.held or self.held.fill(2):
@@ -154,7 +155,7 @@ class Swapped(sp.ItemStage):
         self.held.restore(state["held"])
 
 
-def swapped(shards: str, lane: sp.Lane) -> sp.Stage:
+def swapped(shards: str, lane: sp.Lane) -> custom.Stage:
     return Swapped(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), Ids()))
 
 

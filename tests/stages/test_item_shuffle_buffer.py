@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 
 
@@ -46,12 +47,12 @@ def shards(make_shards: Any) -> str:
 
 def items_of(
     shards: str, lane: sp.Lane, epochs: int | None = 1, size: int = 10, max_held_bytes: int = 1 << 20
-) -> sp.ItemStage:
+) -> custom.ItemStage:
     encoded = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs, shuffle=False), Pieces())
     return sp.ShuffleBuffer(encoded, size=size, max_held_bytes=max_held_bytes)
 
 
-def pipeline(shards: str, lane: sp.Lane, epochs: int | None, packed: bool, **settings: Any) -> sp.Stage:
+def pipeline(shards: str, lane: sp.Lane, epochs: int | None, packed: bool, **settings: Any) -> custom.Stage:
     items = items_of(shards, lane, epochs, **settings)
     return sp.Batcher(sp.OnlinePacker(items, max_length=9) if packed else items, size=3)
 
@@ -79,7 +80,7 @@ def test_a_resume_is_exact(shards: str, epochs: int | None, packed: bool, max_he
 
 @pytest.mark.parametrize("max_held_bytes", [0, 1 << 20])
 def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str, max_held_bytes: int) -> None:
-    def make(lane: sp.Lane) -> sp.Stage:
+    def make(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane), Pieces())
         packs = sp.OnlinePacker(items, max_length=7, policy="sequential")
         return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_held_bytes=max_held_bytes), size=2)

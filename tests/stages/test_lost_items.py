@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 
@@ -62,7 +63,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def pipeline(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any], lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any], lane: sp.Lane) -> custom.Stage:
     def source(name: str) -> Any:
         samples = sp.TarShardReader(shards, lane, epochs=how.get("epochs", 1), exclude=how.get("exclude"))
         items: Any = sp.Encode(samples, encoder, on_error="skip", max_errors=1.0)
@@ -73,7 +74,7 @@ def pipeline(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any], lane: sp
     packs = sp.Blend({"a": source("a"), "b": source("b")}) if how.get("blend") else source("")
     if how.get("buckets"):
         same: Any = {"same_bucket": True, "hold": how["hold"]} if how.get("hold") else {}
-        return sp.BucketBatcher(packs, bounds=[3, 6, 9], size=3, **same)
+        return custom.BucketBatcher(packs, bounds=[3, 6, 9], size=3, **same)
     if how.get("hold"):
         packs = sp.Balance(packs, hold=how["hold"], cost=sp.attention_cost(hidden=1), encoder=encoder)
     return sp.Batcher(packs, size=2, encoder=encoder)
@@ -281,7 +282,7 @@ def test_what_sources_skipped_adds_up_to_all_that_was_skipped(
 
 
 def test_a_batcher_of_samples_counts_excluded_ones_by_source(shards: str, tmp_path: Path) -> None:
-    def samples(lane: sp.Lane) -> sp.Stage:
+    def samples(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(shards, lane, exclude=str(file)) for name in "ab"}
         return sp.Batcher(sp.Blend(sources), size=2)
 
@@ -303,7 +304,7 @@ def test_a_held_pack_that_lost_an_item_is_named_without_it(
         samples = sp.TarShardReader(shards, sp.Lane(), exclude=exclude)
         packs = sp.OnlinePacker(sp.Encode(samples, encoder, on_error="skip"), max_length=20)
         if bucketed:
-            return sp.BucketBatcher(packs, bounds=[12, 15, 16, 17, 18, 19, 20], size=3, group=len)
+            return custom.BucketBatcher(packs, bounds=[12, 15, 16, 17, 18, 19, 20], size=3, group=len)
         return sp.Batcher(packs, size=3)
 
     class Packs(Texts):

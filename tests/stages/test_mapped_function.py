@@ -76,7 +76,7 @@ def test_a_lambda_cannot_go_to_spawned_workers_and_the_error_says_what_to_do(
     read = sp.read(str(make_shards([4])))
     chain = read.map(lambda sample: 1) if where == "map" else read.filter(lambda sample: True).map(number_of)
     with pytest.raises(ValueError, match=r"of a lambda: give it a name with def"):
-        sp.SavableLoader(chain.batch(1), seed=0, num_workers=1, multiprocessing_context="spawn")
+        sp.SavableLoader(chain.batch(1), seed=0, num_workers=1, workers=sp.Workers(start_method="spawn"))
 
 
 class Large(sp.Decoded):
@@ -88,7 +88,7 @@ def test_a_large_encoder_sent_to_spawned_workers_is_a_warning_with_the_cure(
     make_shards: MakeShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     read = sp.read(str(make_shards([4])))
-    settings: Any = {"seed": 0, "lanes": 2, "num_workers": 1, "multiprocessing_context": "spawn"}
+    settings: Any = {"seed": 0, "lanes": 2, "num_workers": 1, "workers": sp.Workers(start_method="spawn")}
     sp.SavableLoader(read.encode(Large()).batch(1), **settings).close()
     assert "68.2 MB" in caplog.text and ".encode(make)" in caplog.text
     caplog.clear()

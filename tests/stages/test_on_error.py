@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.on_error import Quarantine, is_of_environment
 from savable_pipeline.data.dataset.ref import REF
 from tests.conftest import write_tar
@@ -44,7 +45,7 @@ def reader(folder: Path, lane: sp.Lane | None = None, **settings: Any) -> sp.Tar
     return sp.TarShardReader(folder, lane or sp.Lane(), **{"shuffle": False, "epochs": 1, **settings})
 
 
-def taken(stage: sp.Stage, n: int = 3) -> list[Any]:
+def taken(stage: custom.Stage, n: int = 3) -> list[Any]:
     """All items of a stage, some at a time."""
     items = []
     while some := stage.take(n)[0]:
@@ -52,7 +53,7 @@ def taken(stage: sp.Stage, n: int = 3) -> list[Any]:
     return items
 
 
-def skipped(stage: sp.Stage) -> Counter[str]:
+def skipped(stage: custom.Stage) -> Counter[str]:
     """What a stage skipped, by reason."""
     return Counter({name: count for name, count in stage.counts.items() if name.startswith("skipped/")})
 

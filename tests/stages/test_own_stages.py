@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_tar
 
 
-class Longer(sp.PassThrough, sp.ItemStage):
+class Longer(custom.PassThrough, custom.ItemStage):
     """Items with at least `least` words."""
 
-    def __init__(self, source: sp.ItemStage, *, least: int) -> None:
+    def __init__(self, source: custom.ItemStage, *, least: int) -> None:
         super().__init__(source)
         self.least = least
 
@@ -27,12 +28,12 @@ class Longer(sp.PassThrough, sp.ItemStage):
         return {"least": self.least}
 
 
-class Pairs(sp.ItemStage):
+class Pairs(custom.ItemStage):
     """Two items as a tuple; the last one of an odd number is alone."""
 
     ref = ()
 
-    def __init__(self, source: sp.ItemStage) -> None:
+    def __init__(self, source: custom.ItemStage) -> None:
         super().__init__(source)
         self._count = 0
 
@@ -56,14 +57,14 @@ class Pairs(sp.ItemStage):
         self._count = state["count"]
 
 
-class Swapped(sp.ItemStage):
+class Swapped(custom.ItemStage):
     """Items in pairs, the second one first."""
 
     ref = ()
 
-    def __init__(self, source: sp.ItemStage) -> None:
+    def __init__(self, source: custom.ItemStage) -> None:
         super().__init__(source)
-        self._held = sp.HeldItems(self)
+        self._held = custom.HeldItems(self)
 
     def __next__(self):  # type: ignore[no-untyped-def]
         while self._held or self._held.fill(2):
@@ -101,7 +102,7 @@ def shards(tmp_path: Path) -> str:
 
 
 def test_the_page_as_it_was_first_written_resumes_exactly(shards: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane), Words())
         return sp.Batcher(Pairs(Swapped(Longer(items, least=2))), size=3)
 
@@ -111,9 +112,9 @@ def test_the_page_as_it_was_first_written_resumes_exactly(shards: str) -> None:
     assert sum(map(len, Pairs(sp.Encode(odd, Words())))) == 25
 
 
-@pytest.mark.parametrize("kind", [sp.Stage, sp.SampleStage, sp.ItemStage, sp.BatchStage])
-def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind: type[sp.Stage]) -> None:
-    public = {name for name in [*dir(sp.Stage), *sp.Stage.__annotations__] if name[0] != "_"}
+@pytest.mark.parametrize("kind", [custom.Stage, custom.SampleStage, custom.ItemStage, custom.BatchStage])
+def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind: type[custom.Stage]) -> None:
+    public = {name for name in [*dir(custom.Stage), *custom.Stage.__annotations__] if name[0] != "_"}
     assert len(public) <= 12
     assert len({name for name in dir(kind) if name[0] != "_"} - public) <= 3
 
@@ -125,7 +126,7 @@ def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind
         ({"unmade": True}, r"write the field `deferred` of what describe\(\) returns"),
         ({"leaves_out_excluded": True}, r"write the field `gives_excluded`"),
         ({"make_again": lambda self, ref: (None, ref)}, r"write fetch_left\(ref\)"),
-        ({"restore_state": lambda self, state: self.keep_known([])}, r"write sp.HeldItems\(self\).restore\(refs\)"),
+        ({"restore_state": lambda self, state: self.keep_known([])}, r"write custom.HeldItems\(self\).restore\(refs\)"),
         ({"count_of": lambda self, lane, epoch: self.source.count_of(lane, epoch)}, r"ask count_of\(stage, …\) of"),
         ({"verify": lambda self, slot: None}, r"Own: a stage with `verify` has verify and stores_read"),
         ({"take": lambda self, n: ([], [])}, r"Own: `take\(self, n\)` .* is now `take\(self, n, \*, deferred=False\)`"),
@@ -133,15 +134,15 @@ def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind
 )
 def test_a_class_that_uses_what_stages_had_is_told_what_is_in_its_place(members: dict[str, Any], told: str) -> None:
     with pytest.raises(TypeError, match=told):
-        type("Own", (sp.ItemStage,), members)
+        type("Own", (custom.ItemStage,), members)
 
 
-class Reading(sp.PassThrough, sp.SampleStage):
+class Reading(custom.PassThrough, custom.SampleStage):
     """Has a few of the methods that the loader asks stages for, as their docstrings said."""
 
     looked: list[int]
 
-    def __init__(self, source: sp.SampleStage) -> None:
+    def __init__(self, source: custom.SampleStage) -> None:
         super().__init__(source)
         self.looked = []
 
@@ -175,7 +176,7 @@ def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str, t
 
     made: list[Reading] = []
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         made.append(Reading(sp.TarShardReader(shards, lane, epochs=1)))
         return sp.Batcher(made[-1], size=3)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.pipeline_value import BatchPipeline, ItemPipeline, SamplePipeline
 from tests.conftest import MakeShards
 from tests.support.toy_chains import toy_chain
@@ -53,7 +54,7 @@ def test_a_chain_and_a_function_give_the_same_and_take_each_others_states(
 def test_files_of_each_kind_are_read_by_their_reader(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path / "data", [9, 4])
     name, own = READERS[kind]
-    reader = getattr(sp, name)(str(tmp_path / "data"), sp.Lane(), epochs=1, **own)
+    reader = getattr(sp if name in sp.__all__ else custom, name)(str(tmp_path / "data"), sp.Lane(), epochs=1, **own)
     samples = sp.read(tmp_path / "data", **own)
     assert [number_of(sample) for sample in samples] == [number_of(sample) for sample in reader]
     assert len(samples) == 13
@@ -69,7 +70,7 @@ def test_a_value_opens_nothing_and_refuses_an_option_of_other_files_when_it_is_u
 
 def test_read_has_the_options_of_all_readers_with_their_defaults() -> None:
     ours = {name: each for name, each in inspect.signature(sp.read).parameters.items() if name != "path"}
-    readers = [getattr(sp, name) for name, _ in READERS.values()]
+    readers = [getattr(sp if name in sp.__all__ else custom, name) for name, _ in READERS.values()]
     theirs = [each for reader in readers for each in inspect.signature(reader).parameters.values()]
     keywords = [each for each in theirs if each.kind is each.KEYWORD_ONLY]
     assert ours.keys() == {each.name for each in keywords}
@@ -77,9 +78,9 @@ def test_read_has_the_options_of_all_readers_with_their_defaults() -> None:
 
 
 def test_a_store_or_a_function_that_makes_one_is_read_too() -> None:
-    class Numbers(sp.RecordStore):
+    class Numbers(custom.RecordStore):
         address = "numbers"
-        entries = [sp.ShardEntry("all", size=0, samples=5, digest=1)]  # noqa: RUF012
+        entries = [custom.ShardEntry("all", size=0, samples=5, digest=1)]  # noqa: RUF012
 
         def key(self, shard: int, row: int) -> str:
             return str(row)
@@ -137,7 +138,7 @@ def test_each_step_has_the_defaults_of_the_stage_that_it_makes(kind: type[sp.Pip
         "pack": sp.OnlinePacker,
         "balance": sp.Balance,
         "batch": sp.Batcher,
-        "bucket": sp.BucketBatcher,
+        "bucket": custom.BucketBatcher,
     }
     for name, stage in made.items():
         if (method := vars(kind).get(name)) is not None:
@@ -211,7 +212,9 @@ def test_a_value_is_immutable_pickles_and_runs_in_workers_of_every_start_method(
     assert repr(pickle.loads(pickle.dumps(pipeline))) == repr(pipeline)
     own = [batch["__key__"] for batch in sp.SavableLoader(pipeline, seed=1, lanes=2)]
     for method in ("fork", "spawn"):
-        with sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1, multiprocessing_context=method) as loader:
+        with sp.SavableLoader(
+            pipeline, seed=1, lanes=2, num_workers=1, workers=sp.Workers(start_method=method)
+        ) as loader:
             assert [batch["__key__"] for batch in loader] == own
 
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.toy_pipelines import ToyEncoder
 
 
@@ -214,7 +215,7 @@ def test_a_loader_with_workers_raises_it(make_shards: Any) -> None:
     folder = str(make_shards([30]))
     encoder = OneField(lambda rng: next(SEQUENCE))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), encoder, check=1.0), size=2)
 
     with (

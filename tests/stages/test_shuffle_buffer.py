@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import word
 from savable_pipeline.data.dataset.ref import REF
 from tests.support.toy_dataset import drained, first, pairs, readers
@@ -104,7 +105,7 @@ def test_a_buffer_of_one_passes_everything_on_in_order() -> None:
 
 
 def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
-    def order(stage: sp.Stage) -> list[int]:
+    def order(stage: custom.Stage) -> list[int]:
         return [index for index, _ in first(stage, 500)]
 
     once = order(buffer(5000, 100))

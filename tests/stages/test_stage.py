@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_faults import NumberEncoder
 
@@ -30,25 +31,25 @@ class Lengths(NumberEncoder):
         return [number for item in items for number in item]
 
 
-class EveryThird(sp.PassThrough, sp.SampleStage):
+class EveryThird(custom.PassThrough, custom.SampleStage):
     """Gives every third sample."""
 
     def __next__(self) -> Any:
         return next(sample for sample in self.source if sample.json()["id"] % 3 == 0)
 
 
-class Swapped(sp.ItemStage):
+class Swapped(custom.ItemStage):
     """Gives items in pairs, the second one first; the example of the docstring."""
 
-    def __init__(self, source: sp.ItemStage) -> None:
+    def __init__(self, source: custom.ItemStage) -> None:
         super().__init__(source)
         self.ref = self.held = ()
 
-    ref: sp.ItemRef = ()
+    ref: custom.ItemRef = ()
 
     def __next__(self) -> Any:
         if self.held:
-            self.ref, self.held = sp.as_ref(self.held), ()
+            self.ref, self.held = custom.as_ref(self.held), ()
             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
                 return item
         first = next(self.source)
@@ -67,12 +68,12 @@ class Swapped(sp.ItemStage):
         self.source.restore_state(state["source"])
 
 
-class Delayed(sp.ItemStage):
+class Delayed(custom.ItemStage):
     """Holds two things back, and takes their refs from a state as they come."""
 
     ref = ()
 
-    def __init__(self, source: sp.Stage) -> None:
+    def __init__(self, source: custom.Stage) -> None:
         super().__init__(source)
         self.held: list[Any] = []
 
@@ -93,7 +94,7 @@ class Delayed(sp.ItemStage):
         self.source.restore_state(state["source"])
 
 
-class Doubled(sp.BatchStage):
+class Doubled(custom.BatchStage):
     """Joins two batches of lists to one, which `tail="pad"` can fill up."""
 
     ref = ()
@@ -135,22 +136,22 @@ def reader(shards: str, lane: sp.Lane, epochs: int | None = None) -> sp.TarShard
     return sp.TarShardReader(shards, lane, epochs=epochs)
 
 
-def filtered(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+def filtered(shards: str, lane: sp.Lane, epochs: int | None) -> custom.Stage:
     samples = sp.ShuffleBuffer(EveryThird(reader(shards, lane, epochs)), size=5)
     return sp.Batcher(sp.Encode(samples, Lengths()), size=2)
 
 
-def swapped(shards: str, lane: sp.Lane, packed: bool, epochs: int | None) -> sp.Stage:
+def swapped(shards: str, lane: sp.Lane, packed: bool, epochs: int | None) -> custom.Stage:
     items = Swapped(sp.Encode(reader(shards, lane, epochs), Lengths()))
     return sp.Batcher(sp.OnlinePacker(items, max_length=11) if packed else items, size=2)
 
 
-def delayed_packs(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+def delayed_packs(shards: str, lane: sp.Lane, epochs: int | None) -> custom.Stage:
     packs = sp.OnlinePacker(sp.Encode(reader(shards, lane, epochs), Lengths()), max_length=5, policy="sequential")
     return sp.Batcher(Delayed(packs), size=2)
 
 
-def doubled(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+def doubled(shards: str, lane: sp.Lane, epochs: int | None) -> custom.Stage:
     return Doubled(sp.Batcher(sp.Encode(reader(shards, lane, epochs), Rows()), size=2))
 
 
@@ -161,12 +162,12 @@ def doubled(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
     ids=["filtered", "swapped, packed", "swapped", "packs of cut items held", "batches joined"],
 )
 def test_a_stage_written_from_the_docstring_resumes_exactly(
-    shards: str, pipeline: Callable[..., sp.Stage], epochs: int | None
+    shards: str, pipeline: Callable[..., custom.Stage], epochs: int | None
 ) -> None:
     assert assert_exact_resume(partial(_of, pipeline, shards, epochs), lanes=3, steps=12, world_sizes=(1, 3)) > 12
 
 
-def _of(pipeline: Callable[..., sp.Stage], shards: str, epochs: int | None, lane: sp.Lane) -> sp.Stage:
+def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     return pipeline(shards, lane, epochs=epochs)
 
 
@@ -186,10 +187,10 @@ def test_the_last_of_an_odd_number_is_given_too(make_shards: Any) -> None:
 
 def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
     with pytest.raises(
-        TypeError, match=r"Reversed defines __next__ but no `ref`.*\n +class Reversed\(sp.PassThrough, "
+        TypeError, match=r"Reversed defines __next__ but no `ref`.*\n +class Reversed\(custom.PassThrough, "
     ):
 
-        class Reversed(sp.ItemStage):
+        class Reversed(custom.ItemStage):
             def __next__(self) -> Any:
                 return next(self.source)
 
@@ -199,11 +200,11 @@ def test_the_stages_of_the_library_may_be_derived_from() -> None:
         def __next__(self) -> Any:
             return super().__next__()
 
-    assert issubclass(Logged, sp.BatchStage)
+    assert issubclass(Logged, custom.BatchStage)
 
 
 def test_a_false_marker_is_found(shards: str) -> None:
-    class Swaps(sp.PassThrough, sp.ItemStage):
+    class Swaps(custom.PassThrough, custom.ItemStage):
         held: list[Any] | None = None
 
         def __next__(self) -> Any:
@@ -212,7 +213,7 @@ def test_a_false_marker_is_found(shards: str) -> None:
             self.held = [next(self.source)]
             return next(self.source)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = Swaps(sp.Encode(reader(shards, lane), Lengths()))
         return sp.Batcher(sp.OnlinePacker(items, max_length=11), size=2)
 
@@ -225,8 +226,11 @@ def test_a_false_marker_is_found(shards: str) -> None:
     [
         (lambda s: sp.Encode(sp.Encode(s, Lengths()), Lengths()), "not Encode, which gives items"),
         (lambda s: sp.OnlinePacker(s, max_length=8), "OnlinePacker takes a stage that gives items"),
-        (lambda s: sp.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
-        (lambda s: sp.Batcher([1, 2], size=3), r"Batcher takes a stage that gives things \(sp.Stage\), not \[1, 2\]"),  # type: ignore[arg-type]
+        (lambda s: custom.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
+        (
+            lambda s: sp.Batcher([1, 2], size=3),
+            r"Batcher takes a stage that gives things \(custom.Stage\), not \[1, 2\]",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_stages_in_a_wrong_order_are_refused(shards: str, build: Any, told: str) -> None:
@@ -276,23 +280,23 @@ def test_a_batch_stage_with_a_filler_is_padded(shards: str) -> None:
 
 
 def test_a_batch_stage_without_a_filler_is_refused(shards: str) -> None:
-    class Same(sp.PassThrough, sp.BatchStage):
+    class Same(custom.PassThrough, custom.BatchStage):
         def __next__(self) -> Any:
             return next(self.source)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return Same(doubled(shards, lane, 1))
 
     with pytest.raises(ValueError, match=r"tail='pad' needs a last stage with filler\(\).*Same has none"):
         next(iter(sp.SavableLoader(pipeline, seed=1, lanes=4, tail="pad")))
 
 
-class OwnEncode(sp.ItemStage):
+class OwnEncode(custom.ItemStage):
     """Encodes by itself, and can leave samples out."""
 
-    ref: sp.ItemRef = ()
+    ref: custom.ItemRef = ()
 
-    def __init__(self, source: sp.SampleStage) -> None:
+    def __init__(self, source: custom.SampleStage) -> None:
         super().__init__(source)
         self.left_out: set[tuple[int, int]] = set()
 
@@ -315,7 +319,7 @@ def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(OwnEncode(sp.TarShardReader(shards, lane, shuffle=False)), size=3)
 
     runner = LaneRunner(pipeline, seed=0, lanes=1, shared={})
@@ -326,7 +330,7 @@ def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None
 # A filter that leaves everything out.
 
 
-class Nothing(sp.PassThrough, sp.ItemStage):
+class Nothing(custom.PassThrough, custom.ItemStage):
     """Leaves every item out."""
 
     def __next__(self) -> Any:
@@ -335,7 +339,7 @@ class Nothing(sp.PassThrough, sp.ItemStage):
 
 @pytest.mark.parametrize("buffer", [1, 200_000])
 def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(shards: str, buffer: int) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.ShuffleBuffer(reader(shards, lane), size=buffer)
         return sp.Batcher(Nothing(sp.Encode(samples, NumberEncoder())), size=2)
 
@@ -344,7 +348,7 @@ def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(shards: str, b
 
 
 def test_a_batch_that_takes_several_epochs_of_a_lane_still_comes(shards: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(EveryThird(reader(shards, lane)), NumberEncoder()), size=60)
 
     loader = sp.SavableLoader(pipeline, seed=1, lanes=31)

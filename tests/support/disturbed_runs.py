@@ -116,8 +116,8 @@ class _Disturbed:
         around = draw.choice(kinds) if draw else "plain"
         self.most_ahead = world if around == "device" else 0
         self.legs.append(f"{world} ranks × {num_workers} workers, {around}, {steps} steps from {self._slot}")
-        more: dict[str, Any] = {"num_workers": num_workers, "world_size": world, "ledger": self._ledger}
-        loaders = [sp.SavableLoader(pipeline, rank=rank, **more, **self._settings) for rank in range(world)]
+        more: dict[str, Any] = {"num_workers": num_workers, "ledger": self._ledger}
+        loaders = [sp.SavableLoader(pipeline, ranks=(rank, world), **more, **self._settings) for rank in range(world)]
         ranks: list[Any] = [_AROUND[around](loader) for loader in loaders]
         try:
             for rank in ranks if self._state is not None else ():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.stage import State
 
 
-class FewOfMany(sp.PassThrough, sp.SampleStage):
+class FewOfMany(custom.PassThrough, custom.SampleStage):
     """Leaves out one sample in four, drawn from the lane's own random numbers."""
 
     def __next__(self) -> sp.Sample:
@@ -19,7 +20,7 @@ class FewOfMany(sp.PassThrough, sp.SampleStage):
                 return sample
 
 
-class Swapped(sp.ItemStage):
+class Swapped(custom.ItemStage):
     """Gives items in pairs, the second one first; the last of an odd number stays where it is."""
 
     ref: Any = ()
@@ -27,7 +28,7 @@ class Swapped(sp.ItemStage):
 
     def __next__(self) -> Any:
         if self.held:
-            self.ref, self.held = sp.as_ref(self.held), ()
+            self.ref, self.held = custom.as_ref(self.held), ()
             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
                 return item
         first = next(self.source)
@@ -46,7 +47,7 @@ class Swapped(sp.ItemStage):
         self.source.restore_state(state["source"])
 
 
-class Numbered(sp.BatchStage):
+class Numbered(custom.BatchStage):
     """Gives each batch with its number, and leaves out every fifth: that one is counted."""
 
     ref: Any = ()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 THREADS, IN_FLIGHT, TRAINED_TOGETHER = 3, 16, 8
 OLDEST, SAVED_EVERY = 3, 4  # updates
@@ -31,7 +32,7 @@ class Vectors(sp.TaskEncoder):
         return {"prompt": torch.tensor([each for each, _ in items]), "x": torch.tensor([each for _, each in items])}
 
 
-def vectors(shards: str, lane: sp.Lane) -> sp.Stage:
+def vectors(shards: str, lane: sp.Lane) -> custom.Stage:
     """Four prompts a batch, each once an epoch."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Vectors()), size=4)
 

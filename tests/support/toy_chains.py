@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.own_stages import FewOfMany, Numbered, Swapped
 from tests.support.toy_pipelines import (
     AtRandom,
@@ -104,7 +105,7 @@ def toy_chain(
         return chain.then(Numbered) if "batches" in own else chain
     if pack == "items":
         select = AtRandom(drops=skip > 0)
-        chain = chain.then(sp.ItemPacker, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
+        chain = chain.then(custom.ItemPacker, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
     elif pack is not None:
         function = pack == "function"
         chain = chain.pack(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.shards import write_tar
 
@@ -87,7 +88,7 @@ def clips_pipeline(
     pack: bool = True,
     size: int = 2,
     encoder: sp.TaskEncoder | None = None,
-) -> sp.Stage:
+) -> custom.Stage:
     """Buffers of `samples` and of `hold` items, of which a few fit into memory; packs, or items, in batches."""
     how: Any = {"count": 4} if positions == "count" else {"stride_s": 0.4}
     reader = sp.TarShardReader(folder, lane, epochs=epochs, block_size=2, window=2)

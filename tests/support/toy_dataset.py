@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.ref import RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.selection import Selection, Subset
@@ -54,7 +55,7 @@ class NumberDataset:
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
 
 
@@ -63,7 +64,7 @@ def pairs(refs: RefArray) -> list[tuple[int, int]]:
     return [(int(index), int(epoch)) for index, epoch in refs.tolist()]
 
 
-def drained(stage: sp.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
+def drained(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
     """All that `take_refs(chunk)` gives until the end."""
     given = []
     while len(refs := stage.take_refs(chunk)):
@@ -71,7 +72,7 @@ def drained(stage: sp.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
     return given
 
 
-def first(stage: sp.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
+def first(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
     """The first `n` refs of a stage, taken `chunk` at a time."""
     given: list[tuple[int, int]] = []
     while len(given) < n:

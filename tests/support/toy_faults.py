@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 
 class NumberEncoder(sp.TaskEncoder):
@@ -41,14 +42,14 @@ def number_pipeline(
     size: int = 2,
     epochs: int | None = None,
     on_error: Any = "raise",
-) -> sp.Stage:
+) -> custom.Stage:
     """Numbers in the order of the files, without any shuffling: lane i has the i-th pair of every 2 × lanes samples."""
     samples = sp.TarShardReader(shards, lane, shuffle=False, block_size=2, epochs=epochs)
     items = sp.Encode(samples, encoder or NumberEncoder(), on_error=on_error, check=0.0)  # some count their calls
     return sp.Batcher(items, size=size)
 
 
-def packed_numbers(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> sp.Stage:
+def packed_numbers(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
     """Numbers out of a buffer in packs of three, a pack a batch: stages that hold things, encoded at no cost."""
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, block_size=4, epochs=epochs), size=3)
     return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, NumberEncoder()), max_length=3, open_packs=2), size=1)
@@ -144,23 +145,23 @@ class SkipEverything(NumberEncoder):
         return sp.Skip("not wanted")
 
 
-class FaultyStage(sp.PassThrough, sp.BatchStage):
+class FaultyStage(custom.PassThrough, custom.BatchStage):
     """Raises an error of its own class at its first item."""
 
     def __next__(self) -> Any:
         raise LocalShardError("shard 7", "is upside down")
 
 
-def faulty_stage_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def faulty_stage_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return FaultyStage(number_pipeline(shards, lane))
 
 
-def builds_only_here(process: int, shards: str, lane: sp.Lane) -> sp.Stage:
+def builds_only_here(process: int, shards: str, lane: sp.Lane) -> custom.Stage:
     """Cannot be built in another process than `process`."""
     if os.getpid() != process:
         raise RuntimeError("no licence for this process")
     return number_pipeline(shards, lane)
 
 
-def no_stage_pipeline(lane: sp.Lane) -> sp.Stage:
+def no_stage_pipeline(lane: sp.Lane) -> custom.Stage:
     return [1, 2, 3]  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 
 class Toy(sp.TaskEncoder):
@@ -56,8 +57,8 @@ class Noise(Toy):
         return {"image": torch.stack([item["value"] for item in items])}
 
 
-def pipeline_of(encoder: sp.TaskEncoder, epochs: int | None = None) -> Callable[[sp.Lane], sp.Stage]:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+def pipeline_of(encoder: sp.TaskEncoder, epochs: int | None = None) -> Callable[[sp.Lane], custom.Stage]:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(os.environ["SHARDS"], lane, epochs=epochs)
         return sp.Batcher(sp.Encode(samples, encoder, check=0.0), size=3)
 

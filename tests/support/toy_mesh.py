@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from task_encoders.parts.token_packing import batch_tokens, document, pack_tokens, padded_length
@@ -44,7 +45,7 @@ class Letters(sp.TaskEncoder):
         return batch_tokens(items, pad=0, length=32)
 
 
-def packed_pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> sp.Stage:
+def packed_pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
     """Packs of short texts."""
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Letters())
     return sp.Batcher(sp.OnlinePacker(items, max_length=32, open_packs=3), size=2)

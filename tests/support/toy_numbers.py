@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 
 class Numbers(sp.TaskEncoder):
@@ -22,6 +23,6 @@ class Numbers(sp.TaskEncoder):
         return {"id": torch.tensor([number for number, _ in items]), "drawn": [drawn for _, drawn in items]}
 
 
-def counted_pipeline(shards: str, lane: sp.Lane, *, size: int = 2, shuffle: bool = True) -> sp.Stage:
+def counted_pipeline(shards: str, lane: sp.Lane, *, size: int = 2, shuffle: bool = True) -> custom.Stage:
     """Reader, encoder and batcher, one row a sample."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=shuffle), Numbers()), size=size)

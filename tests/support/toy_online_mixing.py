@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 DOMAINS = ("flat", "steep", "noisy")
 EVERY, RATE, EVEN, KEPT = 6, 1.0, 0.05, 0.8
@@ -29,7 +30,7 @@ class Points(sp.TaskEncoder):
         return {"domain": torch.tensor(domains), "points": torch.tensor(points)}
 
 
-def domains(shards: str, lane: sp.Lane) -> sp.Stage:
+def domains(shards: str, lane: sp.Lane) -> custom.Stage:
     """The domains, in equal parts until something else is decided."""
     sources = {name: sp.TarShardReader(f"{shards}/{name}", lane) for name in DOMAINS}
     blend = sp.Blend(sources, weights=dict.fromkeys(DOMAINS, 1))
@@ -38,7 +39,7 @@ def domains(shards: str, lane: sp.Lane) -> sp.Stage:
 
 def mixed_loader(shards: str, rank: int = 0, world_size: int = 1) -> sp.SavableLoader:
     """The loader of a rank."""
-    return sp.SavableLoader(partial(domains, shards), seed=3, lanes=4, rank=rank, world_size=world_size)
+    return sp.SavableLoader(partial(domains, shards), seed=3, lanes=4, ranks=(rank, world_size))
 
 
 class Mixed(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.own_stages import FewOfMany, Numbered, Swapped
 from tests.support.toy_stores import number_of, reader_of
 
@@ -161,7 +162,7 @@ def toy_pipeline(
     tells: bool = False,
     exclude: str | None = None,
     own: Collection[str] = (),
-) -> sp.Stage:
+) -> custom.Stage:
     """Every stage, each with its settings, or without it.
 
     `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
@@ -174,18 +175,18 @@ def toy_pipeline(
     encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
-    def reader(shuffle: bool = shuffle, epochs: float | None = epochs) -> sp.SampleStage:
+    def reader(shuffle: bool = shuffle, epochs: float | None = epochs) -> custom.SampleStage:
         how = {"epochs": epochs, "shuffle": shuffle, "block_size": block_size, "window": window, "subset": subset}
-        read: sp.SampleStage = reader_of(store, shards, lane, exclude=exclude, **how)
+        read: custom.SampleStage = reader_of(store, shards, lane, exclude=exclude, **how)
         if join is not None:
-            read = sp.Join(read, {"joined": joined}, missing=join)  # type: ignore[arg-type]
+            read = custom.Join(read, {"joined": joined}, missing=join)  # type: ignore[arg-type]
         return FewOfMany(read) if "samples" in own else read
 
-    def items(samples: sp.Stage) -> sp.ItemStage:
+    def items(samples: custom.Stage) -> custom.ItemStage:
         made = sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder, check=0.0)  # type: ignore[arg-type]
         return Swapped(made) if "items" in own else made
 
-    def batched(batches: sp.Stage) -> sp.Stage:
+    def batched(batches: custom.Stage) -> custom.Stage:
         return Numbered(batches) if "batches" in own else batches
 
     def blended(sources: dict[str, Any], by: str) -> Any:
@@ -211,10 +212,10 @@ def toy_pipeline(
         bounds = [] if pack == "groups" else [2, 5, 9]
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
         same: Any = {} if hold is None else {"same_bucket": True, "hold": hold}
-        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
+        return batched(custom.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
         select = AtRandom(drops=skip > 0)
-        stage = sp.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
+        stage = custom.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
     elif pack is not None:
         stage = sp.OnlinePacker(
             stage,

@@ -35,23 +35,11 @@ def record(fields: list[bytes], fixed: list[int | None] | None = None) -> bytes:
     return b"".join(sizes + fields)
 
 
-def _by_arrow(codec: str) -> Callable[[bytes], bytes]:
-    def pack(data: bytes) -> bytes:
-        import pyarrow as pa
-
-        packed: bytes = pa.compress(data, codec, asbytes=True)
-        return packed
-
-    return pack
-
-
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     "gz": lambda data: gzip.compress(data, mtime=0),
     "bz2": bz2.compress,
     "zstd": zstandard.compress,
-    "br": _by_arrow("brotli"),
-    "snappy": _by_arrow("snappy"),
 }
 
 
@@ -111,20 +99,6 @@ def dict_spec(names: list[str], children: list[Any] | None = None) -> dict[str, 
     return {"type": "builtins.dict", "context": json.dumps(names), "children_spec": children}
 
 
-def framed(records: list[bytes], a_frame: int = 3) -> bytes:
-    """Records in frames of zstd, some in each."""
-    groups = [b"".join(records[i : i + a_frame]) for i in range(0, len(records), a_frame)]
-    packed = [zstandard.compress(group) for group in groups]
-    offsets = list(accumulate((len(record) for record in records), initial=0))
-    head = struct.pack("<8sHHIII", b"LDFZ01", 1, 0, len(records), a_frame, len(packed))
-    begins = accumulate((len(frame) for frame in packed), initial=len(head) + 4 * len(offsets) + 24 * len(packed))
-    places = [
-        struct.pack("<IIQII", i * a_frame, min(a_frame, len(records) - i * a_frame), begin, len(frame), len(group))
-        for i, (begin, frame, group) in enumerate(zip(begins, packed, groups, strict=False))
-    ]
-    return b"".join([head, struct.pack(f"<{len(offsets)}I", *offsets), *places, *packed])
-
-
 def arrow_rows(rows: list[dict[str, Any]], *, compression: str | None = None, stream: bool = False) -> bytes:
     """A chunk of rows in Arrow, two a batch, behind records without bytes."""
     import pyarrow as pa
@@ -141,7 +115,6 @@ LAYOUTS: dict[str | None, Callable[[list[bytes]], bytes]] = {
     None: block,
     "chunk": block,
     "sample": lambda records: block([zstandard.compress(record) for record in records]),
-    "batch": framed,
 }
 
 
@@ -165,7 +138,7 @@ def write_litdata(
 
 
 def write_captioned_litdata(folder: Path, count: int = 10, level: str | None = None) -> Path:
-    """Images, captions and labels; `level` is what is compressed by itself: chunk, batch or sample."""
+    """Images, captions and labels; `level` is what is compressed by itself: chunk or sample."""
     rows = [[jpeg(i), f"no. {i}".encode(), struct.pack("<q", i)] for i in range(count)]
     packing = {"compression": "zstd", "compression_level": level} if level else {}
     return write_litdata(folder, ["jpeg", "str", "int"], dict_spec(["image", "caption", "label"]), rows, **packing)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support import toy_records
 from tests.support.toy_stores import numbered
 
@@ -96,12 +97,12 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "litdata": records(write_litdata),
 }
 READERS: dict[str, Any] = {
-    "parquet": sp.ParquetReader,
-    "arrow": sp.ArrowReader,
-    "jsonl": sp.JsonlReader,
-    "tokens": sp.TokenReader,
-    "mds": sp.MdsReader,
-    "litdata": sp.LitDataReader,
+    "parquet": custom.ParquetReader,
+    "arrow": custom.ArrowReader,
+    "jsonl": custom.JsonlReader,
+    "tokens": custom.TokenReader,
+    "mds": custom.MdsReader,
+    "litdata": custom.LitDataReader,
 }
 KINDS = list(WRITERS)
 LISTED = ("mds", "litdata")  # by an index.json
@@ -137,6 +138,6 @@ class Ids(sp.TaskEncoder):
         return items
 
 
-def ids_pipeline(kind: str, files: Any, lane: sp.Lane, **settings: Any) -> sp.Stage:
+def ids_pipeline(kind: str, files: Any, lane: sp.Lane, **settings: Any) -> custom.Stage:
     samples = sp.ShuffleBuffer(READERS[kind](files, lane, **settings), size=10)
     return sp.Batcher(sp.Encode(samples, Ids(), on_error=settings.get("on_error", "raise")), size=4)

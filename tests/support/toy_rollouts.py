@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import steps_of_ranks
 
 PROMPTS, IN_FLIGHT, TRAINED_TOGETHER = 736, 96, 32
@@ -34,7 +35,7 @@ class Prompts(sp.TaskEncoder):
         return {"prompt": torch.tensor(items)}
 
 
-def prompts(shards: str, lane: sp.Lane) -> sp.Stage:
+def prompts(shards: str, lane: sp.Lane) -> custom.Stage:
     """One prompt a batch, each once an epoch."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Prompts()), size=1)
 
@@ -42,7 +43,7 @@ def prompts(shards: str, lane: sp.Lane) -> sp.Stage:
 def loaders(shards: str, world_size: int, *, acknowledge: bool) -> list[sp.SavableLoader]:
     """One loader of each rank; padded, for else ranks that resume at a slot they do not divide leave the last out."""
     make = partial(sp.SavableLoader, partial(prompts, shards), seed=3, lanes=8, tail="pad", acknowledge=acknowledge)
-    return [make(rank=rank, world_size=world_size) for rank in range(world_size)]
+    return [make(ranks=(rank, world_size)) for rank in range(world_size)]
 
 
 def duration(prompt: int) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support import toy_records
 from tests.support.shards import write_numbered_shards, write_tar
 
@@ -75,9 +76,9 @@ def _write_mds(folder: Path, sizes: list[int]) -> None:
 
 
 def _write_litdata(folder: Path, sizes: list[int]) -> None:
-    """Chunks of LitData in frames."""
+    """Chunks of LitData whose items are compressed."""
     rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
-    packing = {"compression": "zstd", "compression_level": "batch"}
+    packing = {"compression": "zstd", "compression_level": "sample"}
     spec = toy_records.dict_spec(["id", "key"])
     toy_records.write_litdata(folder, ["int", "str"], spec, rows, a_chunk=sizes, **packing)
 
@@ -103,10 +104,10 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 KEYED = [kind for kind in READERS if kind != "tokens"]  # those whose samples have keys, as the tars have them
 
 
-def reader_of(kind: str, files: str, lane: sp.Lane, **settings: Any) -> sp.SampleStage:
+def reader_of(kind: str, files: str, lane: sp.Lane, **settings: Any) -> custom.SampleStage:
     """The reader of this kind of store."""
     name, own = READERS[kind]
-    reader: sp.SampleStage = getattr(sp, name)(files, lane, **own, **settings)
+    reader: custom.SampleStage = getattr(sp if name in sp.__all__ else custom, name)(files, lane, **own, **settings)
     return reader
 
 

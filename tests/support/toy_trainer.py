@@ -22,7 +22,7 @@ from tests.support.toy_faults import packed_numbers
 
 def main(shards: str, method: str, how: str) -> None:
     pipeline = partial(packed_numbers, shards)
-    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, workers=sp.Workers(start_method=method))
     take(loader, 3)
     print(*descendants(os.getpid()), flush=True)
     if how == "raise":

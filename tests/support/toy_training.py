@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.shards import write_numbered_shards
 
@@ -61,7 +62,7 @@ class ToyPipeline:
         self.shuffle = shuffle
         self.encoder = encoder
 
-    def __call__(self, lane: sp.Lane) -> sp.Stage:
+    def __call__(self, lane: sp.Lane) -> custom.Stage:
         epochs = None if self.kind == "endless" else 1
         samples: Any = sp.TarShardReader(self.shards, lane, epochs=epochs, shuffle=self.shuffle)
         if self.shuffle:

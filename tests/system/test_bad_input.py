@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_tar
@@ -122,7 +124,7 @@ class Long(NumberEncoder):
         return 5
 
 
-def too_long_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def too_long_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.OnlinePacker(sp.Encode(sp.TarShardReader(shards, lane), Long()), max_length=4), size=1)
 
 
@@ -149,7 +151,7 @@ def state(pipeline: Any) -> dict[str, Any]:
     return own.state_dict()
 
 
-def refused(pipeline: Any, state: Any, kind: type[Exception] = sp.StateError, **settings: Any) -> str:
+def refused(pipeline: Any, state: Any, kind: type[Exception] = StateError, **settings: Any) -> str:
     """Why a loader does not load `state`, and where it stood before it still stands."""
     own = loader(pipeline, lanes=2)
     before = own.state_dict()
@@ -173,7 +175,7 @@ def refused(pipeline: Any, state: Any, kind: type[Exception] = sp.StateError, **
 )
 def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any, message: str) -> None:
     assert message in refused(pipeline, wrong)
-    with pytest.raises(sp.StateError, match=message):
+    with pytest.raises(StateError, match=message):
         sp.merge_states([wrong])
 
 
@@ -211,7 +213,7 @@ def test_a_flipped_byte_anywhere_and_a_cut_anywhere(pipeline: Any, state: dict[s
     raw = state[name]
     for at in range(len(raw)):
         for wrong in (raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :], raw[:at]):
-            with pytest.raises(sp.StateError, match=name):
+            with pytest.raises(StateError, match=name):
                 own.load_state_dict({**state, name: wrong})
     own.load_state_dict(state)
 
@@ -230,7 +232,7 @@ def test_a_whole_state_of_other_stages(pipeline: Any, state: dict[str, Any]) -> 
 # Arguments.
 
 
-def encoded(shards: Any) -> sp.Stage:
+def encoded(shards: Any) -> custom.Stage:
     return sp.Encode(sp.TarShardReader(str(shards), sp.Lane()), NumberEncoder())
 
 
@@ -253,7 +255,7 @@ def encoded(shards: Any) -> sp.Stage:
         ),
         (
             lambda shards: sp.OnlinePacker(sp.TarShardReader(str(shards), sp.Lane()), max_length=9),
-            r"takes a stage that gives items \(sp.ItemStage\)",
+            r"takes a stage that gives items \(custom.ItemStage\)",
         ),
         (lambda shards: sp.Batcher(encoded(shards), size=0), "size must be at least 1, not 0"),
         (lambda shards: sp.Batcher(encoded(shards), size=-1), "size must be at least 1, not -1"),
@@ -277,18 +279,13 @@ def test_a_wrong_number_in_a_stage(make_shards: Any, make: Callable[[Any], Any],
         ({"lanes": 0}, "lanes must be at least 1, not 0"),
         ({"lanes": -12}, "lanes must be at least 1, not -12"),
         ({"num_workers": -1}, "num_workers must be at least 0"),
-        ({"prefetch": 0}, "prefetch"),
-        ({"prefetch": -1}, "prefetch"),
-        ({"timeout": 0}, "timeout must be more than 0 seconds, not 0"),
-        ({"timeout": -1.0}, "timeout must be more than 0 seconds"),
-        ({"timeout": float("nan")}, "timeout must be more than 0 seconds"),
+        ({"workers": 4}, r"workers must be sp\.Workers\(…\), not 4; their number is num_workers="),
+        ({"workers": sp.Workers(2), "num_workers": 2}, r"num_workers=2 and sp\.Workers\(2\): give one of them"),
         ({"seed": 2**64}, "seed must fit into 64 bits"),
         ({"seed": -(2**63) - 1}, "seed must fit into 64 bits"),
-        ({"rank": 0}, "give both rank and world_size"),
-        ({"rank": 5, "world_size": 4}, "rank 5 is not in 0 … 3"),
-        ({"rank": 0, "world_size": 5}, "5 ranks do not divide 12 lanes; world sizes that do: 1, 2, 3, 4, 6, 12"),
-        ({"multiprocessing_context": "threads"}, "multiprocessing_context='threads': this platform has fork"),
-        ({"multiprocessing_context": 3}, "multiprocessing_context=3: this platform has"),
+        ({"ranks": 0}, r"ranks must be \(rank, world_size\), a process group, a mesh or sp\.Ranks\(…\), not 0"),
+        ({"ranks": (5, 4)}, "rank 5 is not in 0 … 3"),
+        ({"ranks": (0, 5)}, "5 ranks do not divide 12 lanes; world sizes that do: 1, 2, 3, 4, 6, 12"),
     ],
     ids=str,
 )
@@ -307,7 +304,7 @@ def test_every_seed_of_64_bits_is_a_seed(pipeline: Any, seed: int) -> None:
 
 
 def test_the_shards_of_a_reader_are_checked_when_the_loader_first_looks_and_not_a_worker_later(tmp_path: Path) -> None:
-    own = loader(partial(number_pipeline, str(tmp_path / "nothing")), 2, multiprocessing_context="spawn")
+    own = loader(partial(number_pipeline, str(tmp_path / "nothing")), 2, workers=sp.Workers(start_method="spawn"))
     for use in (own.state_dict, own.__next__, partial(own.load_state_dict, {})):
         with pytest.raises(sp.SavableError):
             use()

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
@@ -166,7 +167,7 @@ def test_a_metadataset_has_the_datasets_weights_repetitions_and_subflavors_that_
         path = tmp_path / f"{name}.yaml"
         loaded = load_dataset(path).get_datasets(training=True, split_part="train", worker_config=config).datasets
         theirs = [(str(d.dataset.path), d.weight, d.repetitions, d.dataset.subflavors or {}) for d in loaded]
-        found = list(flat(sp.read_mixture(path, split="train")))
+        found = list(flat(custom.read_mixture(path, split="train")))
         assert [place for place, *_ in found] == [place for place, *_ in theirs]
         for (_, weight, repetitions, tags), (_, their_weight, their_repetitions, subflavors) in zip(
             found, theirs, strict=True
@@ -175,12 +176,12 @@ def test_a_metadataset_has_the_datasets_weights_repetitions_and_subflavors_that_
             assert (repetitions, tags) == (their_repetitions, subflavors)
 
 
-def flat(mixture: sp.Mixture, share: float = 1.0) -> Any:
+def flat(mixture: custom.Mixture, share: float = 1.0) -> Any:
     """Path, share, repetitions and tags of each dataset."""
     total = sum(float(entry.weight or 0) for entry in mixture.sources.values()) or 1.0
     for entry in mixture.sources.values():
         own = share * float(entry.weight or 0) / total
-        if isinstance(entry, sp.Mixture):
+        if isinstance(entry, custom.Mixture):
             yield from flat(entry, own)
         else:
             yield entry.path, own, entry.repetitions, entry.tags

@@ -120,7 +120,9 @@ def test_other_start_methods_are_exact(make_shards: Any, method: str) -> None:
     state = None
     found: list[str] = []
     for steps in (5, 7):
-        with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method) as loader:
+        with sp.SavableLoader(
+            pipeline, seed=3, lanes=12, num_workers=2, workers=sp.Workers(start_method=method)
+        ) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             found += [str(batch) for _, batch in zip(range(steps), loader, strict=False)]
@@ -163,7 +165,7 @@ def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any
 @examples(4, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
 def test_chains_under_other_start_methods(sizes: list[int], chosen: dict[str, Any], seed: int, method: str) -> None:
-    check_chains(sizes, chosen, seed, workers=(0, 1, 2), world_sizes=(1, 2), multiprocessing_context=method)
+    check_chains(sizes, chosen, seed, workers=(0, 1, 2), world_sizes=(1, 2), start_method=method)
 
 
 @pytest.mark.long

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.data.stores.tar_store import TarStore
 from tests.support.toy_stores import WRITERS
 
-READERS: dict[str, Callable[..., sp.Stage]] = {
+READERS: dict[str, Callable[..., custom.Stage]] = {
     "tar": sp.TarShardReader,
-    "parquet": sp.ParquetReader,
-    "arrow": sp.ArrowReader,
-    "jsonl": sp.JsonlReader,
-    "tokens": partial(sp.TokenReader, length=3),
+    "parquet": custom.ParquetReader,
+    "arrow": custom.ArrowReader,
+    "jsonl": custom.JsonlReader,
+    "tokens": partial(custom.TokenReader, length=3),
 }
 
 
@@ -33,12 +34,12 @@ class Sizes(sp.TaskEncoder):
         return len(sample[list(sample)[-1]])
 
 
-def alone(kind: str, folder: Path, lane: sp.Lane) -> sp.Stage:
+def alone(kind: str, folder: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(READERS[kind](str(folder), lane), Sizes()), size=2)
 
 
-def joined(kind: str, folder: Path, lane: sp.Lane) -> sp.Stage:
-    samples = sp.Join(READERS[kind](str(folder), lane), {"other": str(folder)})
+def joined(kind: str, folder: Path, lane: sp.Lane) -> custom.Stage:
+    samples = custom.Join(READERS[kind](str(folder), lane), {"other": str(folder)})
     return sp.Batcher(sp.Encode(samples, Sizes()), size=2)
 
 
@@ -49,7 +50,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), stores  # noqa: PTH208  # it is counted only
 
 
-def use(pipeline: Callable[[sp.Lane], sp.Stage], loaders: int) -> None:
+def use(pipeline: Callable[[sp.Lane], custom.Stage], loaders: int) -> None:
     for _ in range(loaders):
         with sp.SavableLoader(pipeline, seed=0, lanes=2) as loader:
             for _ in range(20):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
@@ -29,7 +30,7 @@ class Ids(sp.TaskEncoder):
         return {"id": sample.json()["id"], "drawn": rng.integers(1000)}
 
 
-def passes(folder: str, lane: sp.Lane, **how: Any) -> sp.Stage:
+def passes(folder: str, lane: sp.Lane, **how: Any) -> custom.Stage:
     """A pipeline whose length is known, so that ranks need not vote."""
     samples = sp.TarShardReader(folder, lane, epochs=1, block_size=3, **how)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=7), Ids()), size=4)
@@ -44,10 +45,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return {count: str(root / str(count)) for count in range(1, len(SIZES) + 1)}
 
 
-def begun(pipeline: Callable[[sp.Lane], sp.Stage], state: Any, world: int, workers: int, allow: Sequence[str]) -> Any:
+def begun(
+    pipeline: Callable[[sp.Lane], custom.Stage], state: Any, world: int, workers: int, allow: Sequence[str]
+) -> Any:
     """The ranks of a run that go on from `state`."""
-    settings = {"seed": 5, "lanes": LANES, "num_workers": workers, "world_size": world}
-    runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(world)]  # type: ignore[arg-type]
+    settings = {"seed": 5, "lanes": LANES, "num_workers": workers}
+    runs = [Run(LoaderSettings(pipeline, ranks=(rank, world), **settings)) for rank in range(world)]  # type: ignore[arg-type]
     for run in runs if state is not None else ():
         run.load_state_dict(state, allow)
     return runs
@@ -68,7 +71,7 @@ def take(runs: list[Run], steps: int, found: Batches) -> None:
 
 
 def grown_run(
-    pipelines: list[tuple[Callable[[sp.Lane], sp.Stage], int]],
+    pipelines: list[tuple[Callable[[sp.Lane], custom.Stage], int]],
     draw: random.Random | None = None,
     workers: Sequence[int] = (0,),
 ) -> tuple[Batches, list[tuple[int, int]]]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume
@@ -130,11 +131,13 @@ class _Blocking:
 
 
 def test_a_decoder_that_waits_for_its_file_is_told_with_shard_and_key_after_the_timeout(folder: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         reader = sp.TarShardReader(folder, lane, shuffle=False)
         return sp.Batcher(sp.Encode(reader, Blocked(count=1)), size=2)
 
-    with sp.SavableLoader(pipeline, seed=0, lanes=1, num_workers=1, prefetch=1, timeout=0.5) as loader:
+    with sp.SavableLoader(
+        pipeline, seed=0, lanes=1, num_workers=1, workers=sp.Workers(prefetch=1, timeout=0.5)
+    ) as loader:
         assert next(loader)["items"] == ["s0000", "s0001"]
         told = r"gave no batch in 0\.5 s and was killed.*in Encode, .*0\.tar.*'s0003'"
         with pytest.raises(sp.WorkerError, match=told) as caught:

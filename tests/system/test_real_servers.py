@@ -14,6 +14,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
 from tests.data.dataset.test_remote_dataset import STEPS, batches, loader_of
 from tests.support.real_servers import Nginx, bucket_of, nginx
@@ -108,7 +109,7 @@ def test_nginx_that_stays_down_is_an_error_and_the_run_goes_on_when_it_is_back(
     with loader_of(f"{web.url}/data/", cache_bytes=60_000) as loader:
         found = batches(loader, 3)
         web.follow("return 503;")
-        with pytest.raises(sp.RemoteError, match=rf"{web.url}/data/000.\.tar: tried ([2-9]|\d\d+) times .*503"):
+        with pytest.raises(RemoteError, match=rf"{web.url}/data/000.\.tar: tried ([2-9]|\d\d+) times .*503"):
             for _ in range(STEPS):
                 found.append(next(loader))
         web.follow("")
@@ -129,7 +130,7 @@ def test_a_shard_that_nginx_may_not_read_is_an_error_that_skipping_does_not_hide
     url = f"{web.url}/data/"
     with (
         loader_of(url, on_error="skip") as loader,
-        pytest.raises(sp.RemoteError, match=rf"{url}0002.tar: Perm.* see that the address and the credentials"),
+        pytest.raises(RemoteError, match=rf"{url}0002.tar: Perm.* see that the address and the credentials"),
     ):
         batches(loader)
 
@@ -176,7 +177,7 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
 
 
 def test_a_bucket_that_is_not_there_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with bucket_of(data, monkeypatch), pytest.raises(sp.RemoteError, match=r"s3://nowhere/x: .*404.*see that the addr"):
+    with bucket_of(data, monkeypatch), pytest.raises(RemoteError, match=r"s3://nowhere/x: .*404.*see that the addr"):
         open_any("s3://nowhere/x/")
 
 

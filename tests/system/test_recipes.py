@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import steps_of_ranks
 from tests.support.shards import write_numbered_shards
@@ -148,10 +149,10 @@ def test_prompts_one_a_batch_come_after_a_resume_until_each_was_done_and_the_len
     """verl's rollouter asks for `len` prompts less those that were trained on, and for whole ones alone."""
     shards = str(make_shards([20, 9]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, block_size=1), Prompts()), size=1)
 
-    settings = {"seed": 3, "lanes": 1, "rank": 0, "world_size": 1, "acknowledge": True, "num_workers": num_workers}
+    settings = {"seed": 3, "lanes": 1, "ranks": (0, 1), "acknowledge": True, "num_workers": num_workers}
     with sp.SavableLoader(pipeline, **settings) as loader, sp.SavableLoader(pipeline, **settings) as resumed:
         given = [next(loader) for _ in range(12)]
         trained, open_ones = (

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.ranks import Ranks
 from tests.conftest import write_numbered_shards
 from tests.support.toy_faults import NumberEncoder
@@ -23,7 +24,7 @@ SIZES = [8, 12, 9, 11]
 STEPS = 30  # several epochs of the first two shards
 
 
-def shuffled(folder: str, lane: sp.Lane) -> sp.Stage:
+def shuffled(folder: str, lane: sp.Lane) -> custom.Stage:
     samples = sp.TarShardReader(folder, lane, block_size=2, subset=0.9)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=3), NumberEncoder()), size=2)
 
@@ -35,9 +36,9 @@ class JoinedNumbers(NumberEncoder):
         return sample.json()["id"], "other.json" in sample
 
 
-def joined(folder: str, lane: sp.Lane) -> sp.Stage:
+def joined(folder: str, lane: sp.Lane) -> custom.Stage:
     samples = sp.TarShardReader(f"{folder}/../all", lane, shuffle=False)
-    samples = sp.Join(samples, {"other": folder}, missing="empty")
+    samples = custom.Join(samples, {"other": folder}, missing="empty")
     return sp.Batcher(sp.Encode(samples, JoinedNumbers()), size=2)
 
 
@@ -74,7 +75,7 @@ def expected(folder: Path, make: Any = shuffled, steps: int = STEPS) -> tuple[li
 )
 def test_workers_that_open_the_folder_after_the_trainer(data: Path, method: str, make: Any) -> None:
     batches, state = expected(data, make)
-    with loader(data, make, num_workers=1, multiprocessing_context=method) as made:
+    with loader(data, make, num_workers=1, workers=sp.Workers(start_method=method)) as made:
         made.state_dict()  # opens the shards here
         add(data, 3)
         assert [next(made) for _ in range(STEPS)] == batches
@@ -82,7 +83,7 @@ def test_workers_that_open_the_folder_after_the_trainer(data: Path, method: str,
 
 
 def test_a_fork_server_that_opened_the_folder_before_the_trainer(data: Path) -> None:
-    with loader(data, num_workers=1, multiprocessing_context="fork") as made:
+    with loader(data, num_workers=1, workers=sp.Workers(start_method="fork")) as made:
         wait_for_server(data)
         add(data, 3)
         batches, state = expected(data)
@@ -102,7 +103,7 @@ def wait_for_server(data: Path) -> None:
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_a_worker_that_replaces_a_dead_one(data: Path, method: str) -> None:
     batches, state = expected(data)
-    with loader(data, num_workers=1, multiprocessing_context=method) as made:
+    with loader(data, num_workers=1, workers=sp.Workers(start_method=method)) as made:
         given = [next(made) for _ in range(3)]
         add(data, 3)
         kill_what_makes_batches(made._run.prefetcher)
@@ -141,7 +142,7 @@ def test_a_shard_that_comes_before_the_others_is_named(data: Path) -> None:
 
 @pytest.mark.long
 def test_a_worker_names_a_shard_that_comes_before_the_others(data: Path) -> None:
-    with loader(data, num_workers=1, multiprocessing_context="spawn") as made:
+    with loader(data, num_workers=1, workers=sp.Workers(start_method="spawn")) as made:
         made.state_dict()
         add(data, 0)
         with pytest.raises(sp.ShardError, match=r"added: 0000\.tar"):
@@ -160,7 +161,7 @@ def test_it_can_be_loaded_with_the_new_shards(data: Path) -> None:
 
 def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
     """Two ranks, of which the second opens the folder after a shard was added."""
-    ranks = [loader(data, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [loader(data, ranks=(rank, 2)) for rank in range(2)]
     next(ranks[0])
     add(data, shard)
     return ranks
@@ -177,7 +178,7 @@ def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: 
     ):
         next(second)
     next(first)  # asks no more
-    for fresh in [loader(data, rank=rank, world_size=2) for rank in range(2)]:  # another run, later
+    for fresh in [loader(data, ranks=(rank, 2)) for rank in range(2)]:  # another run, later
         next(fresh)
 
 
@@ -188,7 +189,7 @@ def test_ranks_of_a_new_group_that_have_begun_different_numbers_of_runs_before(
     groups = [SimpleNamespace(get_group_store=store) for store in (lambda: old, lambda: new)]
     old, new = dist.HashStore(), dist.HashStore()
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: groups[0])
-    next(loader(data, rank=0, world_size=2))
+    next(loader(data, ranks=(0, 2)))
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: groups[1])
     _, second = ranks_at_different_times(data, 3)
     with pytest.raises(sp.CheckpointMismatchError, match="rank 1 found other shards than rank 0"):
@@ -211,14 +212,14 @@ class OddStore:
 @pytest.mark.parametrize("error", [NotImplementedError(), RuntimeError("INTERNAL ASSERT FAILED: Not implemented.")])
 def test_ranks_whose_store_cannot_compare_go_on(data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(Ranks, "_find_group", lambda _: SimpleNamespace(get_group_store=lambda: OddStore(error)))
-    next(loader(data, rank=0, world_size=2))
+    next(loader(data, ranks=(0, 2)))
 
 
 def test_a_store_that_does_not_answer_is_an_error(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = dist.DistNetworkError("Connection was likely closed")
     monkeypatch.setattr(Ranks, "_find_group", lambda _: SimpleNamespace(get_group_store=lambda: OddStore(error)))
     with pytest.raises(dist.DistNetworkError, match="likely closed"):
-        next(loader(data, rank=0, world_size=2))
+        next(loader(data, ranks=(0, 2)))
 
 
 def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +231,10 @@ def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypat
         path.write_text(f"{sample.key}\n")
 
     def of(rank: int) -> sp.SavableLoader:
-        def pipeline(lane: sp.Lane) -> sp.Stage:
+        def pipeline(lane: sp.Lane) -> custom.Stage:
             return sp.Batcher(sp.TarShardReader(str(data), lane, exclude=lists[rank]), size=2)
 
-        return sp.SavableLoader(pipeline, seed=1, lanes=4, rank=rank, world_size=2)
+        return sp.SavableLoader(pipeline, seed=1, lanes=4, ranks=(rank, 2))
 
     next(of(0))
     with pytest.raises(sp.CheckpointMismatchError, match="or another list to exclude"):
@@ -248,12 +249,12 @@ def test_ranks_with_seeds_of_their_own(data: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
 
     def of(rank: int, seed: int) -> sp.SavableLoader:
-        def pipeline(lane: sp.Lane) -> sp.Stage:
+        def pipeline(lane: sp.Lane) -> custom.Stage:
             encoder = NumberEncoder()
             encoder.one_to_one = True
             return sp.Batcher(sp.Encode(sp.TarShardReader(str(data), lane, epochs=epochs), encoder), size=2)
 
-        return sp.SavableLoader(pipeline, seed=seed, lanes=4, rank=rank, world_size=2)
+        return sp.SavableLoader(pipeline, seed=seed, lanes=4, ranks=(rank, 2))
 
     next(of(1, 7 + 1))
     with pytest.raises(ValueError, match=r"rank 0 has seed=7, but rank 1 has seed=8: give all ranks one seed"):

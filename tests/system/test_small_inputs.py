@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_split
 from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.state import fingerprint
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
@@ -45,7 +47,7 @@ def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
     deflate = zlib.compressobj()
     zeros = bytes(1 << 24)
     raw = b"".join(deflate.compress(zeros) for _ in range(64)) + deflate.flush()
-    with pytest.raises(sp.StateError, match=r"fingerprint: more than 134\.2 MB inflated; use another copy"):
+    with pytest.raises(StateError, match=r"fingerprint: more than 134\.2 MB inflated; use another copy"):
         unpack_fingerprint(pack_state(Compressed(raw)))
 
 
@@ -59,7 +61,7 @@ def test_settings_that_would_not_be_read_back_are_refused_when_saved(monkeypatch
 def test_a_lane_whose_lists_are_deep(depth: int) -> None:
     body = b"\x91" * depth + b"\xc0"
     raw = pack_state(LaneState(0, 0, stages={"x": msgspec.Raw(body)}))
-    with pytest.raises(sp.StateError, match=r"lane 0: .*use another copy"):
+    with pytest.raises(StateError, match=r"lane 0: .*use another copy"):
         unpack_state(raw, LaneState, "lane 0")
 
 
@@ -93,7 +95,7 @@ def test_a_value_that_is_not_what_its_tag_says(tmp_path: Path, value: str) -> No
         read_counts(meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {value}}}\n"))
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: a, weight: {value}}}}}\n")
     with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: a value is not what its type says"):
-        sp.read_mixture(tmp_path / "mixture.yaml")
+        custom.read_mixture(tmp_path / "mixture.yaml")
 
 
 TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
@@ -113,21 +115,21 @@ TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
 def test_a_hostile_mixture(tmp_path: Path, text: str, message: str, little_memory: None) -> None:
     (tmp_path / "mixture.yaml").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        sp.read_mixture(tmp_path / "mixture.yaml")
+        custom.read_mixture(tmp_path / "mixture.yaml")
     assert type(caught.value) is ValueError
 
 
 def test_a_mixture_may_have_aliases(tmp_path: Path) -> None:
     text = "sources:\n  a: &a {path: s, weight: 1}\n  b: *a\n  c: {<<: *a, split: train}\n"
     (tmp_path / "mixture.yaml").write_text(text)
-    sources = sp.read_mixture(tmp_path / "mixture.yaml").sources
+    sources = custom.read_mixture(tmp_path / "mixture.yaml").sources
     assert {name: source.weight for name, source in sources.items()} == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_mixture_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "mixture.yaml").write_bytes(b"sources: \xff\xfe")
     with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: ") as caught:
-        sp.read_mixture(tmp_path / "mixture.yaml")
+        custom.read_mixture(tmp_path / "mixture.yaml")
     assert type(caught.value) is ValueError
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_pipelines import toy_pipeline
@@ -51,7 +52,7 @@ def test_pyarrow_is_safe_in_workers_of_every_start_method(tmp_path: Path, kind: 
     pipeline = partial(toy_pipeline, str(tmp_path), store=kind)
     with sp.SavableLoader(pipeline, seed=3, lanes=4) as loader:  # decodes here, before workers are started
         expected = [str(batch) for batch in islice(loader, 8)]
-    with sp.SavableLoader(pipeline, seed=3, lanes=4, num_workers=2, multiprocessing_context=method) as loader:
+    with sp.SavableLoader(pipeline, seed=3, lanes=4, num_workers=2, workers=sp.Workers(start_method=method)) as loader:
         assert [str(batch) for batch in islice(loader, 8)] == expected
 
 
@@ -61,7 +62,7 @@ def test_a_mixture_reads_every_store_by_the_names_of_its_files(tmp_path: Path) -
         WRITERS[kind](tmp_path / kind, SIZES)
         sources.append(f"  {kind}: {{path: {kind}, repetitions: 1}}\n")
     (tmp_path / "mixture.yaml").write_text("sources:\n" + "".join(sources))
-    ids = [sample.json()["id"] for sample in sp.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane(seed=7))]
+    ids = [sample.json()["id"] for sample in custom.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane(seed=7))]
     assert sorted(ids) == sorted([*range(sum(SIZES))] * len(KEYED))
 
 
@@ -69,7 +70,7 @@ def test_a_mixture_refuses_settings_of_another_kind_of_files(tmp_path: Path) -> 
     WRITERS["jsonl"](tmp_path / "lines", SIZES)
     (tmp_path / "mixture.yaml").write_text("sources: {a: {path: lines, weight: 1, columns: [json]}}")
     with pytest.raises(ValueError, match="jsonl files are read without columns="):
-        sp.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane())
+        custom.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane())
 
 
 ROWS = [
@@ -113,7 +114,7 @@ def test_what_a_sample_gives_it_knows_in_every_store(tmp_path: Path, kind: str) 
     assert _names_it_knows(pickle.loads(pickle.dumps(sample)))
     if kind in KEYED:
         files = sp.open_dataset(tmp_path, key=READERS[kind][1].get("key"))
-        joined = next(sp.Join(reader_of(kind, str(tmp_path), sp.Lane(), shuffle=False), {"other": files}))
+        joined = next(custom.Join(reader_of(kind, str(tmp_path), sp.Lane(), shuffle=False), {"other": files}))
         assert {"json", "other.json"} <= set(_names_it_knows(joined))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume, sorted_by_slot, steps_of_ranks
 from tests.support.streams import take
@@ -40,10 +41,10 @@ def test_a_finite_pipeline_passes_with_ranks_that_begin_at_slots_they_do_not_div
 # Stages.
 
 
-class Forgetful(sp.PassThrough, sp.ItemStage):
+class Forgetful(custom.PassThrough, custom.ItemStage):
     """Gives each item with the one before it, which it does not save."""
 
-    def __init__(self, source: sp.Stage) -> None:
+    def __init__(self, source: custom.Stage) -> None:
         super().__init__(source)
         self.last = -1
 
@@ -53,7 +54,7 @@ class Forgetful(sp.PassThrough, sp.ItemStage):
         return [before, item]
 
 
-class LooksAhead(sp.PassThrough, sp.ItemStage):
+class LooksAhead(custom.PassThrough, custom.ItemStage):
     """Holds one item back, and neither saves it nor makes it again."""
 
     held: list[Any] | None = None
@@ -67,8 +68,8 @@ class LooksAhead(sp.PassThrough, sp.ItemStage):
 
 @pytest.mark.parametrize("stage", [Forgetful, LooksAhead])
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_stage_whose_state_is_not_whole_fails(shards: Path, stage: type[sp.Stage], epochs: int | None) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+def test_a_stage_whose_state_is_not_whole_fails(shards: Path, stage: type[custom.Stage], epochs: int | None) -> None:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=epochs), NumberEncoder())
         return sp.Batcher(stage(items), size=2)
 
@@ -149,7 +150,7 @@ def test_an_encoder_that_depends_on_its_process_fails_as_soon_as_workers_are_dra
 # The end of an epoch.
 
 
-class EndsEarlier(sp.PassThrough, sp.ItemStage):
+class EndsEarlier(custom.PassThrough, custom.ItemStage):
     """Gives nine items, counted from wherever it was restored."""
 
     given = 0
@@ -162,7 +163,7 @@ class EndsEarlier(sp.PassThrough, sp.ItemStage):
 
 
 def test_an_epoch_that_ends_elsewhere_after_a_resume_fails(shards: Path) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=1), NumberEncoder())
         return EndsEarlier(items)
 
@@ -185,8 +186,8 @@ def test_the_batches_of_a_step_are_sorted_by_slot() -> None:
 
 
 def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.SavableLoader]:
-    settings = {"seed": 3, "lanes": 12, "world_size": world_size, **settings}
-    return [sp.SavableLoader(pipeline, rank=rank, **settings) for rank in range(world_size)]
+    settings = {"seed": 3, "lanes": 12, **settings}
+    return [sp.SavableLoader(pipeline, ranks=(rank, world_size), **settings) for rank in range(world_size)]
 
 
 def in_slots(steps: Any, first: int = 0) -> list[str]:

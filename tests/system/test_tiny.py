@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 
 
@@ -31,8 +32,8 @@ class TinyEncoder(sp.TaskEncoder):
         return items
 
 
-def pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
-    samples: sp.Stage = sp.TarShardReader(str(shards), lane)
+def pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
+    samples: custom.Stage = sp.TarShardReader(str(shards), lane)
     samples = sp.ShuffleBuffer(samples, size=20)
     items = sp.Encode(samples, TinyEncoder())
     packs = sp.OnlinePacker(items, max_length=20, open_packs=3)

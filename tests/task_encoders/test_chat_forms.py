@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.rng import Rng
 from task_encoders import ChatEncoder, NativeSize, Vision
 from task_encoders.parts import data_formats
@@ -99,7 +100,7 @@ def converted(folder: Path, name: str, turns: list[dict[str, Any]], images: int)
 def in_jsonl(folder: Path, name: str, turns: list[dict[str, Any]], images: int) -> sp.Sample:
     more = {"images": URLS} if images > 1 else {"image": URLS[0]} if images else {}
     (folder / "a.jsonl").write_text(json.dumps(as_record(name, turns, **more)) + "\n")
-    return next(sp.JsonlReader(folder / "a.jsonl", sp.Lane(), shuffle=False))
+    return next(custom.JsonlReader(folder / "a.jsonl", sp.Lane(), shuffle=False))
 
 
 def in_parquet(folder: Path, name: str, turns: list[dict[str, Any]], images: int, kind: str = "list") -> sp.Sample:
@@ -114,7 +115,7 @@ def in_parquet(folder: Path, name: str, turns: list[dict[str, Any]], images: int
             "bytes": {"image": pa.array(IMAGES[:1], pa.binary())},
         }[kind]
     pq.write_table(pa.table(columns), folder / "a.parquet")
-    return next(sp.ParquetReader(folder / "a.parquet", sp.Lane(), shuffle=False))
+    return next(custom.ParquetReader(folder / "a.parquet", sp.Lane(), shuffle=False))
 
 
 STORES: dict[str, Callable[..., sp.Sample]] = {

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from task_encoders import (
     CaptioningEncoder,
     ClassificationEncoder,
@@ -50,7 +51,7 @@ def documents(decode: Any) -> sp.TaskEncoder:
     return InterleavedEncoder(vision=Vision(NativeSize(max_pixels=28 * 28, min_pixels=1), token=300, decode=decode))
 
 
-def pipeline(shards: str, encoder: sp.TaskEncoder, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=1)
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from task_encoders.captioning import CaptioningEncoder
@@ -220,9 +221,9 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
 BY_TORCHVISION = {"mixed classes", "captions, crops of earlier states"}  # which draws in the default type of tensors
 
 
-def pipeline(shards: str, encoder: sp.TaskEncoder, max_length: int | None, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, encoder: sp.TaskEncoder, max_length: int | None, lane: sp.Lane) -> custom.Stage:
     """Every stage, with a packer where `max_length` is given."""
-    stage: sp.Stage = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
+    stage: custom.Stage = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
     stage = sp.Encode(stage, encoder)
     if max_length is not None:
         stage = sp.OnlinePacker(stage, max_length=max_length, open_packs=3)

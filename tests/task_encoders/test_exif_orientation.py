@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.rng import Rng
 from task_encoders import (
     Buckets,
@@ -133,5 +134,5 @@ def test_a_state_says_whether_photos_are_turned(make: Any, cure: str, tmp_path: 
         again.load_state_dict(state)
 
 
-def pipeline(shards: str, encoder: sp.TaskEncoder, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=1)

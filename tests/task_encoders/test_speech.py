@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.task_encoder import Skip
@@ -97,7 +98,7 @@ def test_broken_sounds_leave_packs_and_are_counted_also_where_only_their_middle_
     samples = [{"flac": broken or audio_bytes(0.3), "txt": "a"} for broken in (None, headless, cut) for _ in range(4)]
     shards = write_samples(tmp_path, samples)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         reader = sp.TarShardReader(str(shards), lane)
         packs = sp.OnlinePacker(sp.Encode(reader, SpeechEncoder(), on_error="skip"), max_length=100, open_packs=2)
         return sp.Batcher(packs, size=1)

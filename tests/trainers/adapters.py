@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import TrainingArguments
 
 import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import fabric as with_fabric
 from savable_pipeline.trainers import hf, lightning
@@ -144,7 +145,7 @@ def test_hf_a_checkpoint_without_the_data_is_refused(
     file.unlink()
     if content:
         file.write_bytes(content)
-    with pytest.raises(sp.StateError, match=match):
+    with pytest.raises(StateError, match=match):
         trainer(make, tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -186,7 +187,7 @@ def test_hf_skipped_batches_are_found_at_the_first_step(make: Any, tmp_path: Pat
 
 def test_accelerate_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.register_for_checkpointing(make(rank=0, world_size=2))
+    accelerator.register_for_checkpointing(make(ranks=(0, 2)))
     with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.accelerate\.prepare"):
         accelerator.save_state(str(tmp_path / "saved"))
 
@@ -223,7 +224,7 @@ def test_accelerate_skips_nothing(make: Any) -> None:
 def test_fabric_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu")
     with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.fabric\.prepare"):
-        fabric.save(tmp_path / "saved", {"data": make(rank=0, world_size=2)})
+        fabric.save(tmp_path / "saved", {"data": make(ranks=(0, 2))})
 
 
 # Lightning.

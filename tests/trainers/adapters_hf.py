@@ -25,6 +25,8 @@ from transformers import (
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import hf
@@ -80,7 +82,7 @@ def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_p
     trainer(make, tmp_path, max_steps=2).train()
     folder = tmp_path / "run/checkpoint-2"
     (folder / "trainer_state.json").unlink()
-    with pytest.raises(sp.StateError, match=r"is not whole: its trainer_state\.json.*while it was saved"):
+    with pytest.raises(StateError, match=r"is not whole: its trainer_state\.json.*while it was saved"):
         trainer(make, tmp_path).train(resume_from_checkpoint=str(folder))
 
 
@@ -206,7 +208,7 @@ def test_hf_the_loss_of_accumulated_packs_is_that_of_their_documents_alone(tmp_p
 
     encoder, steps = Inputs(max_length=128, prompt="json[prompt]"), []
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(tmp_path / "shards", lane), encoder)
         return sp.Batcher(sp.OnlinePacker(items, max_length=128), size=2)
 

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 
 import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.lightning import SavableDataModule
 from savable_pipeline.trainers.whole import Whole
@@ -190,12 +191,12 @@ def test_a_trainer_that_has_trained_needs_the_state_of_the_loader(make: Any, tmp
     made = trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_epochs=1)
     fit(made, SavableDataModule(make()))
     made.fit_loop.max_epochs = 2
-    with pytest.raises(sp.StateError, match=r"trained on 18 batches, in 1 whole epochs, but no state of the loader"):
+    with pytest.raises(StateError, match=r"trained on 18 batches, in 1 whole epochs, but no state of the loader"):
         fit(made, SavableDataModule(make()))
     saved = torch.load(newest(tmp_path / "saved"), weights_only=False)
     assert len(saved["loops"]["fit_loop"]["state_dict"].pop("combined_loader")) == 1
     torch.save(saved, tmp_path / "without.ckpt")
-    with pytest.raises(sp.StateError, match="with a SavableDataModule"):
+    with pytest.raises(StateError, match="with a SavableDataModule"):
         fit(trainer(tmp_path, max_epochs=2), SavableDataModule(make()), resume=tmp_path / "without.ckpt")
 
 
@@ -205,7 +206,7 @@ def test_a_data_module_that_leaves_out_our_setup_is_told(make: Any, tmp_path: Pa
             pass
 
     fit(trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_epochs=1), SavableDataModule(make()))
-    with pytest.raises(sp.StateError, match=r"must call `super\(\).setup\(stage\)`"):
+    with pytest.raises(StateError, match=r"must call `super\(\).setup\(stage\)`"):
         fit(trainer(tmp_path, max_epochs=2), Own(make()), resume=newest(tmp_path / "saved"))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
@@ -130,7 +131,7 @@ class Fails(sp.TaskEncoder):
 
 
 def test_an_error_comes_where_its_batch_would_have_come(shards: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, shuffle=False), Fails()), size=1)
 
     plain, ahead = (sp.SavableLoader(pipeline, seed=3, lanes=1) for _ in range(2))

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.processes import descendants, kill
@@ -34,7 +35,7 @@ def shards(make_shards: MakeShards) -> str:
 
 
 def ranks_of(pipeline: Any, world_size: int, state: dict[str, Any] | None = None) -> list[sp.SavableLoader]:
-    ranks = [sp.SavableLoader(pipeline, rank=rank, world_size=world_size, **SETTINGS) for rank in range(world_size)]
+    ranks = [sp.SavableLoader(pipeline, ranks=(rank, world_size), **SETTINGS) for rank in range(world_size)]
     for rank in ranks:
         if state is not None:
             rank.load_state_dict(state)
@@ -50,7 +51,7 @@ def steps(ranks: list[sp.SavableLoader], number: int) -> None:
 def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str) -> None:
     def ranks(**settings: Any) -> tuple[sp.SavableLoader, sp.SavableLoader]:
         first, second = (
-            sp.SavableLoader(partial(toy_pipeline, shards), rank=rank, world_size=2, **SETTINGS, **settings)
+            sp.SavableLoader(partial(toy_pipeline, shards), ranks=(rank, 2), **SETTINGS, **settings)
             for rank in range(2)
         )
         return first, second
@@ -100,7 +101,7 @@ def test_a_rank_makes_up_only_the_lanes_that_it_needs(shards: str) -> None:
     steps(ranks, 3)
     expected = take(ranks_of(pipeline, 1, sp.merge_states(rank.state_dict() for rank in ranks))[0], 8)
     survivors = [rank.state_dict() for rank in ranks[:2]]
-    two = [sp.SavableLoader(pipeline, rank=rank, world_size=2, **SETTINGS) for rank in (0, 1)]
+    two = [sp.SavableLoader(pipeline, ranks=(rank, 2), **SETTINGS) for rank in (0, 1)]
     for rank, loader in enumerate(two):
         state = complete_state(ranks[0], survivors, last, lanes=range(rank, 12, 2))
         assert sum(name.startswith("lane_") for name in state) == 10  # 8 of survivors, 2 of the 4 that are missing
@@ -136,7 +137,7 @@ def test_states_that_do_not_fit_are_refused(shards: str) -> None:
     other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12).state_dict()
     with pytest.raises(sp.CheckpointMismatchError, match="another run: its fingerprint"):
         complete_state(ranks[0], [own], {**first, "fingerprint": other["fingerprint"]})
-    with pytest.raises(sp.StateError, match="fingerprint: "):
+    with pytest.raises(StateError, match="fingerprint: "):
         complete_state(ranks[0], [own], {**first, "fingerprint": b"damaged"})
     with pytest.raises(sp.CheckpointMismatchError, match="needs lane 1"):
         complete_state(ranks[0], [ranks[0].state_dict()], own)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainers.cases import drive, expect_resumed, legs, logs, saved_before
 
-_TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py")
+_TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py", "hf_images.py")
 
 TRAINERS = ("torch", "accelerate", "hf", "lightning")
 

@@ -17,7 +17,7 @@ import torch
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.trainers.context_parallel import cut_context
 from savable_pipeline.trainers.micro_batches import split
-from savable_pipeline.trainers.model_inputs import model_inputs
+from savable_pipeline.trainers.model_inputs import check_inputs, model_inputs
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.chat import ChatEncoder
 from task_encoders.interleaved import InterleavedEncoder
@@ -482,6 +482,29 @@ def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
     heard = item(encoder, sample({"json": document, "0.wav": audio_bytes(1)}))
     with pytest.raises(ValueError, match=r"'audio_mels', which llama does not take here .models that do: none"):
         model_inputs(encoder.batch([heard], Rng(7)), made("Llama"))
+
+
+def test_what_a_model_would_learn_otherwise_without_an_error_is_named() -> None:
+    model, batch = made("Llama"), text_batch()
+    inputs = model_inputs(batch, model)
+    check_inputs(inputs, model)
+    check_inputs(model_inputs(text_batch(None), model), model)
+    cured = r"have the encoder's `batch` return model_inputs\("
+    for raw in (batch, {**inputs, "cu_seqlens": batch["cu_seqlens"]}):
+        with pytest.raises(ValueError, match=f"which LlamaForCausalLM does not take: {cured}"):
+            check_inputs(raw, model)
+    ahead = {"input_ids": batch["tokens"], "labels": batch["labels"]}
+    with pytest.raises(ValueError, match=f"it would learn the token after the next: {cured}"):
+        check_inputs(ahead, model)
+    same = {name: torch.full((1, 8), 5) for name in ("input_ids", "labels")}
+    check_inputs(same, model)  # one word again and again, which is ahead and in place
+    for other in (torch.nn.Linear(1, 1), type("Own", (type(model),), {"__module__": "own"})(model.config)):
+        check_inputs(ahead, other)
+    with_flash(model)
+    with pytest.raises(ValueError, match="flash_attention_2, which takes the documents of packs in several rows"):
+        check_inputs(inputs, model)
+    check_inputs(model_inputs(batch, model), model)
+    check_inputs(model_inputs(text_batch(None), model), model)
 
 
 def test_importing_it_imports_no_transformers() -> None:

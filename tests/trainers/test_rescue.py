@@ -103,4 +103,4 @@ def test_shards_that_joined_the_run_are_read_where_they_were(tmp_path: Path) -> 
 
 def test_a_loader_of_several_ranks_is_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="this one lacks 3"):
-        rescue(make(rank=0, world_size=2), make().state_dict())
+        rescue(make(ranks=(0, 2)), make().state_dict())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import checks, whole
@@ -188,7 +189,7 @@ def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) ->
     with pytest.raises(sp.CheckpointMismatchError, match="2 slots from slot 4 of epoch 0"):
         make().load_state_dict(state)
     for damaged in (b"[", b'[["a", 1, 2]]', 7):
-        with pytest.raises(sp.StateError, match="to_skip"):
+        with pytest.raises(StateError, match="to_skip"):
             Whole(make()).load_state_dict({**state, "to_skip": damaged})
 
 
@@ -245,7 +246,7 @@ def test_an_endless_loader_has_no_length_and_is_true(make_shards: Any) -> None:
 
 
 def test_lanes_of_one_rank_alone_are_refused_when_they_are_saved(make: Any) -> None:
-    batches = Whole(make(rank=0, world_size=2))
+    batches = Whole(make(ranks=(0, 2)))
     with pytest.raises(ValueError, match=r"gathering needs torch\.distributed"):
         batches.state_dict()
 

@@ -21,6 +21,7 @@ import torch
 from data import FOLDER, console, few_jpegs, prepared
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from task_encoders.captioning import CaptioningEncoder
 
 ROWS, BATCH, ROUNDS = 10_000, 32, 15
@@ -39,7 +40,7 @@ class Texts(sp.TaskEncoder):
         return {"id": torch.tensor([number for number, _ in items]), "text": [text for _, text in items]}
 
 
-def texts_pipeline(folder: str, size: int, lane: sp.Lane) -> sp.Stage:
+def texts_pipeline(folder: str, size: int, lane: sp.Lane) -> custom.Stage:
     """Batches of JSON of 1 kB, from a shuffle buffer of 10,000."""
     samples = sp.ShuffleBuffer(sp.TarShardReader(folder, lane), size=-(-10_000 // lane.count))
     return sp.Batcher(sp.Encode(samples, Texts()), size=size)
@@ -115,7 +116,7 @@ def images_of(folder: Path, size: int, **settings: Any) -> sp.SavableLoader:
     return sp.SavableLoader(partial(images_pipeline, str(folder), size), seed=1, lanes=8, **settings)
 
 
-def images_pipeline(folder: str, size: int, lane: sp.Lane) -> sp.Stage:
+def images_pipeline(folder: str, size: int, lane: sp.Lane) -> custom.Stage:
     """Images with captions."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), CaptioningEncoder(image_size=64)), size=size)
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from balance_data import Corpus, lognormal, of_files, pictures, python_texts
 from numpy.typing import NDArray
-
-from savable_pipeline.tools.plan.waits import Packs, balance, pack, waiting
+from packs import Packs, balance, pack, waiting
 
 LANES, RANKS = 96, (8, 32, 96)
 

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from balance_data import HIDDEN, Corpus, lognormal
+from packs import balance, pack, waiting
 from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import spawn
 
 import savable_pipeline as sp
-from savable_pipeline.tools.plan.waits import balance, pack, waiting
+from savable_pipeline import custom
 from task_encoders import LanguageModelingEncoder
 
 _LANES, _HOLD = 8, 32
@@ -101,8 +102,8 @@ class Costs(sp.TaskEncoder):
         return {"cost": sum(self.cost(length, 0) for length in items)}
 
 
-def _lengths(folder: str, hold: int, lane: sp.Lane) -> sp.Stage:
-    packs: sp.ItemStage = sp.OnlinePacker(sp.Encode(sp.TarShardReader(folder, lane), Costs()), max_length=32 << 10)
+def _lengths(folder: str, hold: int, lane: sp.Lane) -> custom.Stage:
+    packs: custom.ItemStage = sp.OnlinePacker(sp.Encode(sp.TarShardReader(folder, lane), Costs()), max_length=32 << 10)
     return sp.Batcher(sp.Balance(packs, hold=hold, cost=Costs.cost) if hold else packs, size=1)
 
 
@@ -144,9 +145,11 @@ def _processor_us(batches: Iterator[Any], n: int) -> float:
     return 1e6 * (time.process_time() - start) / n
 
 
-def _texts(folder: str, max_length: int, hold: int, lane: sp.Lane) -> sp.Stage:
+def _texts(folder: str, max_length: int, hold: int, lane: sp.Lane) -> custom.Stage:
     encoder = LanguageModelingEncoder(max_length=max_length)
-    packs: sp.ItemStage = sp.OnlinePacker(sp.Encode(sp.TarShardReader(folder, lane), encoder), max_length=max_length)
+    packs: custom.ItemStage = sp.OnlinePacker(
+        sp.Encode(sp.TarShardReader(folder, lane), encoder), max_length=max_length
+    )
     return sp.Batcher(sp.Balance(packs, hold=hold, cost=Costs.cost) if hold else packs, size=1)
 
 

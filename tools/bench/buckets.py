@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from balance_data import Corpus, lognormal
 from numpy.typing import NDArray
+from packs import Told, balance, pack, waiting
 
 import savable_pipeline as sp
-from savable_pipeline.tools.plan.waits import Told, balance, pack, waiting
+from savable_pipeline import custom
 
 LANES, RANKS = 96, (8, 32, 96)
 _BUCKETS = 6
@@ -66,7 +67,7 @@ def batches_of(corpus: Corpus, *, first: int, last: int, seed: int, **settings: 
     held: list[NDArray[np.int64]] = []
     for index in range(LANES):
         told = Documents(sizes(index), sp.Lane(index, LANES, seed), Lengths())
-        stage = sp.BucketBatcher(told, **settings)
+        stage = custom.BucketBatcher(told, **settings)
         given = []
         for n, lengths in enumerate(islice(stage, last)):
             given.append(told.given)

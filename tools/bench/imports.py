@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 _TORCH = "import torch"
 _ENCODERS = ("Captioning", "Chat", "Classification", "Contrastive", "Interleaved", "LanguageModeling")
@@ -45,13 +46,13 @@ class LengthEncoder(sp.TaskEncoder):
 
 def pipeline(folder: Path, encoder: LengthEncoder, lane: sp.Lane) -> sp.Batcher:
     """Lines in batches of four."""
-    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(sp.JsonlReader(folder, lane), size=16), encoder), size=4)
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(custom.JsonlReader(folder, lane), size=16), encoder), size=4)
 
 
 def print_worker_s(folder: Path, method: str) -> None:
     """The processor time of one worker, started by this method, and of the server that forks it if there is one."""
     made = partial(pipeline, folder, LengthEncoder())
-    loader = sp.SavableLoader(made, seed=0, lanes=2, num_workers=1, prefetch=1, multiprocessing_context=method)
+    loader = sp.SavableLoader(made, seed=0, lanes=2, num_workers=1, workers=sp.Workers(prefetch=1, start_method=method))
     next(iter(loader))
     loader.close()
     print(_used(resource.RUSAGE_CHILDREN))

@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.replaceable import become_replaced
 
 ROWS, BUFFER = 60_000, 10_000
@@ -163,14 +164,14 @@ def items_of(items: sp.Encode) -> Iterator[Any]:
 
 def ours(folder: Path) -> Iterator[Any]:
     image = "image" in pq.read_schema(next(folder.glob("*.parquet"))).names
-    samples = sp.ShuffleBuffer(sp.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
+    samples = sp.ShuffleBuffer(custom.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
     return items_of(sp.Encode(samples, Dicts(image)))
 
 
 def our_arrow(folder: Path, *, image: bool = False, worker: bool = False) -> Iterator[Any]:
     if worker:  # which maps the files
         become_replaced()
-    samples = sp.ShuffleBuffer(sp.ArrowReader(folder, sp.Lane(seed=1)), size=BUFFER)
+    samples = sp.ShuffleBuffer(custom.ArrowReader(folder, sp.Lane(seed=1)), size=BUFFER)
     return items_of(sp.Encode(samples, Dicts(image)))
 
 
@@ -206,7 +207,7 @@ def grain(folder: Path) -> Iterator[Any]:
 
 
 def our_tokens(folder: Path) -> Iterator[Any]:
-    samples = sp.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
+    samples = custom.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
     return items_of(sp.Encode(samples, Windows()))
 
 
@@ -237,7 +238,9 @@ class Pairs(Plain):
 
 def joined(folder: Path, *, images: bool = False) -> Iterator[Any]:
     reader = sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1))
-    return items_of(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Pairs("captions.txt", images)))
+    return items_of(
+        sp.Encode(custom.Join(reader, {"captions": str(folder / "captions")}), Pairs("captions.txt", images))
+    )
 
 
 def in_one(folder: Path, *, images: bool = False) -> Iterator[Any]:
@@ -245,7 +248,7 @@ def in_one(folder: Path, *, images: bool = False) -> Iterator[Any]:
 
 
 def our_mds(folder: Path) -> Iterator[Any]:
-    for sample in sp.MdsReader(folder, sp.Lane(seed=1)):
+    for sample in custom.MdsReader(folder, sp.Lane(seed=1)):
         yield sample.json(), sample["bin"]
 
 
@@ -324,9 +327,9 @@ def first(folder: Path) -> None:
     write_rows(folder / "rows")
     write_tokens(folder / "tokens")
     write_pairs(folder / "pairs")
-    stores: dict[str, Callable[[], sp.SampleStage]] = {
-        "Parquet": lambda: sp.ParquetReader(folder / "rows", sp.Lane(seed=1)),
-        "tokens": lambda: sp.TokenReader(folder / "tokens", sp.Lane(seed=1), length=2049, stride=2048),
+    stores: dict[str, Callable[[], custom.SampleStage]] = {
+        "Parquet": lambda: custom.ParquetReader(folder / "rows", sp.Lane(seed=1)),
+        "tokens": lambda: custom.TokenReader(folder / "tokens", sp.Lane(seed=1), length=2049, stride=2048),
         "tars": lambda: sp.TarShardReader(str(folder / "pairs/tars"), sp.Lane(seed=1)),
     }
     table = Table("store", "at 1 %", "at 95 %", title="first sample after a restore", title_justify="left")
@@ -339,7 +342,7 @@ def first(folder: Path) -> None:
     Console().print(table)
 
 
-def _restored(make: Callable[[], sp.SampleStage], position: int) -> float:
+def _restored(make: Callable[[], custom.SampleStage], position: int) -> float:
     reader = make()
     state = reader.save_state() | {"position": position}
     begun = time.perf_counter()

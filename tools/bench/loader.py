@@ -34,12 +34,13 @@ from rich.table import Table
 from rounds import Contender, Loader, compete
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from task_encoders.captioning import CaptioningEncoder
 
 BUFFER, BATCH = 10_000, 256
 
 
-def json_pipeline(folder: Path, decode: Decode = decode_json) -> Callable[[sp.Lane], sp.Stage]:
+def json_pipeline(folder: Path, decode: Decode = decode_json) -> Callable[[sp.Lane], custom.Stage]:
     """Batches of 256 dicts from a shuffle buffer of 10,000."""
     return partial(pipeline, str(folder), FunctionEncoder(decode, list), BATCH, BUFFER)
 
@@ -73,7 +74,7 @@ def throughput(folder: Path) -> dict[str, Any]:
     return compete("JSON of 1 kB, no workers", "sample", makers)
 
 
-def image_pipeline(folder: str, buffer: int, lane: sp.Lane) -> sp.Stage:
+def image_pipeline(folder: str, buffer: int, lane: sp.Lane) -> custom.Stage:
     encoder = CaptioningEncoder(image_size=64)
     samples = sp.ShuffleBuffer(sp.TarShardReader(folder, lane), size=-(-buffer // lane.count))
     packs = sp.OnlinePacker(sp.Encode(samples, encoder), max_length=128)
@@ -87,7 +88,7 @@ def resume(folder: Path) -> dict[str, Any]:
     has not begun take longer, since many images go into its open packs before one is full.
     """
     texts, images = prepared(folder, "json"), prepared(folder, "images")
-    cases: dict[str, tuple[Callable[[sp.Lane], sp.Stage], int, int]] = {
+    cases: dict[str, tuple[Callable[[sp.Lane], custom.Stage], int, int]] = {
         "text": (json_pipeline(texts), TEXTS // BATCH, 96),
         "packed images": (partial(image_pipeline, str(images), 2_000), 10_000 // 11, 8),
     }
@@ -112,7 +113,7 @@ def resume(folder: Path) -> dict[str, Any]:
     return result
 
 
-def first_batch(run: Callable[[sp.Lane], sp.Stage], lanes: int, state: dict[str, Any]) -> float:
+def first_batch(run: Callable[[sp.Lane], custom.Stage], lanes: int, state: dict[str, Any]) -> float:
     start = time.perf_counter()
     with sp.SavableLoader(run, seed=1, lanes=lanes, num_workers=2) as loader:
         loader.load_state_dict(state)

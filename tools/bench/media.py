@@ -25,6 +25,7 @@ from media_peers import DECODERS, FPS, LENGTH_S, SIDE
 from rounds import Loader
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 WORKERS, SIZE, BATCHES = 2, 4, 12
 
@@ -45,7 +46,7 @@ def loader(folder: Path, align: str = "exact") -> Loader:
     """Batches of clips by our loader."""
     encoder = RandomClips(align)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=SIZE)
 
     made = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)

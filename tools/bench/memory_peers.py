@@ -47,8 +47,8 @@ def ours(place: Place) -> Iterator[Any]:
     buffer = BUFFER * max(1, place.workers) * place.ranks
     run = partial(pipeline, str(place.folder), FunctionEncoder(decode_json, itself), BATCH, buffer)
     loader = sp.SavableLoader(
-        run, seed=1, num_workers=place.workers, rank=place.rank, world_size=place.ranks, prefetch=PREFETCH,
-        multiprocessing_context=place.method,
+        run, seed=1, num_workers=place.workers, ranks=(place.rank, place.ranks),
+        workers=sp.Workers(prefetch=PREFETCH, start_method=place.method),
     )  # fmt: skip
     yield from loader
 

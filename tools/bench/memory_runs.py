@@ -33,7 +33,7 @@ def empty_samples(place: Place) -> Iterator[Any]:
     import savable_pipeline as sp
 
     run = partial(pipeline, str(place.folder), FunctionEncoder(_looked_up, itself), BATCH, 0)
-    yield from sp.SavableLoader(run, seed=1, num_workers=place.workers, multiprocessing_context=place.method)
+    yield from sp.SavableLoader(run, seed=1, num_workers=place.workers, workers=sp.Workers(start_method=place.method))
 
 
 def _looked_up(sample: Any) -> int:
@@ -48,7 +48,7 @@ def blended(place: Place, sources: int) -> Iterator[Any]:
 
     tars = sorted(place.folder.glob("*.tar"))[:sources]
     run = partial(_blend, [str(tar) for tar in tars], FunctionEncoder(decode_json, itself))
-    yield from sp.SavableLoader(run, seed=1, num_workers=place.workers, multiprocessing_context=place.method)
+    yield from sp.SavableLoader(run, seed=1, num_workers=place.workers, workers=sp.Workers(start_method=place.method))
 
 
 def _blend(tars: list[str], encoder: Any, lane: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.packing.packing_policies import Policy
 from savable_pipeline.stages.stage import State
 from savable_pipeline.stages.stage_info import StageInfo
@@ -20,14 +21,14 @@ from savable_pipeline.stages.stage_info import StageInfo
 LIMIT = 4096
 
 
-class Lengths(sp.ItemStage):
+class Lengths(custom.ItemStage):
     """Gives lengths as items."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
         self._next = 0
 
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[sp.ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[custom.ItemRef]]:
         """One length."""
         if self._next == len(self._lengths):
             return [], []

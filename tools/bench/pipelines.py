@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 Decode: TypeAlias = Callable[[Mapping[str, bytes]], Any]
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -31,9 +32,9 @@ class FunctionEncoder(sp.TaskEncoder):
         return super().batch(items, rng) if self._collate is None else self._collate(items)
 
 
-def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> sp.Stage:
+def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> custom.Stage:
     """Batches of `size`, out of a shuffle buffer that all lanes share."""
-    samples: sp.SampleStage = sp.TarShardReader(folder, lane)
+    samples: custom.SampleStage = sp.TarShardReader(folder, lane)
     if buffer:
         samples = sp.ShuffleBuffer(samples, size=-(-buffer // lane.count))
     return sp.Batcher(sp.Encode(samples, encoder), size=size)

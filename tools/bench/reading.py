@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
@@ -82,7 +83,7 @@ class Length(sp.TaskEncoder):
         return items
 
 
-def drained(stage: sp.Stage, n: int) -> int:
+def drained(stage: custom.Stage, n: int) -> int:
     """Take items until there are n; gives the bytes they stand for."""
     taken = total = 0
     while taken < n:

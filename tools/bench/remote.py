@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 CORES = os.cpu_count() or 1
 PORT = 8931
@@ -59,7 +60,7 @@ class Lengths(sp.TaskEncoder):
         return sum(items)
 
 
-def pipeline(shards: str, window: int, cache: Path, cache_bytes: int, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, window: int, cache: Path, cache_bytes: int, lane: sp.Lane) -> custom.Stage:
     reader = sp.TarShardReader(shards, lane, epochs=1, window=window, cache=cache, cache_bytes=cache_bytes)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(reader, size=32), Lengths()), size=16)
 

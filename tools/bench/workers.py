@@ -111,7 +111,7 @@ def first(folder: Path) -> None:
         with timed(next(iter(times.values()))):
             two_interpreters("workers")
         for method in ("fork", "forkserver", "spawn"):
-            with sp.SavableLoader(run, seed=1, num_workers=2, multiprocessing_context=method) as loader:
+            with sp.SavableLoader(run, seed=1, num_workers=2, workers=sp.Workers(start_method=method)) as loader:
                 time.sleep(1.0)  # as a model is built meanwhile
                 with timed(times.setdefault(f"{method}, from iter()", [])):
                     modules[method] = next(iter(loader))

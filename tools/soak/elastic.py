@@ -54,8 +54,7 @@ class Run:
                 seed=SEED,
                 lanes=LANES,
                 num_workers=workers,
-                rank=rank,
-                world_size=ranks,
+                ranks=(rank, ranks),
             )
             for rank in range(ranks)
         ]

@@ -230,8 +230,7 @@ class _loader:
             seed=SEED,
             lanes=LANES,
             num_workers=WORKERS,
-            multiprocessing_context=method,
-            max_restarts=1 << 30,
+            workers=sp.Workers(start_method=method, max_restarts=1 << 30),
         )
         servers = [child for child in children(os.getpid()) if child not in before]
         self._parent = os.getpid() if method == "spawn" else servers[0]

@@ -17,6 +17,7 @@ from fuzz_values import changed, changed_bytes, encoded
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.energon_metadata import (
     INDEX_NAME,
     META,
@@ -178,7 +179,7 @@ def _read_yaml(root: Path, name: str, raw: bytes) -> Callable[[], None]:
         path.write_bytes(raw)
         try:
             if name == "mixture.yaml":
-                sp.read_mixture(path).samples(sp.Lane()).take_refs(3)
+                custom.read_mixture(path).samples(sp.Lane()).take_refs(3)
             else:
                 _read_metadata(root / "shards")
         finally:

@@ -13,6 +13,7 @@ from fuzz_values import changed, changed_bytes, encoded
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.state.lane_state import VERSION
 from savable_pipeline.run.state.summary import differences, shown, summarize
 
@@ -38,26 +39,26 @@ class FuzzEncoder(sp.TaskEncoder):
         return items
 
 
-def packed_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def packed_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     """Every stage of the usual path."""
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), FuzzEncoder(), on_error="skip")
     return sp.Batcher(sp.OnlinePacker(items, max_length=6, open_packs=2, policy="sequential"), size=2)
 
 
-def sorted_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def sorted_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     """Packs that are held and sorted, by another policy."""
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=2, shuffle=False), FuzzEncoder())
     return sp.Batcher(sp.OnlinePacker(items, max_length=9, open_packs=2, policy="first_fit_decreasing"), size=1)
 
 
-def blended_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def blended_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     """Two sources, by tokens, in buckets."""
     encoder = FuzzEncoder()
     sources = {name: sp.Encode(sp.TarShardReader(shards, lane), encoder) for name in ("a", "b")}
-    return sp.BucketBatcher(sp.Blend(sources, weights={"a": 2, "b": 1}, by="tokens"), bounds=[2, 4], size=2)
+    return custom.BucketBatcher(sp.Blend(sources, weights={"a": 2, "b": 1}, by="tokens"), bounds=[2, 4], size=2)
 
 
-def blended_samples_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def blended_samples_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     """Two sources of samples that are shuffled together."""
     samples = sp.Blend({name: sp.TarShardReader(shards, lane) for name in ("a", "b")}, weights={"a": 2, "b": 1})
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=5), FuzzEncoder()), size=3)

@@ -21,6 +21,7 @@ from typing import Any
 from report import Row
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.run import Run
@@ -51,7 +52,7 @@ class Numbers(sp.TaskEncoder):
         return {"items": list(items), "drawn": rng.integers(1 << 30)}
 
 
-def numbers_pipeline(shards: str, lane: sp.Lane, *, pack: bool, epochs: int | None, size: int) -> sp.Stage:
+def numbers_pipeline(shards: str, lane: sp.Lane, *, pack: bool, epochs: int | None, size: int) -> custom.Stage:
     """Reader, buffer, encoder, packs or none, and batches."""
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=5)
     stage: Any = sp.Encode(samples, Numbers())
@@ -128,9 +129,7 @@ class History:
     def _started(self, world_size: int) -> list[AcknowledgedRun]:
         self._passed = {rank: [] for rank in range(world_size)}
         self._whole = {rank: [] for rank in range(world_size)}
-        return [
-            AcknowledgedRun(replace(self._settings, rank=rank, world_size=world_size)) for rank in range(world_size)
-        ]
+        return [AcknowledgedRun(replace(self._settings, ranks=(rank, world_size))) for rank in range(world_size)]
 
     def step(self) -> None:
         """Each rank takes a batch, those asked for again before."""
@@ -281,7 +280,7 @@ def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int
     """The batch of each slot, from a run without acknowledgements in which the same was decided."""
     found = {}
     left = list(plan)
-    with (run := DecidingRun(replace(settings, acknowledge=False, rank=0, world_size=1))):
+    with (run := DecidingRun(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
             while left and left[0][0] == run.position.place:
                 run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
@@ -317,7 +316,7 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
 def settings_of(shards: str, pack: bool, epochs: int | None, size: int, tail: Any, order: int) -> LoaderSettings:
     """Those of a history; few, so that `expected` is asked for the same again."""
     pipeline: PipelineFunction = partial(numbers_pipeline, shards, pack=pack, epochs=epochs, size=size)
-    return LoaderSettings(pipeline, seed=order, lanes=LANES, rank=0, world_size=1, tail=tail, acknowledge=True)
+    return LoaderSettings(pipeline, seed=order, lanes=LANES, ranks=(0, 1), tail=tail, acknowledge=True)
 
 
 def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.stage import State
 
 SAMPLES, PER_SHARD = 600, 100
@@ -97,12 +98,12 @@ def soak_pipeline(
     epochs: int | None = None,
     size: int = 2,
     dying: Dying | None = None,
-) -> sp.Stage:
+) -> custom.Stage:
     """Shuffle, encode, pack, batch; with `dying`, ending its process now and then."""
     if dying is not None and dying.moment == "build" and lane.status is not None:
         dying.die(f"lane {lane.index}")
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=20)
-    items: sp.ItemStage = sp.Encode(samples, SoakEncoder(copies))
+    items: custom.ItemStage = sp.Encode(samples, SoakEncoder(copies))
     packs = sp.OnlinePacker(items, max_length=20, open_packs=3) if pack else items
     batches = sp.Batcher(packs, size=size)
     return batches if dying is None else DyingStage(batches, dying)
@@ -174,10 +175,10 @@ class Dying:
             self.die("worker")
 
 
-class DyingStage(sp.PassThrough, sp.BatchStage):
+class DyingStage(custom.PassThrough, custom.BatchStage):
     """The last stage, which dies in `restore_state`, or has its batches die."""
 
-    def __init__(self, source: sp.Stage, dying: Dying) -> None:
+    def __init__(self, source: custom.Stage, dying: Dying) -> None:
         super().__init__(source)
         self._dying = dying
 

@@ -102,7 +102,7 @@ class Replica:
         dist.broadcast_object_list(shared, src=first)
         model, last = shared[0]
         assert model["slot"] >= self._model["slot"], "the model of a rank that was trained less far"
-        loader = sp.SavableLoader(self._pipeline, seed=SEED, lanes=LANES, rank=rank, world_size=world_size)
+        loader = sp.SavableLoader(self._pipeline, seed=SEED, lanes=LANES, ranks=(rank, world_size))
         if model["slot"] >= 0:
             states = [state for state in gathered(self._state_at(model["slot"])) if state is not None]
             needed = range(rank, LANES, world_size)

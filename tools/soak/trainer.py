@@ -18,6 +18,7 @@ from pipeline import soak_pipeline
 from report import Row, children, descendants, difference, kill
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES = 3, 12
@@ -51,8 +52,8 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
         yield Row("starts", method, f"{number:,} starts and stops", memory, wrong or ", ".join(left))
 
 
-def _start_and_stop(pipeline: partial[sp.Stage], method: str, count: int, expected: str) -> str:
-    loader = sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=1, multiprocessing_context=method)
+def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, expected: str) -> str:
+    loader = sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=1, workers=sp.Workers(start_method=method))
     wrong = "" if count % 4 == 3 or digest(next(loader)) == expected else f"start {count}: another first batch"
     if count % 2:
         loader.close()

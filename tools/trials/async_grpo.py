@@ -37,6 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import savable_pipeline as sp  # noqa: E402
+from savable_pipeline import custom  # noqa: E402
 from tests.project.pages import blocks_of  # noqa: E402
 from tests.support.shards import write_numbered_shards  # noqa: E402
 from tests.trainers.drive import causal_model  # noqa: E402
@@ -54,7 +55,7 @@ class Numbers(sp.TaskEncoder):
         return {"prompt": items}
 
 
-def pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Numbers()), size=4)
 
 

@@ -101,17 +101,18 @@ def train(shards: str, log: Path, first: int, last: int) -> Iterator[str]:
     import torch
 
     import savable_pipeline as sp
+    from savable_pipeline import custom
     from task_encoders import CaptioningEncoder
 
     assert ROOT not in Path(sp.__file__).parents, f"{sp.__file__} is not the wheel's"
     encoder = CaptioningEncoder(image_size=32)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=50)
         return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, encoder), max_length=256), size=2)
 
     state = log.with_suffix(".pt")
-    with sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=int(sys.argv[6]), rank=0, world_size=1) as loader:
+    with sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=int(sys.argv[6]), ranks=(0, 1)) as loader:
         if first:
             loader.load_state_dict(torch.load(state, weights_only=True))
         for step, batch in enumerate(loader, start=first):

@@ -12,6 +12,7 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.store_kinds import STORES, Kind
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import META, unused_settings
@@ -53,7 +54,7 @@ def kind_of(files: Shards) -> str:
 
     Raises `ShardError` for files of several kinds.
     """
-    kinds_at = _kinds_behind if is_remote(files) else _kinds_at
+    kinds_at, files = _kinds_behind if is_remote(files) else _kinds_at, at_commit(files)
     found = {kind for spec in spelled_out(files) for kind in kinds_at(spec)} - {""}
     if "tar" in found or not found:
         return "tar"
@@ -81,6 +82,7 @@ def open_any(
     `partial` is that of `ColumnarStore`, `unpacked_bytes` that of all readers. Raises `ShardError`, `RemoteError`,
     and ValueError for a setting that files of this kind do not have.
     """
+    files = at_commit(files)
     kind = STORES[kind_of(files)]
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
@@ -119,7 +121,8 @@ def dataset_of(
     store = open_store(on_error != "raise", unlistable)
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: `%s` in %s/dataset.yaml is applied by Energon only", store.address, setting, META)
-    for text in (store.left_out(), "" if store.root is None else unfinished(store.root)):
+    missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
+    for text in (store.left_out(), missing):
         if text:
             log.warning("%s", text)
     return Dataset(
@@ -142,7 +145,7 @@ def open_store(
     Files without an index are indexed first. If it is `tolerant`, the samples of a damaged file before the damage are
     taken. Raises `ShardError`, `RemoteError`.
     """
-    kind = STORES[name]
+    kind, files = STORES[name], at_commit(files)
     named = _kind_of_name(os.fspath(files)) if isinstance(files, str | os.PathLike) else ""
     if named not in ("", name) and not Path(files).is_dir():  # type: ignore[arg-type]
         raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")
@@ -216,6 +219,7 @@ def index_any(
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
     """
+    files = at_commit(files)
     kind = STORES[kind_of(files)]
     if is_remote(files):
         from savable_pipeline.data.stores.remote_indexing import index_remote

@@ -14,6 +14,7 @@ import numpy as np
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.key_index import KeyIndex, key_index
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
@@ -45,13 +46,13 @@ def open_dataset(
     of the keys. Of several samples with one key, the first is returned.
 
     Args:
-        shards: As for the reader of such files: `sp.TarShardReader`, `sp.ParquetReader`, `sp.ArrowReader`,
-            `sp.JsonlReader`.
+        shards: As for the reader of such files: `sp.TarShardReader`, `custom.ParquetReader`, `custom.ArrowReader`,
+            `custom.JsonlReader`.
         transform: Called with each sample that is asked for, such as `sp.Sample.decoded`. None: a `Sample`, which reads
             its parts when they are asked for.
-        columns: As for `sp.ParquetReader`.
-        key: As for `sp.ParquetReader`.
-        ranges: As for `sp.ParquetReader`.
+        columns: As for `custom.ParquetReader`.
+        key: As for `custom.ParquetReader`.
+        ranges: As for `custom.ParquetReader`.
         cache: As for `sp.TarShardReader`.
         cache_bytes: As for `sp.TarShardReader`.
         unpacked_bytes: As for `sp.TarShardReader`.
@@ -87,8 +88,14 @@ class _Opened:
     It has the shards that the first process found, also where others were added after them.
     """
 
-    def __init__(self, arguments: tuple[Any, ...], manifest: bytes | None = None, known: int | None = None) -> None:
-        self._arguments = arguments
+    def __init__(
+        self,
+        arguments: tuple[Any, ...],
+        manifest: bytes | None = None,
+        known: int | None = None,
+        commits: PinnedShards | None = None,
+    ) -> None:
+        self._arguments, self._commits = arguments, {} if commits is None else commits  # of datasets of the Hub
         self._manifest, self._known = manifest, known  # what the first process found; `known` shards
         self._dataset = self._open()
         self._manifest, self._known = self._dataset.digest(), len(self._dataset.entries)
@@ -98,14 +105,18 @@ class _Opened:
 
     def pinned(self, pinned: PinnedShards) -> _Opened:
         """The same with the shards that are pinned."""
+        commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
+        if commits != self._commits:  # a run that is resumed began with others
+            return _Opened(self._arguments, commits=commits).pinned(pinned)
         dataset = pin(self.dataset, f"opened {self._arguments!r}", pinned)
         if dataset is self._dataset:
             return self
-        return _Opened(self._arguments, dataset.digest(), len(dataset.entries))
+        return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
         shards, cache, cache_bytes, columns, key, ranges, most = self._arguments
         given = {"columns": columns, "key": key, "ranges": ranges}
+        shards = at_commit(shards, self._commits)
         dataset = open_any(shards, cache=cache, cache_size=cache_bytes, unpacked_bytes=most, **given)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
@@ -131,7 +142,7 @@ class _Opened:
         return self._keys
 
     def __reduce__(self) -> Any:
-        return _Opened, (self._arguments, self._manifest, self._known)
+        return _Opened, (self._arguments, self._manifest, self._known, self._commits)
 
 
 class Samples(Sequence[Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 
 import msgspec
 from numpy.typing import NDArray
@@ -35,8 +35,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
     table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
     take an extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()`
-    decode the usual parts. A missing part is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL
-    a `RemoteError`.
+    decode the usual parts; `Sample.KINDS` has the extensions of an "image", a "video" and "audio". A missing part is a
+    KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
 
     Attributes:
         origin: The dataset that the parts are read from.
@@ -50,6 +50,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         >>> (sample.json(), sample.text(), sample.image().size)
         ({'id': 0}, 'picture 0', (8, 8))
     """
+
+    KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {"image": IMAGE_PARTS, "video": VIDEO_PARTS, "audio": AUDIO_PARTS}
 
     origin: SampleSource
     _shard: int
@@ -207,7 +209,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Decode a part as an image: all of it, or no more than is needed; a photo is turned as EXIF says.
 
         Args:
-            part: The name of the part. None: the first of `sp.IMAGE_PARTS` that the sample has.
+            part: The name of the part. None: the first of `Sample.KINDS["image"]` that the sample has.
             mode: The mode of the image, as of Pillow.
             at_least: Width and height that suffice for the box, or a function that returns them, given the width and
                 height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
@@ -234,7 +236,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Open a part as a video, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, or of a range (`ranges=` of `sp.ParquetReader`). None: the first video.
+            part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`). None: the first video.
 
         Raises:
             MediaError: The part is damaged, or no video.
@@ -282,7 +284,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def decoded(self, *, exif: bool = True) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
-        json: as JSON; txt, text, caption, md, srt, vtt: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array;
+        json: as JSON; txt, text, caption, md, srt, vtt: str; an image: uint8 (height, width, 3); npy: an array;
         npz: a dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
 
         Args:

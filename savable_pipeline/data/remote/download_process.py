@@ -30,9 +30,11 @@ from savable_pipeline.data.remote.lookup import note_changed
 from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
+from savable_pipeline.data.remote.same_content import SameContent
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, runs
-from savable_pipeline.data.remote.shared_listing import shared_listing
+from savable_pipeline.data.remote.shared_listing import shared_answer
 from savable_pipeline.data.remote.sparse_file import locked
+from savable_pipeline.data.shards.hub_address import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
@@ -52,17 +54,33 @@ class Downloads:
     """Serves requests, in any thread: each public method is a kind of request."""
 
     def __init__(self, cache: str, limit: int, retry_s: float) -> None:
-        self._store = ObjectStore(retry_s)
+        self._store = ObjectStore(retry_s, Path(cache))
         self.pace = self._store.pace
         self._cache = Path(cache)
         self._space = CacheSpace(self._cache, limit)
         self._cached: dict[str, ShardCache] = {}
+        self._same = SameContent()
         self._lock = threading.Lock()
 
     def listing(self, root: str, stamps: bool) -> Listing:
-        """Every object below a URL, with their stamps or not; one listing for processes that ask at the same time."""
-        found = shared_listing(self._cache, root, self._store.listing)
+        """Every object below a URL, with their stamps or not; one listing for processes that ask at the same time.
+
+        One of the Hub has its stamps in any case.
+        """
+        if is_hub(root):
+            return self._store.listing(root)
+        found = shared_answer(self._cache, root, lambda: self._store.listing(root), Listing)
         return found if stamps else found.without_stamps()
+
+    def commit(self, dataset: str) -> str:
+        """The commit of a dataset of the Hub at a branch or a tag."""
+        return self._store.commit(dataset)
+
+    def card(self, root: str) -> bytes:
+        """The README.md of a dataset of the Hub, read once a node; empty without one."""
+        return shared_answer(
+            self._cache, f"{root} card", lambda: self.read(root, "README.md") or b"", bytes, lasts=True
+        )
 
     def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
         """Size and stamp of an object; None if there is none. One that is `needed` is not taken for missing."""
@@ -209,7 +227,7 @@ class Downloads:
         shard = cached.shard_of(row)
         entry, pin = cached.shards[shard], cached.pin(shard)
         try:
-            version = self._copy(root, entry, fd, start, past, pin)
+            version = self._copied(root, cached, fd, row, stop) or self._copy(root, entry, fd, start, past, pin)
             right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
             if not right or (version and cached.pin(shard, version) != version):
                 raise ShardError(
@@ -222,6 +240,17 @@ class Downloads:
                 note_changed(cached.dataset, entry.name)
             raise
         cached.mark_present(row, stop)
+
+    def _copied(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> str:
+        """The hash of a file's content, if its rows could be copied from another commit of the Hub; else ""."""
+        if not is_hub(root):
+            return ""
+        entry = cached.shards[cached.shard_of(row)]
+        found = self._store.stat(root, entry.name)
+        if found is None or found[0] != entry.size:
+            return ""
+        content, write = found[1], partial(self._write, fd)
+        return content if self._same.copy(cached, row, stop, content, write) else ""
 
     def _copy(self, root: str, entry: ShardEntry, fd: int, start: int, stop: int, version: str) -> str:
         """Copies bytes of a shard to the same offsets of a file; returns the server's version, all of one."""

@@ -21,10 +21,12 @@ from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.hub_address import without_commit
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_place import media_table_name
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
+from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ def looked_up(
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
         own = _own_index(found.root, form, folder, downloader)
-        _download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+        _download_metadata(found.root, folder / METADATA_FOLDER, downloader, whole=own is not None)
         _download_table(found.root, folder / METADATA_FOLDER, media_table_name(form.name), downloader)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
@@ -83,8 +85,8 @@ def looked_up(
 
 
 def dataset_folder(cache: Path, dataset: str) -> Path:
-    """The folder of a dataset in the cache."""
-    return cache / hashlib.sha256(dataset.encode()).hexdigest()[:32]
+    """The folder of a dataset in the cache: one for all commits of a dataset of the Hub."""
+    return cache / hashlib.sha256(without_commit(dataset).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -117,10 +119,14 @@ def _check_names(found: RemoteShards) -> None:
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
-def _download_metadata(root: str, local: Path, downloader: Downloader) -> None:
+def _download_metadata(root: str, local: Path, downloader: Downloader, *, whole: bool) -> None:
     """Copies the metadata beside the shards to `local`, where a dataset looks for it."""
     (local / META).mkdir(parents=True, exist_ok=True)
     _download_files(root, local, METADATA_FILES, downloader)
+    if whole:  # a conversion writes the index at its end
+        (local / CONVERTED).unlink(missing_ok=True)
+    else:
+        _download_files(root, local, [Path(CONVERTED).name], downloader)
     _download_files(root, local, named_files(local), downloader)
 
 

@@ -1,4 +1,4 @@
-"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket or a web server, and new objects.
+"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket, a web server or the Hub; new objects.
 
 Only the downloading process imports this file: obstore hangs in a process forked from one that has used it.
 """
@@ -20,9 +20,11 @@ import obstore.exceptions
 import obstore.store
 
 from savable_pipeline.core.wording import short_error
+from savable_pipeline.data.remote.hub import Hub, HubPlace
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.pace import Pace
 from savable_pipeline.data.remote.redirects import check_endpoint
+from savable_pipeline.data.shards.hub_address import is_hub
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
@@ -30,6 +32,7 @@ _TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end soo
 _LONGEST = 20  # times as long, for a whole request: requests are small
 _UPLOAD_PART = 16 << 20  # bytes; an object of 10,000 parts, the most there may be, has 160 GB
 _MISSING = FileNotFoundError  # obstore's NotFoundError is one
+_SIGNED = 64  # stores of signed addresses, each with its connections, that are kept open
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
@@ -53,16 +56,21 @@ class WrongAnswerError(Exception):
 class ObjectStore:
     """Opens each root URL once. A failing request is repeated, with pauses, for `retry_s` seconds without progress.
 
-    Raises `ShardError` for a missing or changed object, `RemoteError` if the server fails for longer.
+    What lies in the `cache` are answers of the Hub. Raises `ShardError` for a missing or changed object, `RemoteError`
+    if the server fails for longer.
     """
 
-    def __init__(self, retry_s: float) -> None:
+    def __init__(self, retry_s: float, cache: Path = Path()) -> None:
         self._retry_s = retry_s
+        self._hub = Hub(cache, self._timeout_s)
         self.pace = Pace()
         self._open: dict[str, obstore.store.ObjectStore] = {}
+        self._signed: dict[HubPlace, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
         """Every object below `root`, with names relative to it. A listing that fails begins again."""
+        if is_hub(root):
+            return self._retried(root, lambda: self._hub.listing(root))
         most = 0
 
         def objects() -> Iterator[tuple[str, int, str]]:
@@ -79,6 +87,8 @@ class ObjectStore:
         A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
         that means that there is none, unless it is `needed`: then it raises `RemoteError`.
         """
+        if is_hub(root):
+            return self._retried(root, lambda: self._hub.stat(root, name))
         try:
             meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
         except ShardError:
@@ -89,6 +99,10 @@ class ObjectStore:
                 return None
             raise
         return meta["size"], _stamp(meta)
+
+    def commit(self, dataset: str) -> str:
+        """The commit of a dataset of the Hub at a branch or a tag."""
+        return self._retried(dataset, lambda: self._hub.commit(dataset))
 
     def dated(self, root: str) -> list[tuple[str, int, int]]:
         """Name, size, and time of the last change in nanoseconds since 1970, of every object below `root`."""
@@ -117,10 +131,12 @@ class ObjectStore:
 
         Requests are repeated as long as bytes come: a slow link delivers, however long it takes.
 
-        Returns the object's version: its ETag, or the time of its last change. Raises `ShardError` unless the object
-        has `size` bytes in all, and the version `pin` if one is given.
+        Returns the object's version: its ETag, or the time of its last change; of a file of the Hub the hash of its
+        content. Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if one is given.
         """
         done = start
+        if is_hub(root):  # before the pace is measured: the Hub may have us wait for minutes
+            self._retried(f"{root}/{name}", lambda: self._hub.place(root, name))
 
         def keep(chunk: memoryview, offset: int) -> None:
             nonlocal done
@@ -140,11 +156,14 @@ class ObjectStore:
         options: Any = {"range": (start, stop)}
         if pin.startswith('"'):  # a strong ETag: the server compares it, or else we do
             options["if_match"] = pin
-        try:
-            found = obstore.get(self._store(root), name, options=options)
-        except obstore.exceptions.PreconditionError as error:
-            raise _other_version(root, name) from error
-        version = str(found.meta["e_tag"] or found.meta["last_modified"])
+        if is_hub(root):
+            found, version = self._get_of_hub(root, name, options)
+        else:
+            try:
+                found = obstore.get(self._store(root), name, options=options)
+            except obstore.exceptions.PreconditionError as error:
+                raise _other_version(root, name) from error
+            version = str(found.meta["e_tag"] or found.meta["last_modified"])
         if found.meta["size"] != size:
             raise ShardError(
                 f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
@@ -163,15 +182,38 @@ class ObjectStore:
             raise _wrong(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
         return version
 
+    def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
+        """The answer of the store that the Hub names for a file, and the hash of the content."""
+        place = self._hub.place(root, name)
+        if place not in self._signed:
+            if len(self._signed) >= _SIGNED:
+                self._signed.clear()
+            headers = {"authorization": place.token} if place.token else {}
+            self._signed[place] = self._opened(place.url, {"default_headers": headers})
+        try:
+            return obstore.get(self._signed[place], "", options=options), place.content
+        except Exception as error:
+            if not isinstance(error, _MISSING) and not _is_final(error):
+                raise
+            self._hub.forget(root, name)  # the signature has expired, above all
+            raise WrongAnswerError(f"the store refuses the address that the Hub gave: {short_error(error)}") from error
+
+    @property
+    def _timeout_s(self) -> float:
+        return min(_TIMEOUT_S, self._retry_s / 2)
+
     def _store(self, root: str) -> obstore.store.ObjectStore:
         if root not in self._open:
-            timeout = timedelta(seconds=min(_TIMEOUT_S, self._retry_s / 2))
-            options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST}
-            options["allow_http"] = not root.startswith("https:")  # an endpoint in the environment may be plain too
             if root.startswith("s3:"):
-                check_endpoint(root, timeout.total_seconds())
-            self._open[root] = obstore.store.from_url(root, client_options=options, retry_config={"max_retries": 0})
+                check_endpoint(root, self._timeout_s)
+            self._open[root] = self._opened(root, {})
         return self._open[root]
+
+    def _opened(self, url: str, more: dict[str, Any]) -> obstore.store.ObjectStore:
+        timeout = timedelta(seconds=self._timeout_s)
+        options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST, **more}
+        options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be plain too
+        return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0})
 
     def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
         """What `act` returns, tried for `retry_s` seconds in which `progress` stays the same."""
@@ -185,7 +227,7 @@ class ObjectStore:
             except _MISSING as error:
                 raise ShardError(f"{url}: no such object on the server", reason="missing shard") from error
             except Exception as error:
-                if isinstance(error, _FINAL) or _REFUSED.search(str(error)):
+                if _is_final(error):
                     raise RemoteError(
                         f"{url}: {short_error(error)}; see that the address and the credentials are right"
                     ) from error
@@ -200,6 +242,13 @@ class ObjectStore:
                     ) from error
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another try would be answered alike."""
+    if isinstance(error, WrongAnswerError):
+        return False
+    return isinstance(error, _FINAL) or _REFUSED.search(str(error)) is not None
 
 
 def _stamp(meta: Any) -> str:

@@ -1,9 +1,9 @@
-"""A listing that several processes of a node ask for at the same time is made once.
+"""What several processes of a node ask a server at the same time is asked once: the objects below a URL, above all.
 
-    CACHE/listings/HASH   the objects below a URL, as the last process listed them; locked while one lists
+    CACHE/listings/HASH   what the last process was answered; locked while one asks
 
-A process that had to wait takes what the one before it found. One that asks later lists again: nothing is known of what
-was added since.
+A process that had to wait takes what the one before it found. One that asks later asks again, since nothing is known of
+what was added since; but where an answer `lasts`, such as that about a commit, it is never asked for again.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
-from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.own_files import own_file, own_folder
 
+T = TypeVar("T")
 
-class _Made(msgspec.Struct):
+
+class _Made(msgspec.Struct, Generic[T]):
     at_s: float  # when it was there, of the clock of this boot
-    objects: Listing
+    answer: T
 
 
-def shared_listing(cache: Path, root: str, listing: Callable[[str], Listing]) -> Listing:
-    """`listing(root)`, or what another process has found of it while this one waited. Raises what `listing` does."""
+def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+    """`ask()`, which gives a `kind`, or what another process has found while this one waited. Raises what that does."""
     asked = time.monotonic()
-    path = own_folder(cache / "listings") / hashlib.sha256(root.encode()).hexdigest()[:32]
+    path = own_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]
     with os.fdopen(own_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        alone = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_EX)
+            alone = False
+        if lasts or not alone:
             with contextlib.suppress(msgspec.DecodeError):
-                made = msgspec.msgpack.decode(file.read(), type=_Made)
-                if asked <= made.at_s <= time.monotonic():
-                    return made.objects
-        found = listing(root)
+                made = msgspec.msgpack.decode(file.read(), type=_Made[kind])  # type: ignore[valid-type]
+                if lasts or asked <= made.at_s <= time.monotonic():
+                    return made.answer
+        found = ask()
         file.seek(0)
         file.truncate()
         file.write(msgspec.msgpack.encode(_Made(time.monotonic(), found)))

@@ -13,6 +13,8 @@ import numpy as np
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES
+from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
@@ -53,9 +55,7 @@ def find_remote(
         return _listed_behind(specs, downloader, kind)
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
     if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
-        _check_readable(root, kind)
-        found = _listed(root, downloader, kind, stamps)
-        return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts())
+        return _in_folder(root, downloader, kind, stamps)
     urls: list[str] = []
     listed: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
@@ -83,6 +83,17 @@ def find_remote(
     of = [listed.get(url, (-1, "")) for url in sorted(urls)]
     names = [url[len(root) + 1 :] for url in sorted(urls)]
     return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
+
+
+def _in_folder(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) -> RemoteShards:
+    """All shards of a folder; of one of the Hub they are of one split."""
+    _check_readable(root, kind)
+    found = _listed(root, downloader, kind, stamps)
+    if is_hub(root) and downloader.call("stat", root, f"{META}/{METADATA_FILES[2]}") is None:
+        from savable_pipeline.data.remote.hub_splits import check_one_split  # here: it takes PyYAML
+
+        check_one_split(root, found.texts(), kind.suffixes[0], downloader)
+    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts())
 
 
 def listing_behind(root: str, name: str, downloader: Downloader) -> bytes | None:
@@ -153,7 +164,8 @@ def _listed(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) ->
     listed: Listing = downloader.call("listing", root, stamps)
     found = listed.only(lambda name: _is_shard(name, kind))
     if not found:
-        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix")
+        copied = f"; what else lies there is read from a copy: `{HubAddress.of(root).download}`" if is_hub(root) else ""
+        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix{copied}")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes, opened
-from savable_pipeline.data.shards.index_file import Links, PlaceIndex, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import PlaceIndex, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -50,7 +50,6 @@ class FileFormat:
     whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
     no_places: int = 0  # of a file that cannot be read: how many zeros
     no_digest: int = 0  # of such a file
-    no_links: Links | None = None  # of such a file
     beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
     splits: str = ""  # the name of what lies in a folder of several splits
     for_others: str = ""  # behind the name of a file: that of what other programs read beside it
@@ -95,4 +94,4 @@ class FileFormat:
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
         """The table of a file of which nothing can be read."""
         entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
-        return ShardTable(entry, bytes(8 * self.no_places), links=self.no_links)
+        return ShardTable(entry, bytes(8 * self.no_places))

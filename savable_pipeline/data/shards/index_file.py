@@ -1,6 +1,6 @@
 """The index of a folder of shards of any format: columns that are mapped, so that a million shards are no objects.
 
-    "SAVIDX03" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    "SAVIDX04" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ [counts] │ names │ padding
     │ rows
 
@@ -35,7 +35,7 @@ LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blo
 Places: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
 Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index from one offset to before another
 
-MAGIC = b"SAVIDX03"
+MAGIC = b"SAVIDX04"
 TAR = "tar"
 _FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
@@ -50,7 +50,7 @@ class Links(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What an index says of itself; its arrays follow. `layouts` to `links_known` are of tars."""
+    """What an index says of itself; its arrays follow. `layouts` to `links` are of tars."""
 
     shards: Count
     names: Count  # bytes
@@ -60,7 +60,6 @@ class Header(msgspec.Struct, array_like=True):
     size_bytes: int  # 4 or 8: of an element of `sizes`
     sizes: Count  # the length of `sizes`
     links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
-    links_known: bool = False  # whether they were counted in every shard, which earlier releases did not
     kind: str = TAR  # the name of the format
 
     @property
@@ -81,7 +80,7 @@ class ShardTable(msgspec.Struct):
     layouts: list[LayoutParts] = []
     layout_of: bytes = b""  # uint32 (samples,)
     sizes: bytes = b""  # uint64 (members,)
-    links: Links | None = None  # None: not counted
+    links: Links = Links(0)
     torn: str = ""  # what to say of samples whose files do not lie side by side
 
 

@@ -71,7 +71,6 @@ class Columns:
         self.last = ""
         self.faults: dict[int, str] = {}
         self.links: dict[int, Links] = {}
-        self.links_known = True
         self.numbers = [array("Q") for _ in range(5 if kind == TAR else 6)]  # ends … checks, and the rows
 
     def add(self, entry: ShardEntry, check: int, links: Links | None = None, rows: int = 0) -> None:
@@ -82,9 +81,7 @@ class Columns:
         self.names += entry.name.encode() + b"\0"
         if entry.fault:
             self.faults[len(self.numbers[0])] = entry.fault
-        if links is None:
-            self.links_known = False
-        elif links.count:
+        if links is not None and links.count:
             self.links[len(self.numbers[0])] = links
         row = (len(self.names), entry.size, entry.samples, entry.digest, check, rows)
         for column, number in zip(self.numbers, row, strict=False):
@@ -96,7 +93,7 @@ def index_begin(
 ) -> bytes:
     """The bytes of an index before its rows, of which `sizes` are sizes of parts."""
     shards, names = len(columns.numbers[0]), len(columns.names)
-    told = columns.faults, list(layouts), members, size_bytes, sizes, columns.links, columns.links_known
+    told = columns.faults, list(layouts), members, size_bytes, sizes, columns.links
     header = Header(shards, names, *told, columns.kind)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)

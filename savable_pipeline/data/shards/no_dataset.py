@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-_READERS = {".tar": "sp.TarShardReader", ".parquet": "sp.ParquetReader", ".arrow": "sp.ArrowReader"}
+_READERS = {".tar": "sp.TarShardReader", ".parquet": "custom.ParquetReader", ".arrow": "custom.ArrowReader"}
 _TABLES = (".csv", ".tsv", ".json")
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".txt")

@@ -18,6 +18,7 @@ from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.core.files import read_regular
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder, into_folder
 from savable_pipeline.errors import ShardError
 
@@ -34,10 +35,9 @@ LANCE_CURE = (
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
-SCHEMES = ("s3", "gs", "az", "http", "https")  # of URLs that can be read
+SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
 LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
 _LONGEST_PATH = 4096  # characters
-_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # of the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +188,8 @@ def _spelled_out(spec: str) -> str:
     if spec.startswith("pipe:"):
         instead = _instead_of_pipe(spec)
         raise ShardError(clean_address(f"{spec}: pipe: cannot be read at an offset; write {instead} instead"))
-    if spec.startswith("hf://"):
-        raise ShardError(
-            f"{spec}: an address of the hub is not read: download the files, `{download(spec)}`, or name them by their "
-            f"URLs, such as {_url_on_hub(spec)}"
-        )
+    if is_hub(spec):
+        HubAddress.of(spec)
     spec = os.path.expandvars(spec)
     if spec.startswith("file:"):
         return _path_of_url(spec)
@@ -217,29 +214,6 @@ def _path_of_url(spec: str) -> str:
 def _instead_of_pipe(spec: str) -> str:
     url = re.search(r"\b(?:s3|gs|az|https?)://[^\s'\"|;]+", spec)
     return url[0] if url else "the paths of the tars, or their URL"
-
-
-def _url_on_hub(spec: str) -> str:
-    place = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", spec)
-    if place is None:
-        return "https://huggingface.co/datasets/USER/NAME/resolve/main/PATH"
-    return f"https://huggingface.co/datasets/{place[1]}/resolve/{place[2] or 'main'}/{place[3]}"
-
-
-def download(url: str) -> str:
-    """The command that downloads what an address of the hub names.
-
-    >>> from savable_pipeline.data.shards.paths import download
-    >>> download("hf://datasets/user/name@v2/data/*.parquet")
-    "hf download user/name --repo-type dataset --revision v2 --include 'data/*.parquet' --local-dir name"
-    """
-    parts = url.partition("://")[2].split("/")
-    kind = _REPOSITORIES.get(parts[0])
-    owner, name, *rest = [*(parts[1:] if kind else parts), "", ""]
-    name, _, revision = name.partition("@")
-    pattern = "/".join(part for part in rest if part)
-    options = {"repo-type": kind, "revision": revision, "include": pattern and f"'{pattern}'", "local-dir": name}
-    return " ".join([f"hf download {owner}/{name}", *(f"--{key} {value}" for key, value in options.items() if value)])
 
 
 def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:

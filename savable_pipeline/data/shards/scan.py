@@ -204,7 +204,6 @@ TARS = FileFormat(
     TarIndex,
     whole=True,
     no_digest=xxh3_64().intdigest(),
-    no_links=Links(0),
     for_others=".idx",
     leave_beside=write_tar_idx,
     fault_beside=tar_idx_fault,

@@ -36,7 +36,7 @@ class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
         fault: The damage found when it was indexed; "" for none.
 
     Example:
-        >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
+        >>> custom.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
         100
     """
 

@@ -3,9 +3,9 @@
     header 512 │ payload, padded to 512 │ header 512 │ payload … │ two zero blocks
     └─ first member of a sample                                 └─ the end
 
-A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of
-them. Only regular files count; links, directories and devices have no payload, whatever size their headers say (what
-links lead to: tar_links.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
+A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of them.
+Only regular files count; links, directories and devices have no payload, whatever size their headers say (what is
+said of links: tar_links.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
 Formats: v7, ustar, GNU, PAX.
 """
 

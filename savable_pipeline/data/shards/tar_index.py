@@ -69,13 +69,8 @@ class TarIndex(ShardIndex):
 
     @property
     def links(self) -> dict[int, Links]:  # type: ignore[override]
-        """The links of the shards that have any, by number, as far as they were counted."""
+        """The links of the shards that have any, by number."""
         return self.header.links
-
-    @property
-    def links_known(self) -> bool:
-        """Whether they were counted in every shard."""
-        return self.header.links_known
 
     def layout(self, row: int) -> Layout:
         """The layout of the sample in `row`."""
@@ -197,5 +192,5 @@ class TarIndex(ShardIndex):
             [self.header.layouts[number] for number in used],
             layout_of.astype("<u4").tobytes(),
             np.asarray(sizes).astype("<u8").tobytes(),
-            self.links.get(number, Links(0) if self.links_known else None),
+            self.links.get(number, Links(0)),
         )

@@ -13,8 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
-_BY_ARROW = {"br": "brotli", "snappy": "snappy"}  # by pyarrow's names; they need the size of the content
-NEEDED = {"zst", "rows", *_BY_ARROW}  # kinds that need a package
+NEEDED = {"zst", "rows"}  # kinds that need a package
 MORE = "if it is right so, give a larger unpacked_bytes"
 UNPACKED_BYTES = 1 << 30  # that compressed bytes in memory may become, unless the option of this name says more
 _PIECE = 1 << 20  # bytes that are unpacked at a time
@@ -31,7 +30,7 @@ def needed_package(kind: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        what = "rows in Arrow need" if kind == "rows" else f"reading {_BY_ARROW.get(kind, 'zstd')} needs"
+        what = "rows in Arrow need" if kind == "rows" else "reading zstd needs"
         raise ValueError(f"{what} the package {package}: pip install {extra}") from None
 
 
@@ -111,7 +110,7 @@ class Unpacked(io.RawIOBase):
 
 
 def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
-    """The content of what is compressed by gz, bz2, zst, br or snappy: at most `most` bytes, `size` if that is known.
+    """The content of what is compressed by gz, bz2 or zst: at most `most` bytes, `size` if that is known.
 
     Raises `DamagedError`, also for more than that, of which no more than a piece is unpacked.
 
@@ -122,13 +121,6 @@ def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int |
     """
     if size is not None and size > most:
         raise DamagedError(f"{size} bytes when decompressed; at most {most} are read: {MORE}")
-    content = _by_arrow(data, kind, size or 0) if kind in _BY_ARROW else _bounded(data, kind, most, size)
-    if size is not None and len(content) != size:
-        raise DamagedError(f"{len(content)} bytes when decompressed, expected {size}")
-    return content
-
-
-def _bounded(data: bytes, kind: str, most: int, size: int | None) -> bytes:
     file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()  # whose content is copied nowhere, unlike a list's
     while piece := file.chunk():
         content.write(piece)
@@ -136,6 +128,8 @@ def _bounded(data: bytes, kind: str, most: int, size: int | None) -> bytes:
             raise DamagedError(f"more than {size} bytes when decompressed, expected {size}")
         if content.tell() > most:
             raise DamagedError(f"more than {most} bytes when decompressed; {MORE}")
+    if size is not None and content.tell() != size:
+        raise DamagedError(f"{content.tell()} bytes when decompressed, expected {size}")
     return content.getvalue()
 
 
@@ -150,12 +144,3 @@ def _streams(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]
         "xz": (lzma.LZMADecompressor, (lzma.LZMAError, EOFError)),
     }
     return known[kind]
-
-
-def _by_arrow(data: bytes, kind: str, size: int) -> bytes:
-    pa = needed_package(kind)
-    try:
-        content: bytes = pa.decompress(data, size, _BY_ARROW[kind], asbytes=True)
-    except (pa.ArrowException, OSError, MemoryError) as error:
-        raise DamagedError(f"no {_BY_ARROW[kind]} of {size} bytes: {error}") from error
-    return content

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.stores.litdata_json import loads
 from savable_pipeline.data.stores.record_fields import (
     Blob,
     RecordError,
@@ -33,8 +32,9 @@ from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, Recor
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
 _TORCH = _NAMES.split()  # by its codes
-_LEVELS = (None, "chunk", "batch", "sample")
+_LEVELS = (None, "chunk", "sample")
 _LEAF = None
+_BINARY = 0x20  # the greatest first byte of binary JSON; a text begins with a printable one
 
 
 class _Chunk(msgspec.Struct):
@@ -135,13 +135,12 @@ def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
 
 
 def _alternatives(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[ListedFile, ...]:
-    framed = config.compression_level == "batch"
     below, slash, name = chunk.filename.rpartition("/")
     plain = f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
-    as_left = ListedFile(plain, chunk.chunk_size, schema, framed=framed)
+    as_left = ListedFile(plain, chunk.chunk_size, schema)
     if plain == chunk.filename:
         return (as_left,)
-    return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst", framed=framed), as_left
+    return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst"), as_left
 
 
 def _spec(loaded: Any) -> Any:
@@ -182,6 +181,12 @@ def _check_config(config: _Config) -> None:
             raise ValueError(f"the format {plain} holds pickles, and unpickling runs what they name: {INSTEAD}")
         if plain not in _KNOWN:
             raise ValueError(f"the format {kind!r} is not read: {INSTEAD}")
+
+
+def _json(data: bytes) -> Any:
+    if data and data[0] <= _BINARY:
+        raise RecordError(f"binary JSON: a field in LitData's binary form of JSON, which is not read: {INSTEAD}")
+    return json.loads(data)
 
 
 def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
@@ -225,7 +230,7 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
     "bool": lambda data: data[0] != 0,
     "int": functools.partial(scalar, "<i8"),
     "float": functools.partial(scalar, "<f8"),
-    "json": loads,
+    "json": _json,
 }
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
 _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {

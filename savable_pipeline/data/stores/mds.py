@@ -31,7 +31,7 @@ from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, Recor
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
-_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snappy"}  # its compressions, as called here
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # its compressions, as called here
 
 
 class _FileInfo(msgspec.Struct):
@@ -98,8 +98,8 @@ def _alternatives(shard: _Shard) -> tuple[ListedFile, ...]:
         hashes=zipped.hashes,
         fault=""
         if kind in _PACKED
-        else f"compressed with {kind!r}, which is not read, where {', '.join(_PACKED)} are: decompress it to "
-        f"{plain.name}, and keep both names in index.json",
+        else f"compressed with {kind!r}, which is not read, where {', '.join(_PACKED)} are: write it again with "
+        f'compression="zstd", or decompress it to {plain.name} and keep both names in index.json',
     )
     return plain, packed
 

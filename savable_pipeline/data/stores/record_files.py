@@ -1,21 +1,17 @@
 """Files of records that an index.json names: MDS and LitData; what the index of the project says of one.
 
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
-    "LDFZ01" 0 0 │ version u16 │ 0 u16 │ count u32 │ records a frame u32 │ frames u32 │ offsets u32 (count + 1,)
-        │ places (frames,): first record u32, records u32, begin u64, size u32, size of its content u32 │ frame │ …
     … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
 
-The last two are LitData's, whose offsets of records in frames count from the first one on, as if no frame was
-compressed. Any of the three may be compressed as a whole. Numbers are little-endian.
+The last is LitData's. Either may be compressed as a whole. Numbers are little-endian.
 
 Places of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
-the bytes of its schema, records a frame, the schema; then the offsets, and the frames; or where the rows of Arrow are.
+the bytes of its schema, the schema; then the offsets, or where the rows of Arrow are.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +31,10 @@ from savable_pipeline.data.stores.file_kinds import INDEX
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
 
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
-RECORDS, FRAMES, ROWS, WHOLE = range(4)
-PACKED = ("", "gz", "bz2", "zst", "br", "snappy")
+RECORDS, ROWS, WHOLE = range(3)
+PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
-_FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"
-_PREFIX = struct.Struct("<8sHHIII")
-_FRAME = np.dtype([("first", "<u4"), ("count", "<u4"), ("begin", "<u8"), ("size", "<u4"), ("content", "<u4")])
+_FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # of LitData: compressed by batch, and rows
 _SEEN, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
 
 T = TypeVar("T")
@@ -65,7 +59,6 @@ class ListedFile(msgspec.Struct, frozen=True):
     size: int | None = None  # bytes; None: not said
     packed: str = ""
     content: int | None = None  # bytes when decompressed, if that is said
-    framed: bool = False  # whether it must be in frames
     fault: str = ""  # why it cannot be read
     hashes: dict[str, str] = {}  # of its bytes, by algorithm
 
@@ -76,7 +69,7 @@ class RecordKind:
 
     listed: Callable[[bytes], list[tuple[ListedFile, ...]]]
     schema: type[Schema]
-    chunked: bool = False  # whether there are frames, and rows of Arrow
+    chunked: bool = False  # whether there are rows of Arrow
 
     def names(self, index: bytes) -> list[tuple[str, ...]]:
         """The names that each file may have: the first of them that is there is read. Raises ValueError."""
@@ -91,9 +84,7 @@ class RecordLayout:
     packed: str
     content: int | None
     schema: bytes
-    a_frame: int
     offsets: Places
-    frames: Places  # (frames, 5): first record, records, begin, size, size of the content
 
 
 def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place: str) -> FileFormat:
@@ -164,10 +155,10 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
     if not 0 <= said.samples < _MOST_RECORDS:
         raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
     content = Stretch(file.read, 0, file.size)
-    what, a_frame, more = (WHOLE, 0, np.zeros(0, "<u8")) if said.packed else layout_in(content, said, kind.chunked)
+    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(content, said.samples, kind.chunked)
     known = 0 if said.content is None else said.content + 1
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
-    head = np.array([what, PACKED.index(said.packed), known, len(said.schema), a_frame], "<u8")
+    head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
     places = np.concatenate([head, schema, more]).tobytes()
     digest = xxh3_64(places)
     seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
@@ -179,49 +170,24 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
 
 def layout_of(places: Places, samples: int) -> RecordLayout:
     """What the index says of a file."""
-    what, packed, known, length, a_frame = places[:5].tolist()
-    begin = 5 + -(-length // 8)
-    end = begin + {RECORDS: samples + 1, FRAMES: samples + 1, ROWS: 2, WHOLE: 0}[what]
-    schema = places[5:begin].tobytes()[:length]
-    frames = places[end:].reshape(-1, 5)
-    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, a_frame, places[begin:end], frames)
+    what, packed, known, length = places[:4].tolist()
+    begin = 4 + -(-length // 8)
+    end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[what]
+    schema = places[4:begin].tobytes()[:length]
+    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, places[begin:end])
 
 
-def layout_in(content: Stretch, said: ListedFile, chunked: bool) -> tuple[int, int, Places]:
-    """What is in a file that is not compressed as a whole; records a frame, offsets and frames. Raises ValueError."""
+def layout_in(content: Stretch, samples: int, chunked: bool) -> tuple[int, Places]:
+    """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
     try:
         if chunked and content.tail(len(_ROWS)) == _ROWS:
             end = content.size - len(_ROWS) - 4
             size = content.uint32s(end, 1)[0]
-            return ROWS, 0, np.array([content.part(end - size, size).offset, end], "<u8")
+            return ROWS, np.array([content.part(end - size, size).offset, end], "<u8")
         if chunked and content.head(len(_FRAMED)) == _FRAMED:
-            return _frames_in(content, said)
-        if said.framed:
-            raise ValueError("no frames, but compressed by batch by the index; copy it again")
-        _check_count(content.uint32s(0, 1)[0], said.samples)
-        return RECORDS, 0, _uint32s(content, 4, said.samples + 1)
+            raise ValueError(f"compression by batch is not read: {INSTEAD}")
+        if (there := content.uint32s(0, 1)[0]) != samples:
+            raise ValueError(f"holds {there} records, but {samples} by the index; copy it again")
+        return RECORDS, np.frombuffer(content.part(4, 4 * (samples + 1)).read(), "<u4").astype("<u8")
     except RecordError as error:
         raise ValueError("too short to hold records; copy it again") from error
-
-
-def _frames_in(content: Stretch, said: ListedFile) -> tuple[int, int, Places]:
-    _, version, _, count, a_frame, frames = _PREFIX.unpack(content.part(0, _PREFIX.size).read())
-    _check_count(count, said.samples)
-    if version != 1:
-        raise ValueError(f"version {version} of frames, where 1 is read")
-    if a_frame < 1 or frames != -(-count // a_frame):
-        raise ValueError(f"{frames} frames of {a_frame} items for {count}; copy it again")
-    offsets = _uint32s(content, _PREFIX.size, count + 1)
-    raw = content.part(_PREFIX.size + 4 * len(offsets), _FRAME.itemsize * frames).read()
-    places = np.frombuffer(raw, _FRAME)
-    table = np.stack([places[name].astype("<u8") for name in _FRAME.names or ()], axis=1)
-    return FRAMES, a_frame, np.concatenate([offsets, table.ravel()])
-
-
-def _check_count(there: int, count: int) -> None:
-    if there != count:
-        raise ValueError(f"holds {there} records, but {count} by the index; copy it again")
-
-
-def _uint32s(content: Stretch, offset: int, count: int) -> Places:
-    return np.frombuffer(content.part(offset, 4 * count).read(), "<u4").astype("<u8")

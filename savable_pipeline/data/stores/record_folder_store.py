@@ -1,7 +1,7 @@
 """`RecordFolderStore`: the record store of folders with an index.json: MDS and LitData; a record is a sample.
 
 not compressed, or each record by itself    a record is read at its offset in the index
-a shard, a chunk, a frame, rows of Arrow    a group of rows, unpacked once (`GroupedStore`)
+a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`GroupedStore`)
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
 from savable_pipeline.data.stores.plain_values import as_part
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
 from savable_pipeline.data.stores.record_files import (
-    FRAMES,
     PACKED,
     RECORDS,
     ROWS,
     WHOLE,
-    ListedFile,
     RecordKind,
     RecordLayout,
     Schema,
@@ -84,7 +82,7 @@ class RecordFolderStore(GroupedStore):
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
         for what, packed in kinds:  # a damaged index is told of later
-            needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
+            needs = "rows" if what == ROWS else PACKED[packed] if packed < len(PACKED) else ""
             if needs in NEEDED:
                 needed_package(needs)
         if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
@@ -127,7 +125,10 @@ class RecordFolderStore(GroupedStore):
         content = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
         record, schema = record_in(content, layout.offsets, row), self._schema(layout)
         if schema.each:
-            record = Stretch.of(self._unpacked(record.read(), schema.each))
+            try:
+                record = Stretch.of(decompressed(record.read(), schema.each, self._most))
+            except DamagedError as error:
+                raise RecordError(f"damaged record: {error}") from error
         elif record.size <= at_once:
             record = Stretch.of(record.read())
         return schema.fields(record)
@@ -168,37 +169,27 @@ class RecordFolderStore(GroupedStore):
             return None
         if not entry.samples:
             return [], 0
-        layout, ends = self._known(shard), self.group_ends(shard)
+        layout = self._known(shard)
         size = layout.content or entry.size * (_LIKELY if layout.packed else 1)
-        if layout.what == FRAMES:
-            size = int(layout.frames[:, 4].sum())
-        return np.diff([0, *ends]).tolist(), size
+        return self.group_ends(shard), size
 
     def group_ends(self, shard: int) -> list[int]:
         """See `GroupedStore.group_ends`."""
-        layout, samples = self._known(shard), int(self.entries.samples[shard])
-        if layout.what != FRAMES:
-            return [samples]
-        return [min(samples, (i + 1) * layout.a_frame) for i in range(len(layout.frames))]
+        return [int(self.entries.samples[shard])]
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
-        """See `GroupedStore.decoded`. Raises `RecordError` for a damaged frame."""
+        """See `GroupedStore.decoded`."""
         layout, read = self._known(shard), partial(self.files.read, shard)
-        if layout.what == FRAMES:
-            rows: RecordBlock | RecordTable = self._frame(shard, layout, group, expected)
-            return rows, rows.size
         begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, int(self.entries.sizes[shard]))
         raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
         try:
             if what == WHOLE:
                 raw = decompressed(raw, layout.packed, self._most, layout.content)
-                what, _, offsets = layout_in(Stretch.of(raw), ListedFile("", expected, b""), self.kind.chunked)
+                what, offsets = layout_in(Stretch.of(raw), expected, self.kind.chunked)
                 if what == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
-            if what == FRAMES:
-                raise ValueError("frames in what is compressed as a whole")
-            rows = (
-                RecordBlock(raw, offsets, 0, self._schema(layout))
+            rows: RecordBlock | RecordTable = (
+                RecordBlock(raw, offsets, self._schema(layout))
                 if what == RECORDS
                 else table_of(raw, expected, self._most)
             )
@@ -209,13 +200,10 @@ class RecordFolderStore(GroupedStore):
         return rows, rows.size
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The records, or the frames that hold them; of what is unpacked as a whole the file."""
+        """The records; of what is unpacked as a whole the file."""
         layout, size = self._known(shard), int(self.entries.sizes[shard])
         if layout.what == RECORDS:
             begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
-        elif layout.what == FRAMES:
-            frames = layout.frames[np.unique(rows // layout.a_frame)]
-            begins, ends = frames[:, 2], frames[:, 2] + frames[:, 3]
         else:
             begins, ends = np.zeros(1, np.uint64), np.full(1, size, np.uint64)
         return np.minimum(begins, size).astype(np.int64), np.minimum(ends, size).astype(np.int64)
@@ -232,22 +220,6 @@ class RecordFolderStore(GroupedStore):
             raise self._broken_record(shard, row, error) from error
         self._found = shard, row, fields, parts
         return fields, parts
-
-    def _frame(self, shard: int, layout: RecordLayout, group: int, expected: int) -> RecordBlock:
-        first, count, begin, size, content = layout.frames[group].tolist()
-        start = group * layout.a_frame
-        if (first, count) != (start, expected):
-            raise RecordError(f"damaged record: its frame holds the items from {first} on, {count} of them")
-        file = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
-        data = self._unpacked(file.part(begin, size).read(), "zst", content)
-        offsets = layout.offsets[start : start + expected + 1]
-        return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout))
-
-    def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
-        try:
-            return decompressed(data, kind, self._most, size)
-        except DamagedError as error:
-            raise RecordError(f"damaged record: {error}") from error
 
     def _known(self, shard: int) -> RecordLayout:
         layout = self._layouts.get(shard)

@@ -1,4 +1,4 @@
-"""Records in memory: of a file that was decompressed, of a frame, or rows of Arrow; see `record_files`."""
+"""Records in memory: of a file that was decompressed, or rows of Arrow; see `record_files`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _NOTHING = object()  # in the place of bytes, which are parts of their own
 
 @dataclass(frozen=True, slots=True)
 class RecordBlock:
-    """The records of `data`, from `first` on: `offsets` are uint64 (records + 1,), and the first lies at `begin`."""
+    """The records of `data`: `offsets` are uint64 (records + 1,)."""
 
     data: bytes
     offsets: Places
-    begin: int
     schema: Schema
 
     def __len__(self) -> int:
@@ -33,12 +32,12 @@ class RecordBlock:
 
     def fields(self, place: int) -> list[Value | Blob]:
         """The fields of a record. Raises `RecordError`."""
-        return self.schema.fields(record_in(Stretch.of(self.data), self.offsets, place, self.begin))
+        return self.schema.fields(record_in(Stretch.of(self.data), self.offsets, place))
 
     def kept(self, place: int) -> RecordBlock:
         """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
-        data = record_in(Stretch.of(self.data), self.offsets, place, self.begin).read()
-        return RecordBlock(data, np.array([0, len(data)], np.uint64), 0, self.schema)
+        data = record_in(Stretch.of(self.data), self.offsets, place).read()
+        return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
     @property
     def size(self) -> int:
@@ -46,10 +45,10 @@ class RecordBlock:
         return len(self.data) + self.offsets.nbytes
 
 
-def record_in(content: Stretch, offsets: Places, place: int, begin: int = 0) -> Stretch:
-    """The record at a place, of content that begins at the offset `begin`. Raises `RecordError` if it is not in it."""
+def record_in(content: Stretch, offsets: Places, place: int) -> Stretch:
+    """The record at a place. Raises `RecordError` if it is not in the content."""
     first, end = int(offsets[place]), int(offsets[place + 1])
-    return content.part(first - begin, end - first)
+    return content.part(first, end - first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 
 
 class RecordStore(Protocol):
-    """A collection of samples: derive from it to read a format of your own with `sp.RecordReader`.
+    """A collection of samples: derive from it to read a format of your own with `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
     Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part. What
@@ -44,16 +44,16 @@ class RecordStore(Protocol):
         decoded_bytes: The most bytes of row groups that the store keeps decoded.
 
     Example:
-        >>> class Squares(sp.RecordStore):
+        >>> class Squares(custom.RecordStore):
         ...     address = "squares"
-        ...     entries = [sp.ShardEntry("all", size=0, samples=100, digest=1)]
+        ...     entries = [custom.ShardEntry("all", size=0, samples=100, digest=1)]
         ...     def key(self, shard, row):
         ...         return str(row)
         ...     def extensions(self, shard, row):
         ...         return ["txt"]
         ...     def read(self, shard, row, extension):
         ...         return str(row * row).encode()
-        >>> samples = sp.RecordReader(Squares(), sp.Lane(), shuffle=False)
+        >>> samples = custom.RecordReader(Squares(), sp.Lane(), shuffle=False)
         >>> [next(samples).text() for _ in range(5)]
         ['0', '1', '4', '9', '16']
     """

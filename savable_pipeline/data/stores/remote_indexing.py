@@ -175,7 +175,7 @@ class _Making:
             known = () if own is None else set(own.index.shards.names)
             unknown = [number for number, name in enumerate(found.names) if name not in known]
             found = asked(found, self.downloader, unknown, self.form)
-        stamps = () if self.form.whole else found.stamps
+        stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, self.changed):
             return found, held(before.folder)

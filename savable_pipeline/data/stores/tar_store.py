@@ -186,7 +186,7 @@ class TarStore:
         return self.found.table(shard)
 
     def left_out(self) -> str:
-        """See `RecordStore.left_out`: links, as far as the index counts them."""
+        """See `RecordStore.left_out`: links that the index counts."""
         index = self._rows.index
         return links_told(self.address, index, self.found.numbers.tolist()) if index.links else ""
 

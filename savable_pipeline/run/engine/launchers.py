@@ -253,7 +253,7 @@ def check_picklable(pipeline: PipelineFunction, context: BaseContext) -> None:
         cure = f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
         raise ValueError(
             f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
-            "multiprocessing_context='fork'"
+            "start_method='fork'"
         ) from error
     if size > _LARGE_BYTES:
         log.warning(
@@ -262,19 +262,6 @@ def check_picklable(pipeline: PipelineFunction, context: BaseContext) -> None:
             human_bytes(size),
             method,
         )
-
-
-def get_context(method: str | BaseContext | None) -> BaseContext:
-    """The multiprocessing context of a start method; None takes "fork", or "spawn" on a platform without it.
-
-    Raises ValueError for an unknown method.
-    """
-    if isinstance(method, BaseContext):
-        return method
-    methods = multiprocessing.get_all_start_methods()
-    if method is not None and method not in methods:
-        raise ValueError(f"multiprocessing_context={method!r}: this platform has {', '.join(methods)}")
-    return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
 
 
 def wait_until_ended(made: Launcher, numbers: set[int], by_themselves: set[int]) -> None:

@@ -19,7 +19,7 @@ import signal
 import textwrap
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import ShardError, WorkerError
@@ -30,6 +30,7 @@ from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failur
 from savable_pipeline.run.engine.sealed_job import NOT_IMPORTED, UNGUARDED, UNGUARDED_CODE
 from savable_pipeline.run.engine.worker_handle import LaneAssignment, PendingRequest, WorkerHandle
 from savable_pipeline.run.engine.worker_main import answer_request
+from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.transport.status_page import STACK_SIGNAL, WorkerStatus
 from savable_pipeline.stages.stage import Stage
 
@@ -41,19 +42,6 @@ _STACK_S = 1.0  # timeout for a hanging worker to write its stack
 _LOOK_S = 5.0  # timeout for workers to look at their shards
 _LOOK_STEP_S = 0.001  # between two looks at whether they have
 _MOVE_S = 0.002  # estimated time to build and restore a lane
-
-
-class PoolSettings(Protocol):
-    """The settings of a loader that concern its workers."""
-
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def prefetch(self) -> int: ...  # the most requests a worker has at a time
-    @property
-    def timeout(self) -> float: ...  # seconds
-    @property
-    def max_restarts(self) -> int: ...
 
 
 class Pool:
@@ -68,16 +56,16 @@ class Pool:
     def __init__(
         self,
         launcher: Launcher,
-        settings: PoolSettings,
+        workers: Workers,
         last_stage: Stage,
         pinned: PinnedShards,
         *,
         restarts: int,
     ) -> None:
         self._launcher = launcher
-        self._depth = settings.prefetch
-        self._timeout = settings.timeout
-        self._max_restarts = settings.max_restarts
+        self._depth = workers.prefetch
+        self._timeout = workers.timeout
+        self._max_restarts = workers.max_restarts
         self._last_stage = last_stage
         self._pinned = pinned  # the shards that its workers read
         self._lanes: dict[int, LaneAssignment] = {}
@@ -95,7 +83,7 @@ class Pool:
         self._started = 0
         self.fault = ""  # of batches that were given, which a worker reported that has ended since
         try:
-            for _ in range(settings.num_workers):
+            for _ in range(workers.count or 0):
                 self._workers.append(self._new_worker())
         except BaseException:
             self.close()

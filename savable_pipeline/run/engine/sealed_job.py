@@ -36,10 +36,10 @@ UNGUARDED_CODE = 79  # with which one of them ends that finds the main module un
 UNGUARDED = (
     "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
     "workers again: put what the module does, from making the loader on, under `if __name__ == '__main__':`, or use "
-    "multiprocessing_context='fork'"
+    "start_method='fork'"
 )
 _IMPORTED = "workers started by spawn or forkserver import the trainer's main module again, and that failed"
-_GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use multiprocessing_context='fork'"
+_GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use start_method='fork'"
 NOT_IMPORTED = f"{_IMPORTED}: its error stands above, on stderr. {_GUARD}"
 _LONGEST = 10  # lines of a traceback in a message
 
@@ -81,7 +81,7 @@ def _unpickled(raw: bytes) -> LaneJob:
         raise WorkerError(
             f"a worker cannot import the pipeline: {short_error(error)}. Define it, and what it uses, at the "
             "top of a module that workers can import too (not under `if __name__ == '__main__':`, nor in a "
-            "notebook), or use multiprocessing_context='fork'"
+            "notebook), or use start_method='fork'"
         ) from error
     return job
 

@@ -149,7 +149,7 @@ class AcknowledgedRun(DecidingRun):
 
     def _wait(self, rows: int, delivery: Delivery | None = None) -> None:
         try:
-            self.table.wait(rows, self.settings.max_in_flight or 0, self.settings.timeout)
+            self.table.wait(rows, self.settings.max_in_flight or 0, self.settings.workers.timeout)
         except BaseException:
             if delivery is not None:
                 self.prefetcher.put_back(self.position, delivery)

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.shards.hub_address import commits_of
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
@@ -61,10 +63,11 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     Raises `SavableError` if they cannot be opened so, or are others: each answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
-    fields = unpack_fingerprint(start.fingerprint).fields
+    saved = unpack_fingerprint(start.fingerprint)
+    fields = saved.fields
     reader = _reader_of(ledger, source, fields)
     settings = {name.rpartition(".")[2]: value for name, value in fields.items() if name.rpartition(".")[0] == reader}
-    files = data or source.files or source.address
+    files = at_commit(data or source.files or source.address, commits_of(saved.addresses))
     dataset = _opened(reader.rpartition("/")[2], files, settings)
     if not begin_with(dataset.entries, settings["shards"]):
         raise SavableError(

@@ -85,6 +85,12 @@ class LocalLanes:
         if (growth, decisions) != (self.growth, self.decisions):
             self._example, self.growth, self.decisions = self._built(growth, decisions), growth, decisions
 
+    def pin(self, pinned: PinnedShards) -> None:
+        """From now on read these shards, and of datasets of the Hub these commits; others as they are found."""
+        self.close()
+        self.pinned.clear()
+        self.pinned.update(pinned)
+
     def draw_subsets_by(self, order: int | None) -> None:
         """From now on inspect lanes whose readers draw subsets by this order's number."""
         if order != self.subset_order:

@@ -61,7 +61,7 @@ class OwnProcess:
             if worker and not self._ranked:
                 raise SavableError(
                     f"this loader was made in {worker}, each of which would yield every batch: {_INSTEAD}, or give "
-                    "each worker its share: rank=get_worker_info().id, world_size=get_worker_info().num_workers"
+                    "each worker its share: ranks=(get_worker_info().id, get_worker_info().num_workers)"
                 )
             return
         if worker:

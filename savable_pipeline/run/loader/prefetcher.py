@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -79,7 +80,7 @@ class Prefetcher:
         """The batch of the first of these `Remake`s; others are requested with it. Raises what `next` raises."""
         try:
             makers = self._start(position)
-            asked = list(islice(jobs, max(1, self._settings.prefetch * self._settings.num_workers)))
+            asked = list(islice(jobs, max(1, self._settings.workers.prefetch * self._settings.num_workers)))
             for job in asked:
                 if job not in self._again:
                     self._remakes += 1  # a lane for itself, that any worker may take
@@ -171,7 +172,7 @@ class Prefetcher:
 
         Slots to skip are requested up to `last`: whether later slots are skipped is not known yet.
         """
-        most = max(at_least, self._settings.prefetch * self._settings.num_workers)
+        most = max(at_least, self._settings.workers.prefetch * self._settings.num_workers)
         while len(self._requests) < most:
             ahead = len(self._requests) + (self._peeked is not None)
             slot = self._slot + ahead * position.step
@@ -196,13 +197,13 @@ class Prefetcher:
                 workers * (self._settings.lanes // own_lanes),
             )
         if workers:
-            check_picklable(self._settings.pipeline, self._settings.find_context())
+            check_picklable(self._settings.pipeline, self._settings.workers.context())
             self.launch()
 
     def launch(self) -> Launcher:
         """Start the process that starts workers: early, before this process has more threads or uses a GPU."""
         if self._launcher is None:
-            self._launcher = launcher(self._settings.job, self._settings.find_context())
+            self._launcher = launcher(self._settings.job, self._settings.workers.context())
             self._end_launcher = close_with(self, self._launcher)
         return self._launcher
 
@@ -222,7 +223,8 @@ class Prefetcher:
             self._end_makers = close_with(self, in_process)
             return in_process
         last_stage = self._local.last_stage  # opens, and on first use indexes, the shards once, before any worker does
-        pool = Pool(self.launch(), self._settings, last_stage, self._local.pinned, restarts=self._restarts)
+        workers = replace(self._settings.workers, count=self._settings.num_workers)
+        pool = Pool(self.launch(), workers, last_stage, self._local.pinned, restarts=self._restarts)
         self._end_makers = close_with(self, pool)
         return pool
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.dataset.shard_digests import count
+from savable_pipeline.data.shards.hub_address import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
@@ -26,32 +27,55 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 _DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
 
 
 class Ranks:
-    """Rank `rank` of `world_size`; `group` is the process group through which they communicate, None without one.
+    """The data-parallel rank of this process among those of the run, for `SavableLoader(..., ranks=)`.
 
-    `given`: whether these, or the group, were arguments; else they were found in torch.distributed.
+    Args:
+        rank: Its number, from 0.
+        world_size: How many there are.
+        group: The process group through which they communicate. None: all of torch.distributed, if its ranks are
+            these; else they do not communicate, which an endless run need not.
+        explicit: Whether these were arguments; else they were found in torch.distributed.
+
+    Raises:
+        ValueError: There is no such rank.
+
+    Example:
+        >>> pipeline = sp.read("shards/").batch(4)
+        >>> loader = sp.SavableLoader(pipeline, seed=7, ranks=sp.Ranks(0, 2))  # or ranks=(0, 2)
     """
 
-    def __init__(self, rank: int, world_size: int, group: Any, *, given: bool = True) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any = None, *, explicit: bool = True) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in 0 … {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self.group = group
-        self.given = given
+        self.explicit = explicit
 
     def lanes(self, lanes: int) -> range:
-        """The lanes of this rank."""
+        """The lanes of this rank.
+
+        Args:
+            lanes: The number of lanes of the run.
+        """
         return range(self.rank, lanes, self.world_size)
 
     def slot(self, step_start: int) -> int:
-        """This rank's slot in the step that takes the slots from `step_start` on."""
+        """This rank's slot in a step.
+
+        Args:
+            step_start: The first slot of the step.
+        """
         return step_start + (self.rank - step_start) % self.world_size
 
     def check_world(self) -> None:
         """Raise ValueError if the ranks were found, and are others now: torch.distributed was initialised later."""
-        if self.given:
+        if self.explicit:
             return
         if _initialised():
             import torch.distributed as dist
@@ -66,18 +90,26 @@ class Ranks:
             return
         raise ValueError(
             f"this loader was made for rank {self.rank} of {self.world_size}, which it found when it was made, but now "
-            f"{now}: make it after init_process_group, in the process that uses it, or pass rank and world_size"
+            f"{now}: make it after init_process_group, in the process that uses it, or pass ranks=(rank, world_size)"
         )
 
     def agree(self, proposed: int, *, smallest: bool) -> int:
-        """The smallest or largest proposal of all ranks. Collective. Raises ValueError if they cannot communicate."""
+        """The smallest or largest proposal of all ranks. Collective.
+
+        Args:
+            proposed: That of this rank.
+            smallest: Whether the smallest is taken.
+
+        Raises:
+            ValueError: They cannot communicate.
+        """
         if self.world_size == 1:
             return proposed
         group = self._find_group()
         if group is None:
             raise ValueError(
-                f"the {self.world_size} ranks of a finite run must agree on its end, but rank and world_size were "
-                "given as numbers: call torch.distributed.init_process_group with these ranks, or use epochs=None, or "
+                f"the {self.world_size} ranks of a finite run must agree on its end, but ranks= was a "
+                "pair of numbers: call torch.distributed.init_process_group with these ranks, or use epochs=None, or "
                 "a pipeline whose length is known: no packing, one_to_one encoders, on_error='raise'; in a test, "
                 "savable_pipeline.testing.steps_of_ranks lets all ranks agree in one process"
             )
@@ -95,6 +127,10 @@ class Ranks:
         When a rank sets a key again, which its group's store counts, it is compared with the others' values of the same
         round. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
         error if the store does not answer.
+
+        Args:
+            key: What is said.
+            value: What this rank says.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
         store = None if find is None else find()
@@ -125,7 +161,12 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order, on each rank. Collective.
 
-        Raises ValueError without a group, `SavableError` if another rank does not take part.
+        Args:
+            value: That of this rank.
+
+        Raises:
+            ValueError: There is no group.
+            SavableError: Another rank does not take part.
         """
         if self.world_size == 1:
             return [value]
@@ -157,42 +198,14 @@ def _announced() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def find_ranks(
-    rank: int | None,
-    world_size: int | None,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    lanes: int,
-) -> Ranks:
-    """The rank from the arguments, a group, a one-dimensional mesh or torch.distributed; without any, rank 0 of 1.
+def find_ranks(ranks: RanksLike, lanes: int) -> Ranks:
+    """The rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
 
-    Raises ValueError if they contradict each other, or the world size does not divide the lanes.
+    Raises ValueError for another argument, and if the world size does not divide the lanes.
     """
     if lanes < 1:
         raise ValueError(f"lanes must be at least 1, not {lanes}")
-    if (rank is None) != (world_size is None):
-        raise ValueError("give both rank and world_size, or neither")
-    if mesh is not None:
-        if group is not None or mesh.ndim != 1:
-            raise ValueError("mesh must have one dimension, that of data parallelism: pass mesh['dp'], and no group")
-        group = mesh.get_group()
-    if rank is not None and world_size is not None:
-        ranks = Ranks(rank, world_size, group)
-    elif group is not None or _initialised():
-        import torch.distributed as dist
-
-        given = group is not None
-        group = group or dist.group.WORLD
-        ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group, given=given)
-    elif _announced() > 1:
-        raise ValueError(
-            f"WORLD_SIZE={_announced()} says that there are several ranks, but torch.distributed is not "
-            "initialised: call init_process_group before making the loader, or pass rank and world_size"
-        )
-    else:
-        ranks = Ranks(0, 1, None, given=False)
-    if not 0 <= ranks.rank < ranks.world_size:
-        raise ValueError(f"rank {ranks.rank} is not in 0 … {ranks.world_size - 1}")
+    ranks = _ranks_of(ranks) if ranks is not None else _found_ranks()
     if lanes % ranks.world_size:
         divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
         raise ValueError(
@@ -200,6 +213,35 @@ def find_ranks(
             f"{', '.join(map(str, divisors))}. Or begin a new run with another lanes="
         )
     return ranks
+
+
+def _ranks_of(ranks: object) -> Ranks:
+    if isinstance(ranks, Ranks):
+        return ranks
+    if isinstance(ranks, tuple | list) and len(ranks) == 2 and all(isinstance(number, int) for number in ranks):
+        return Ranks(*ranks)
+    if hasattr(ranks, "get_group") and hasattr(ranks, "ndim"):  # a mesh, with no import of torch.distributed
+        if ranks.ndim != 1:
+            raise ValueError("a mesh must have one dimension, that of data parallelism: pass ranks=mesh['dp']")
+        ranks = ranks.get_group()
+    import torch.distributed as dist
+
+    if dist.is_available() and isinstance(ranks, dist.ProcessGroup):
+        return Ranks(dist.get_rank(ranks), dist.get_world_size(ranks), ranks)
+    raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(…), not {ranks!r}")
+
+
+def _found_ranks() -> Ranks:
+    if _initialised():
+        import torch.distributed as dist
+
+        return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, explicit=False)
+    if _announced() > 1:
+        raise ValueError(
+            f"WORLD_SIZE={_announced()} says that there are several ranks, but torch.distributed is not "
+            "initialised: call init_process_group before making the loader, or pass ranks=(rank, world_size)"
+        )
+    return Ranks(0, 1, explicit=False)
 
 
 def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
@@ -213,7 +255,7 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and what torch.distributed does
     where its store does not answer.
     """
-    names = sorted(PurePosixPath(address).name for address in found.addresses.values())
+    names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())
     key = _digest([found.fields[name] for name in ("stages", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]

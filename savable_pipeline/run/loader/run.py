@@ -63,7 +63,7 @@ class Run:
         self.states = States(settings, self.ranks, local)
         self._losses = SourceLosses(local)
         self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
-        self._process = OwnProcess(ranked=settings.rank is not None)
+        self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
         self.begin_epoch(0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
+from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledging import Acknowledging
 from savable_pipeline.run.loader.deciding import DecidingRun
+from savable_pipeline.run.loader.ranks import RanksLike
 from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
 from savable_pipeline.run.loader.trainer_calls import (
     caller,
@@ -26,7 +27,6 @@ from savable_pipeline.stages.pipeline import PipelineFunction
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SavableLoader(Acknowledging):
@@ -40,13 +40,9 @@ class SavableLoader(Acknowledging):
         seed: Seed of all random numbers.
         lanes: Logical workers: fixed for the run, a multiple of each world size that it may have.
         num_workers: Worker processes of this rank, kept from pass to pass; 0 works in this process.
-        rank: Data-parallel rank. None: from `group`, `mesh` or torch.distributed, else 0.
-        world_size: Number of ranks. None: as for `rank`.
-        group: Their process group.
-        mesh: Their one-dimensional device mesh.
-        prefetch: Batches that a worker may be ahead.
+        ranks: The data-parallel rank: (rank, world_size), a process group, a one-dimensional device mesh or
+            `sp.Ranks`. None: from torch.distributed, else (0, 1).
         pin_memory: Copy tensors to page-locked memory.
-        multiprocessing_context: "fork", "forkserver", "spawn" or a context. None: "fork" if available.
         tail: A finite run ends with "stop" before the first round (a batch of each lane) that some lane cannot fill;
             with "pad" after the last sample, filled up to a step of all ranks; `batch["valid"]` marks the rows that
             count.
@@ -56,11 +52,10 @@ class SavableLoader(Acknowledging):
         ids: Add "sample_ids" to each batch, a dict: int64 (rows, 3), source (number in `sources`), index and part, -1
             in filler rows. With several samples a row, one entry for each, and its row in "sample_rows", int64
             (samples,).
-        acknowledge: Rows are in flight, and in the state, until `done` or `dropped` has their receipts.
-        max_in_flight: Most rows given here and not acknowledged here: `next` waits, and raises after `timeout`.
+        acknowledge: Rows are in flight, and in the state, until `done` or `dropped` has their receipts;
+            `sp.Acknowledge(max_in_flight=)` bounds them.
         ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
-        timeout: Seconds for a batch before its worker is replaced.
-        max_restarts: Workers that may be replaced.
+        workers: `sp.Workers`: start method, time-out, restarts and prefetch of the worker processes.
 
     Raises:
         ValueError: A setting is wrong.
@@ -86,22 +81,15 @@ class SavableLoader(Acknowledging):
         seed: int,
         lanes: int = 96,
         num_workers: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        prefetch: int = 2,
+        ranks: RanksLike = None,
         pin_memory: bool = False,
-        multiprocessing_context: str | BaseContext | None = None,
         tail: Literal["stop", "pad"] = "stop",
         on_iter: Literal["continue", "restart"] = "continue",
         epoch_slots: int | None = None,
         ids: bool = False,
-        acknowledge: bool = False,
-        max_in_flight: int | None = None,
+        acknowledge: bool | Acknowledge = False,
         ledger: str | os.PathLike[str] | None = None,
-        timeout: float = 600.0,
-        max_restarts: int = 100,
+        workers: Workers = Workers(),  # noqa: B008  # immutable
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._run = (AcknowledgedRun if acknowledge else DecidingRun)(LoaderSettings(**arguments))

@@ -1,20 +1,38 @@
-"""`LoaderSettings`: the arguments of a `SavableLoader`, checked."""
+"""`LoaderSettings`: the arguments of a `SavableLoader`, checked; `Acknowledge`, one of them."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import KW_ONLY, dataclass
-from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Literal
 
-from savable_pipeline.run.engine.launchers import get_context
 from savable_pipeline.run.engine.messages import LaneJob
-from savable_pipeline.run.loader.ranks import Ranks, find_ranks
+from savable_pipeline.run.engine.worker_settings import Workers
+from savable_pipeline.run.loader.ranks import Ranks, RanksLike, find_ranks
 from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """`acknowledge=True` of a `SavableLoader`, with a bound.
+
+    Args:
+        max_in_flight: Most rows given here and not acknowledged here: `next` waits, and raises after the workers'
+            `timeout`. None: any number.
+
+    Raises:
+        ValueError: It is less than 1.
+
+    Example:
+        >>> pipeline = sp.read("shards/").batch(4)
+        >>> loader = sp.SavableLoader(pipeline, seed=7, acknowledge=sp.Acknowledge(max_in_flight=64))
+    """
+
+    max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight counts rows that are not acknowledged, at least 1: {self.max_in_flight}")
 
 
 @dataclass(frozen=True)
@@ -26,31 +44,21 @@ class LoaderSettings:
     seed: int
     lanes: int = 96
     num_workers: int = 0
-    rank: int | None = None
-    world_size: int | None = None
-    group: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
-    prefetch: int = 2
+    ranks: RanksLike = None
     pin_memory: bool = False
-    multiprocessing_context: str | BaseContext | None = None
     tail: Literal["stop", "pad"] = "stop"
     on_iter: Literal["continue", "restart"] = "continue"
     epoch_slots: int | None = None
     ids: bool = False
-    acknowledge: bool = False
-    max_in_flight: int | None = None
+    acknowledge: bool | Acknowledge = False
     ledger: str | os.PathLike[str] | None = None
-    timeout: float = 600.0
-    max_restarts: int = 100
+    workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
-        if self.num_workers < 0 or self.prefetch < 1:
-            raise ValueError(f"num_workers must be at least 0 and prefetch 1: {self.num_workers}, {self.prefetch}")
+        self._check_workers()
         check_pipeline(self.pipeline)
         if not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, not {self.seed!r}")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise ValueError(f"seed must fit into 64 bits, so that a state can hold it: {self.seed}")
         if self.tail not in ("stop", "pad"):
@@ -68,20 +76,23 @@ class LoaderSettings:
                 "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
                 "ledger to the training's loader"
             )
-        self._check_acknowledge()
-        self.find_context()
-
-    def _check_acknowledge(self) -> None:
         if self.acknowledge and self.restarts:
             raise ValueError(
                 "acknowledge=True keeps what is not trained yet from pass to pass, and on_iter='restart' begins each "
                 "anew: leave it out of a loader for evaluation"
             )
-        if self.max_in_flight is not None and not (self.acknowledge and self.max_in_flight >= 1):
-            raise ValueError(
-                f"max_in_flight counts rows that are not acknowledged, at least 1, with acknowledge=True: "
-                f"{self.max_in_flight}"
-            )
+
+    def _check_workers(self) -> None:
+        """One number of workers, that of `num_workers`."""
+        if not isinstance(self.workers, Workers):
+            raise ValueError(f"workers must be sp.Workers(…), not {self.workers!r}; their number is num_workers=")
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers must be at least 0: {self.num_workers}")
+        if (count := self.workers.count) is not None:
+            if self.num_workers:
+                raise ValueError(f"num_workers={self.num_workers} and sp.Workers({count}): give one of them")
+            object.__setattr__(self, "num_workers", count)
+            object.__setattr__(self, "workers", replace(self.workers, count=None))
 
     @property
     def pad(self) -> bool:
@@ -94,14 +105,15 @@ class LoaderSettings:
         return self.on_iter == "restart"
 
     @property
+    def max_in_flight(self) -> int | None:
+        """The most rows given here and not acknowledged here."""
+        return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
+
+    @property
     def job(self) -> LaneJob:
         """The settings from which a process builds lanes."""
-        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad, self.acknowledge)
+        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad, bool(self.acknowledge))
 
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
-        return find_ranks(self.rank, self.world_size, self.group, self.mesh, self.lanes)
-
-    def find_context(self) -> BaseContext:
-        """How worker processes are started. Raises ValueError for a start method that this platform lacks."""
-        return get_context(self.multiprocessing_context)
+        return find_ranks(self.ranks, self.lanes)

@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.data.shards.hub_address import addresses_of, is_hub
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.ranks import find_ranks
+from savable_pipeline.run.loader.ranks import RanksLike, find_ranks
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -41,9 +41,7 @@ class StatefulDataset(IterableDataset[Any]):
         pipeline: A function that builds the stages of a lane.
         seed: The seed of all random numbers of the run.
         lanes: The number of logical workers: a multiple of ranks × workers.
-        rank: The rank in the data-parallel group. None: from `group` or torch.distributed; 0 without them.
-        world_size: The number of those ranks. None: as for `rank`.
-        group: The process group of those ranks.
+        ranks: The data-parallel rank, as for `SavableLoader`.
         tail: The end of a finite run, as for `SavableLoader`.
 
     Raises:
@@ -68,15 +66,13 @@ class StatefulDataset(IterableDataset[Any]):
         *,
         seed: int,
         lanes: int = 96,
-        rank: int | None = None,
-        world_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
+        ranks: RanksLike = None,
         tail: Literal["stop", "pad"] = "stop",
     ) -> None:
         super().__init__()
         self._settings = LoaderSettings(pipeline, seed=seed, lanes=lanes, tail=tail)
-        ranks = find_ranks(rank, world_size, group, None, lanes)
-        self._rank, self._world_size = ranks.rank, ranks.world_size
+        found = find_ranks(ranks, lanes)
+        self._rank, self._world_size = found.rank, found.world_size
         self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
@@ -118,8 +114,14 @@ class StatefulDataset(IterableDataset[Any]):
                 f"ranks (0 counts as 1), here are {shares // self._world_size}: StatefulDataLoader keeps a state a "
                 "worker, so give it the saved num_workers; SavableLoader resumes with any number"
             )
-        run = self._run_of(state["iteration"])
+        run, pinned = self._run_of(state["iteration"]), dict(self._pinned)
         run.load_state_dict(state)
+        moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
+        if moved and get_worker_info():  # the process that makes the workers of later epochs has no part in this
+            raise CheckpointMismatchError(
+                f"{moved[0]} has moved since the state was saved: name the commit that the run began with, "
+                f"{addresses_of(self._pinned).get(moved[0], moved[0])}; SavableLoader goes on with it by itself"
+            )
         self._run, self._iteration = run, state["iteration"]
         self._subset_order[0] = run.local.subset_order or 0
         if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
@@ -142,7 +144,7 @@ class StatefulDataset(IterableDataset[Any]):
                 f"divide {lanes} lanes; num_workers that do: {', '.join(map(str, numbers))}. Or begin a new run with "
                 "another lanes="
             )
-        settings = replace(self._settings, rank=share, world_size=shares)
+        settings = replace(self._settings, ranks=(share, shares))
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
         run.states.draw_subsets_by(int(self._subset_order[0]) or None)
         run.begin_epoch(iteration)

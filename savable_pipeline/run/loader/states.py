@@ -8,6 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import left_of
 from savable_pipeline.run.loader.fresh_lanes import (
@@ -53,7 +55,8 @@ class States:
     @cached_property
     def fingerprint(self) -> FingerprintHere:
         """What a state must agree on. It holds the index of the shards open."""
-        return fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
+        found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
+        return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
 
     @cached_property
     def packed(self) -> bytes:
@@ -81,21 +84,33 @@ class States:
         refuse_flights(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
-            order = subset_order_of(saved)
-        before = self._local.subset_order
-        self.draw_subsets_by(order)
+            order, commits = subset_order_of(saved), commits_of(saved.addresses)
+        before, pinned = self._local.subset_order, dict(self._local.pinned)
         try:
+            self.draw_subsets_by(order)
+            if not commits.items() <= pinned.items():
+                self._pin(commits)
             return self._loaded(state, saved, allow)
         except BaseException:
             self.draw_subsets_by(before)
+            if self._local.pinned != pinned:
+                self._pin(pinned)
             raise
+
+    def _pin(self, pinned: PinnedShards) -> None:
+        """Have readers read these shards and commits."""
+        self._local.pin(pinned)
+        self._forget()
 
     def draw_subsets_by(self, order: int | None) -> None:
         """Have readers draw subsets by this order's number, as a run did that is loaded next."""
         if order != self._local.subset_order:
             self._local.draw_subsets_by(order)
-            for made in ("fingerprint", "packed", "_packed_changed"):
-                self.__dict__.pop(made, None)
+            self._forget()
+
+    def _forget(self) -> None:
+        for made in ("fingerprint", "packed", "_packed_changed"):
+            self.__dict__.pop(made, None)
 
     def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
         """The position in a state of the fingerprint `saved`, in data that have grown as its own."""

@@ -149,7 +149,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Example:
         >>> def pipeline(lane):
         ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-        >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in (0, 1)]
         >>> states = [loader.state_dict() for loader in loaders]
         >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
         ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']

@@ -33,8 +33,8 @@ _DEEPEST = 20
 _PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 _SHUFFLED = "shuffle_over_epochs_multiplier"
 _REFUSED = {
-    "join": "datasets are not joined here: by sp.Join, or as there by savable_pipeline.energon.get_train_dataset",
-    "joiner": "datasets are not joined here: by sp.Join, or as there by savable_pipeline.energon.get_train_dataset",
+    "join": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
+    "joiner": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
     "aux": "there is no auxiliary data here: savable_pipeline.energon.get_train_dataset reads it",
     "subset": "a range of consecutive samples there; `subset` of a mixture's own file chooses from every shard, so it "
     "would be other samples: leave it out, or write a mixture",

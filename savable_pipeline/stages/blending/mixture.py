@@ -51,7 +51,7 @@ class Mixture(msgspec.Struct, frozen=True):
         ...   web: {path: shards/0.tar, weight: 0.7}
         ...   books: {path: [shards/1.tar, shards/2.tar], weight: 0.3}
         ... ''')
-        >>> mixture = sp.read_mixture("two.yaml")
+        >>> mixture = custom.read_mixture("two.yaml")
         >>> {name: source.weight for name, source in mixture.sources.items()}
         {'web': 0.7, 'books': 0.3}
     """
@@ -96,7 +96,7 @@ class Mixture(msgspec.Struct, frozen=True):
 
         Example:
             >>> _ = Path("one.yaml").write_text("sources: {web: {path: shards/0.tar, repetitions: 2}}")
-            >>> len(list(sp.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
+            >>> len(list(custom.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
             200
         """
         shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
@@ -115,7 +115,7 @@ class Mixture(msgspec.Struct, frozen=True):
         Example:
             >>> text = "sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}"
             >>> _ = Path("tagged.yaml").write_text(text)
-            >>> sp.read_mixture("tagged.yaml").tags()
+            >>> custom.read_mixture("tagged.yaml").tags()
             {'web': {'kind': 'page'}}
         """
         return dict(self._tags())

@@ -79,7 +79,7 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
         ...   web: {path: shards/0.tar, weight: 3}
         ...   books: {path: shards/1.tar, weight: 1}
         ... ''')
-        >>> samples = sp.read_mixture("mixture.yaml").samples(sp.Lane(seed=7))
+        >>> samples = custom.read_mixture("mixture.yaml").samples(sp.Lane(seed=7))
         >>> [next(samples).shard for _ in range(8)].count("0.tar")
         6
     """

@@ -69,7 +69,7 @@ class ItemPacker(ItemStage):
         >>> def last_two(items, rng):
         ...     return [sorted(items)[-2:]]
         >>> texts = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
-        >>> packs = sp.ItemPacker(texts, size=4, select=last_two)
+        >>> packs = custom.ItemPacker(texts, size=4, select=last_two)
         >>> next(packs), packs.counts["skipped/not selected"]
         ('picture 2|picture 3', 2)
     """

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -44,9 +41,8 @@ class ColumnarReader(RecordReader):
         self.ranges = named_ranges(ranges)
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
         chosen: dict[str, Any] = {"columns": self.columns, "key": key, "blocks": blocks, **self.ranges}
-        opening = partial(dataset_of, partial(open_store, self.kind, self.files, **chosen))
         options = (self.columns, key, cache_bytes, *map(repr, self.ranges.values()))
-        super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, options, **chosen), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, the columns, the key, and the ranges if there are any.
@@ -55,6 +51,8 @@ class ColumnarReader(RecordReader):
         agree.
         """
         store = self.dataset.store
+        from savable_pipeline.data.stores.columnar_store import ColumnarStore
+
         since = store.parts_since.values() if isinstance(store, ColumnarStore) else ()
         return {
             **super().settings(),
@@ -92,13 +90,13 @@ class ParquetReader(ColumnarReader):
     Raises:
         ValueError: A setting is wrong, or there is no such column.
         ShardError: A file is damaged; a row names a file without its bytes (`savable convert --files` writes them into
-            shards); or an address of the hub is given (the error names the command that downloads it).
+            shards).
         RemoteError: A server cannot be reached.
 
     Example:
         >>> import pyarrow as pa, pyarrow.parquet as pq
         >>> pq.write_table(pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]}), "rows.parquet")
-        >>> sample = next(sp.ParquetReader("rows.parquet", sp.Lane(), shuffle=False))
+        >>> sample = next(custom.ParquetReader("rows.parquet", sp.Lane(), shuffle=False))
         >>> sample.key, list(sample), sample.json("id"), sample.text()
         ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
     """
@@ -109,7 +107,7 @@ class ParquetReader(ColumnarReader):
 class ArrowReader(ColumnarReader):
     """Yields the rows of a lane's share of Arrow files, IPC files and streams, in the order of `sp.TarShardReader`.
 
-    Parts are those of `sp.ParquetReader`; only those asked for are read: workers map the files into memory, other
+    Parts are those of `custom.ParquetReader`; only those asked for are read: workers map the files into memory, other
     processes read each value. Behind a URL, compressed record batches are fetched whole. Needs pyarrow: `pip install
     "savable_pipeline[parquet]"`.
 
@@ -119,7 +117,7 @@ class ArrowReader(ColumnarReader):
         lane: The lane of the pipeline.
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
-        ranges: As for `sp.ParquetReader`.
+        ranges: As for `custom.ParquetReader`.
         cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
             compressed, else only columns of numbers and the places of values.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
@@ -135,7 +133,7 @@ class ArrowReader(ColumnarReader):
         >>> table = pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]})
         >>> with pa.ipc.new_stream("rows.arrow", table.schema) as stream:
         ...     stream.write_table(table, max_chunksize=40)
-        >>> sample = next(sp.ArrowReader("rows.arrow", sp.Lane(), shuffle=False))
+        >>> sample = next(custom.ArrowReader("rows.arrow", sp.Lane(), shuffle=False))
         >>> sample.key, list(sample), sample.json("id"), sample.text()
         ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
     """

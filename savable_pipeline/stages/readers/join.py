@@ -54,7 +54,7 @@ class Join(TakesRefs):
 
     Example:
         >>> samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
-        >>> samples = sp.Join(samples, {"other": "shards/1.tar"}, missing="skip")
+        >>> samples = custom.Join(samples, {"other": "shards/1.tar"}, missing="skip")
         >>> sample = next(samples)
         >>> sample.key, list(sample), sample["other.txt"]
         ('s000100', ['json', 'txt', 'png', 'other.json', 'other.txt', 'other.png'], b'picture 100')

@@ -49,7 +49,7 @@ class RecordReader(FirstStage):
     shards come in the same order from each, with the same `block_size` and `window`.
 
     Args:
-        store: A `sp.RecordStore`, made once a process: `lane.shared("its name", lambda: MyStore(...))`.
+        store: A `custom.RecordStore`, made once a process: `lane.shared("its name", lambda: MyStore(...))`.
         lane: The lane of the pipeline.
         split: A split in the dataset's `.nv-meta/split.yaml`. None: all samples.
         subset: A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. None: all samples.
@@ -67,9 +67,9 @@ class RecordReader(FirstStage):
         ShardError: There are no samples, or no such split.
 
     Example:
-        >>> class Numbers(sp.RecordStore):
+        >>> class Numbers(custom.RecordStore):
         ...     address = "numbers"
-        ...     entries = [sp.ShardEntry("all", size=0, samples=1000, digest=1)]
+        ...     entries = [custom.ShardEntry("all", size=0, samples=1000, digest=1)]
         ...     def key(self, shard, row):
         ...         return str(row)
         ...     def extensions(self, shard, row):
@@ -77,7 +77,7 @@ class RecordReader(FirstStage):
         ...     def read(self, shard, row, extension):
         ...         return str(row).encode()
         >>> def samples(lane):
-        ...     return sp.RecordReader(lane.shared("numbers", Numbers), lane, subset=0.1, shuffle=False, epochs=1)
+        ...     return custom.RecordReader(lane.shared("numbers", Numbers), lane, subset=0.1, shuffle=False, epochs=1)
         >>> sum(1 for sample in samples(sp.Lane()))
         100
     """

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import kind_of
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -48,7 +49,7 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
 def kind_at(path: Shards, lane: Lane) -> str:
     """The kind of the files at `path`, which is looked up once a process."""
     names = as_names(path)
-    return lane.shared(("kind", names), lambda: kind_of(names))
+    return lane.shared(("kind", names), lambda: kind_of(at_commit(names, lane.pinned)))
 
 
 def _checked(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:

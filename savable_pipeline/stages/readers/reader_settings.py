@@ -12,6 +12,9 @@ from typing import Any, TypedDict
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.hub_commits import at_commit
+from savable_pipeline.data.dataset.kinds import dataset_of, open_store
+from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -39,7 +42,7 @@ class ReaderSettings(TypedDict, total=False):
     exclude: str | os.PathLike[str] | None
     """A file that names samples which must not be given. Default: None."""
     unpacked_bytes: int
-    """The most bytes that a compressed part, shard, chunk, frame or record may become. Default: 1 GiB."""
+    """The most bytes that a compressed part, shard, chunk or record may become. Default: 1 GiB."""
 
 
 def named_ranges(ranges: RangeColumns | None) -> dict[str, Any]:
@@ -66,6 +69,17 @@ class ReaderData:
     open: Callable[..., Dataset]
     options: tuple[Any, ...] = ()
     pinned_as: str = ""
+
+    @classmethod
+    def of_files(
+        cls, kind: str, files: str | tuple[str, ...], lane: Lane, options: tuple[Any, ...] = (), **settings: Any
+    ) -> ReaderData:
+        """The data of files of a kind, whose store has these settings; of the Hub at the commit that the run pins."""
+
+        def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+            return open_store(kind, at_commit(files, lane.pinned), tolerant, unlistable, **settings)
+
+        return cls(kind, files, partial(dataset_of, opened), options)
 
     @classmethod
     def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -18,8 +16,8 @@ class TarShardReader(RecordReader):
     """Yields the samples of a lane's share of tar shards. Parts of a sample are read when they are asked for.
 
     Args:
-        shards: Folder (with subfolders), glob, brace pattern (`{000..099}.tar`), tar, URL (s3, gs, az, http, https), or
-            a list of these.
+        shards: Folder (with subfolders), glob, brace pattern (`{000..099}.tar`), tar, URL (s3, gs, az, http, https,
+            hf), or a list of these.
         lane: The pipeline's lane.
         cache: Folder for remote shards, shared by a node. None: `SAVABLE_CACHE`, or the user's cache folder.
         cache_bytes: Its limit. None: `SAVABLE_CACHE_BYTES`, or 256 GiB but at most 80 % of the free space.
@@ -38,7 +36,7 @@ class TarShardReader(RecordReader):
         exclude: File of samples to leave out, by lines: a key, or JSON with "shard" and "key". `Encode`, or a `Batcher`
             of samples, drops and counts them, stages before get them; other samples keep their places, up to packing.
             Must not change during a run; `allow={"exclude"}` loads a state under another.
-        unpacked_bytes: Most bytes that a compressed part becomes, or of MDS and LitData a shard, chunk, frame, record.
+        unpacked_bytes: Most bytes that a compressed part becomes, or of MDS and LitData a shard, chunk, record.
             Default: 1 GiB.
 
     Raises:
@@ -66,8 +64,9 @@ class TarShardReader(RecordReader):
         **settings: Unpack[ReaderSettings],
     ) -> None:
         self.files = names = as_names(shards)
-        opening = partial(dataset_of, partial(open_store, "tar", names, cache=cache, cache_size=cache_bytes))
-        super().__init__(ReaderData("dataset", names, opening, (cache, cache_bytes)), lane, **settings)
+        options = cache, cache_bytes
+        data = ReaderData.of_files("tar", names, lane, options, cache=cache, cache_size=cache_bytes)
+        super().__init__(data, lane, **settings)
 
 
 class JsonlReader(RecordReader):
@@ -81,7 +80,7 @@ class JsonlReader(RecordReader):
             list of these.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
-        ranges: As for `sp.ParquetReader`, of fields.
+        ranges: As for `custom.ParquetReader`, of fields.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -92,7 +91,7 @@ class JsonlReader(RecordReader):
 
     Example:
         >>> _ = Path("lines.jsonl").write_text('{"id": 0, "text": "a"}\n{"id": 1, "text": "b"}\n')
-        >>> sample = next(sp.JsonlReader("lines.jsonl", sp.Lane(), shuffle=False))
+        >>> sample = next(custom.JsonlReader("lines.jsonl", sp.Lane(), shuffle=False))
         >>> sample.key, list(sample), sample.json(), sample.text()
         ('lines.jsonl:0', ['json', 'id', 'text'], {'id': 0, 'text': 'a'}, 'a')
     """
@@ -107,9 +106,9 @@ class JsonlReader(RecordReader):
         **settings: Unpack[ReaderSettings],
     ) -> None:
         self.files, self.key, self.ranges = as_names(files), key, named_ranges(ranges)
-        opening = partial(dataset_of, partial(open_store, "jsonl", self.files, key=key, **self.ranges))
         options = (key, *map(repr, self.ranges.values()))
-        super().__init__(ReaderData("jsonl", self.files, opening, options), lane, **settings)
+        data = ReaderData.of_files("jsonl", self.files, lane, options, key=key, **self.ranges)
+        super().__init__(data, lane, **settings)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, the key, and the ranges if there are any."""
@@ -143,7 +142,7 @@ class TokenReader(RecordReader):
 
     Example:
         >>> np.save("tokens.npy", np.arange(1000, dtype=np.uint16))
-        >>> sample = next(sp.TokenReader("tokens.npy", sp.Lane(), length=5, stride=4, shuffle=False))
+        >>> sample = next(custom.TokenReader("tokens.npy", sp.Lane(), length=5, stride=4, shuffle=False))
         >>> sample.array("tokens"), sample.place
         (array([0, 1, 2, 3, 4], dtype=uint16), 'token 0')
     """
@@ -163,8 +162,7 @@ class TokenReader(RecordReader):
         check_token_settings(length, stride, dtype)
         self.files = as_names(files)
         self.windows: dict[str, Any] = {"length": length, "stride": stride, "dtype": dtype}
-        opening = partial(dataset_of, partial(open_store, "tokens", self.files, **self.windows))
-        data = ReaderData("tokens", self.files, opening, (length, stride, dtype))
+        data = ReaderData.of_files("tokens", self.files, lane, (length, stride, dtype), **self.windows)
         super().__init__(data, lane, **settings)
 
     def settings(self) -> dict[str, Any]:

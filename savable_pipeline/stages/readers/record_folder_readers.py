@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.file_hashes import known_hash
@@ -39,9 +37,8 @@ class RecordFolderReader(RecordReader):
             "unpacked_bytes": most,
             "validate_hash": self.validate_hash,
         }
-        opening = partial(dataset_of, partial(open_store, self.kind, self.files, **given))
         options = key, cache_bytes, self.validate_hash
-        super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, options, **given), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, and the key."""
@@ -51,17 +48,17 @@ class RecordFolderReader(RecordReader):
 class MdsReader(RecordFolderReader):
     """Yields the samples of a lane's share of an MDS folder, in the order of `sp.TarShardReader`.
 
-    Mosaic Streaming writes such folders: shards, plain or in gz, bz2, zstd, br or snappy, and the index.json that names
+    Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
     them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
     JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; a second one of a
     kind is `COLUMN.jpg`. A column of pickles is refused by its name.
 
     Args:
-        folder: The folder with the index.json, or its URL (s3, gs, az, http, https). For several see `sp.Blend`.
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
         cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
-            is unpacked whole, and is one row group: see `sp.ParquetReader`.
+            is unpacked whole, and is one row group: see `custom.ParquetReader`.
         validate_hash: An algorithm of hashes in index.json, as Mosaic's readers take it: "sha1", "xxh64". Each shard is
             then read whole when it is first opened, and must have this hash. None: not read.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
@@ -81,7 +78,7 @@ class MdsReader(RecordFolderReader):
         >>> file = {"basename": "shard.00000.mds", "bytes": 34}
         >>> index = {"shards": [{**columns, "format": "mds", "samples": 2, "raw_data": file}]}
         >>> _ = Path("mds/index.json").write_text(json.dumps(index))
-        >>> sample = next(sp.MdsReader("mds", sp.Lane(), shuffle=False))
+        >>> sample = next(custom.MdsReader("mds", sp.Lane(), shuffle=False))
         >>> sample.key, sample.json()
         ('shard.00000.mds:0', {'caption': 'a cat'})
     """
@@ -108,17 +105,17 @@ class LitDataReader(RecordFolderReader):
     """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
 
     LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
-    and the index.json that names them. The parts of a sample are those of `sp.MdsReader`: the values of an item are
+    and the index.json that names them. The parts of a sample are those of `custom.MdsReader`: the values of an item are
     `json`, in their dicts and lists. A format of pickles is refused by its name, and so are encryption and other item
     loaders.
 
     Args:
-        folder: The folder with the index.json, or its URL (s3, gs, az, http, https). For several see `sp.Blend`.
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
         cache_bytes: The most bytes of unpacked chunks and frames, for all readers of a process with this value. A
             compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
-            `sp.ParquetReader`.
+            `custom.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -135,7 +132,7 @@ class LitDataReader(RecordFolderReader):
         >>> config = {"data_format": ["str"], "data_spec": None}
         >>> index = {"chunks": [{"filename": "chunk-0-0.bin", "chunk_size": 2}], "config": config}
         >>> _ = Path("litdata/index.json").write_text(json.dumps(index))
-        >>> sample = next(sp.LitDataReader("litdata", sp.Lane(), shuffle=False))
+        >>> sample = next(custom.LitDataReader("litdata", sp.Lane(), shuffle=False))
         >>> sample.key, sample.json()
         ('chunk-0-0.bin:0', {'item': 'a cat'})
     """

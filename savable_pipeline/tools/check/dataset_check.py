@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.wording import counted, listed
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import format_of, named_files
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
@@ -98,7 +99,7 @@ def check(
         nulls.update(report.nulls)
     most, dotted = max((report.most_parts for report in reports), default=0), [r.dotted for r in reports]
     warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most, itertools.chain(*dotted))]
-    links = [(report.name, report.links) for report in reports if report.links is not None and report.links.count]
+    links = [(report.name, report.links) for report in reports if report.links.count]
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
         warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
@@ -110,6 +111,7 @@ def check(
 
 
 def _find(shards: Shards) -> _Dataset:
+    shards = at_commit(shards)
     form = format_of(shards)
     if is_remote(shards):
         found, metadata, indexed = look_up(shards, form)

@@ -70,7 +70,7 @@ class ShardReport(msgspec.Struct):
     with_alpha: int = 0  # images that have alpha
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
-    links: Links | None = None
+    links: Links = Links(0)
     one_keyframe: int = 0  # long videos that have one
     not_decoded: int = 0  # audio and video, since PyAV is not installed
     deep: int = 0  # images of more than 8 bits

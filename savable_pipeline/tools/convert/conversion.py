@@ -69,7 +69,7 @@ def convert(
         only: The parts to keep, such as ["jpg", "txt"]. Default: all.
         keys: The keys of the samples to keep. Default: all.
         reshard: Needed for tars, which are read as they are: write their samples into new shards.
-        unpacked_bytes: The most bytes that a compressed shard, chunk, frame, record, JSON array or line may become.
+        unpacked_bytes: The most bytes that a compressed shard, chunk, record, JSON array or line may become.
         workers: Processes that write; with `engine="ray"` the most tasks at a time. Default: one per core, but one for
             less than 100 MB.
         engine: "ray" for the nodes of a Ray cluster, on storage that they share with this machine. Default: processes

@@ -1,31 +1,29 @@
 """`Target`: where a conversion writes: a folder. Of a URL it is a local one with its metadata and holes for shards.
 
-    s3://bucket/out/000003.tar        there as a whole, or not at all   ─ a hole of its size ─  mirror/000003.tar
-    s3://bucket/out/.nv-meta/…        the records of finished shards    ─ downloaded ─────────  mirror/.nv-meta/…
+    mirror/000003.tar, a hole of its size    ─ while it is written ─     s3://bucket/out/000003.tar, as a whole
+    mirror/.nv-meta/…                        ─ when all is written ─     s3://bucket/out/.nv-meta/…
 
-The bucket alone decides what is finished, so the same command goes on with it from any machine. Nothing in the mirror
-is needed afterwards.
+The manifest alone lies in the bucket from the start, and says at the end that all is there. A conversion that was
+stopped begins again, from any machine: the same shards are written over. Nothing in the mirror is needed afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from savable_pipeline.core.addresses import clean_address, has_user
-from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, Found, close_buckets
+from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.plan import CLASSES, MANIFEST, RECORDS, WORK
-from savable_pipeline.tools.convert.shard_job import make_hole
 from savable_pipeline.tools.convert.writer_processes import claimed, locked
 
 
@@ -35,7 +33,8 @@ class Target:
 
     folder: Path
     bucket: Bucket | None = None
-    pulled: dict[str, str] = field(default_factory=dict)  # the hashes of the metadata that the bucket has
+    there: list[str] = field(default_factory=list)  # the names of the bucket's objects, when it began
+    stale: list[str] = field(default_factory=list)  # those of them that are shards which a stopped conversion left
 
     @property
     def name(self) -> str:
@@ -48,43 +47,26 @@ class Target:
         work = self.folder / WORK
         return {"target": self.folder, "work": work, "aside": work, "bucket": self.bucket}
 
-    def bring(self, name: str) -> None:
-        """Put the bytes of a shard in place of its hole; its time stays that of the object."""
-        if self.bucket is None:
-            return
-        path = self.folder / name
-        stat = path.stat()
-        self.bucket.fetch([Found(name, stat.st_size, 0)], self.folder)
-        os.utime(path, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
-
     def pull(self, bucket: Bucket) -> None:
-        """Make the folder what the bucket is."""
+        """Note what the bucket holds, and bring its manifest."""
         found = bucket.listing()
-        metadata = [
-            each
-            for each in found
-            if each.name == CLASSES or (each.name.startswith(f"{META}/") and each.name != RECORDS)
-        ]
-        bucket.fetch(metadata, self.folder)
-        self.pulled.update(self._metadata())
-        for each in found:
-            if each.name.endswith(".tar"):
-                make_hole(self.folder / each.name, each.size)
-                os.utime(self.folder / each.name, ns=(each.written_ns, each.written_ns))
+        self.there.extend(each.name for each in found)
+        bucket.fetch([each for each in found if each.name == MANIFEST], self.folder)
+
+    def begin_again(self, bucket: Bucket, shards: Iterable[str]) -> None:
+        """Remove the metadata that a stopped conversion into these shards left; they themselves are written over."""
+        own = {name for shard in shards for name in (shard, f"{shard}.idx")}
+        self.stale[:] = [name for name in self.there if name in own]
+        bucket.erase([name for name in self.there if name.startswith(f"{META}/") and name != MANIFEST])
 
     def push(self, bucket: Bucket) -> None:
-        """Upload the metadata, that the conversion is done as the last, and remove the records of single shards."""
-        now = self._metadata()
-        for name in sorted(now, key=lambda name: name == MANIFEST):
-            if self.pulled.get(name) != now[name]:
-                bucket.upload(name, self.folder / name)
-        bucket.erase([found.name for found in bucket.listing() if found.name.startswith(f"{WORK}/")])
-
-    def _metadata(self) -> dict[str, str]:
+        """Upload the metadata, that the conversion is done as the last, and remove what is no part of it."""
+        rejected = [name for name in self.stale if not (self.folder / name.removesuffix(".idx")).exists()]
+        bucket.erase(rejected)
         files = [path for path in (self.folder / CLASSES, *sorted((self.folder / META).glob("*"))) if path.is_file()]
-        return {
-            path.relative_to(self.folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-        }
+        for path in sorted(files, key=lambda path: path == self.folder / MANIFEST):
+            bucket.upload(path.relative_to(self.folder).as_posix(), path)
+        bucket.erase([RECORDS])
 
 
 @contextlib.contextmanager

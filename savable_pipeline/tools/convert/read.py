@@ -19,7 +19,6 @@ from savable_pipeline.tools.convert.csv_table import file_columns, write_as_json
 from savable_pipeline.tools.convert.folder import read_folder
 from savable_pipeline.tools.convert.json_array import read_json_array
 from savable_pipeline.tools.convert.jsonl import Lines, lines_of, read_jsonl
-from savable_pipeline.tools.convert.linked_tars import close_tars, holds_links, read_linked
 from savable_pipeline.tools.convert.model import Input, Options
 from savable_pipeline.tools.convert.plan import place_of
 from savable_pipeline.tools.convert.records import read_records
@@ -74,7 +73,6 @@ def read_source(reading: Reading) -> Input:
 def close_sources() -> None:
     """Close what this process has open of any source."""
     close_stores()
-    close_tars()
     close_files()
     close_objects()
     close_scratch()
@@ -143,12 +141,6 @@ def _csv(reading: Reading) -> Input:
     return _placed(reading, found)
 
 
-def _tars(reading: Reading) -> Input:
-    if isinstance(reading.path, Path) and holds_links(reading.path):
-        return read_linked(reading.path)
-    return _stored(reading)
-
-
 def _stored(reading: Reading) -> Input:
     only = tuple(name.lower() for name in reading.options.only)
     return read_stored(reading.path, only, reading.files_from, reading.options.unpacked_bytes)
@@ -181,5 +173,5 @@ _READERS: dict[str, _Reader] = {
     "mds": _records,
     "litdata": _records,
     **dict.fromkeys(STORED, _stored),
-    "tars": _tars,
+    "tars": _stored,
 }

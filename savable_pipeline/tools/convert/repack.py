@@ -19,9 +19,6 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.remote.bucket import Found
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
@@ -33,14 +30,7 @@ from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Options, Reject, Report
 from savable_pipeline.tools.convert.names import TAR_ENDINGS, is_tar, printable
 from savable_pipeline.tools.convert.plan import WORK, Manifest, place_of, source_name
-from savable_pipeline.tools.convert.resume import (
-    begin,
-    check_manifest,
-    is_newer,
-    read_manifest,
-    write_manifest,
-    write_rejects,
-)
+from savable_pipeline.tools.convert.resume import is_newer, to_go_on, write_manifest, write_rejects
 from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place
 
 _CHUNK = 1 << 20
@@ -93,11 +83,7 @@ def repack(
         place=place_of(source),
         source=source_name(source),
     )
-    there = read_manifest(target.folder)
-    if there is None:
-        begin(target, manifest)
-    else:
-        check_manifest(target.folder, manifest, there)
+    there = to_go_on(target, manifest, names)
     moved = there is not None and there.place != manifest.place
     faults, looked_at = _all_repacked(dict(zip(names, tars, strict=True)), target, engine, progress, moved=moved)
     rejected = [
@@ -106,9 +92,9 @@ def repack(
         if faults.get(name)
     ]
     index = None if len(rejected) == len(tars) else _described(target, names)
-    if moved:
-        write_manifest(target.folder, manifest)
     write_rejects(target.folder, rejected)
+    if moved or there is None or not there.done:
+        write_manifest(target.folder, msgspec.structs.replace(manifest, done=True))
     entries = [] if index is None else index.shards
     told = "" if index is None else links_told(target.name, index, range(len(entries)))
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
@@ -145,21 +131,12 @@ def _all_repacked(
 
 
 def _described(target: Target, names: list[str]) -> TarIndex:
-    """Write the index, of tars in a bucket of what was noted of each, or an earlier index says."""
+    """Write the index, of tars in a bucket of what was noted of each."""
     folder = target.folder
     if target.bucket is None:
         return describe(folder)
-    old = TarIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
-
-    def tables() -> Iterator[ShardTable]:
-        for name in sorted(name for name in names if (folder / name).exists()):
-            noted = folder / WORK / f"{name}.index"
-            if noted.exists():
-                yield TarIndex(noted).table(0)
-            elif old is not None:
-                yield old.table(old.number(name))
-
-    return describe_tables(folder, folder / WORK, tables())
+    noted = (folder / WORK / f"{name}.index" for name in sorted(names) if (folder / name).exists())
+    return describe_tables(folder, folder / WORK, (TarIndex(path).table(0) for path in noted))
 
 
 def _repacked(jobs: list[_TarJob], work: Path, engine: Engine | None) -> Iterator[tuple[_TarJob, _Repacked]]:
@@ -201,10 +178,9 @@ def _repack_one(job: _TarJob) -> _Repacked:
     if table.entry.fault:
         return _Repacked(table.entry.fault)
     if job.there is not None:
-        if job.there != size or not filecmp.cmp(aside, _brought(job), shallow=False):
-            place = job.target if job.bucket is None else job.bucket.url
+        if job.there != size or not filecmp.cmp(aside, job.target / job.name, shallow=False):
             raise SavableError(
-                f"{place}/{job.name} was made of another {job.path.name}: it was changed since, at the same size. "
+                f"{job.target}/{job.name} was made of another {job.path.name}: it was changed since, at the same size. "
                 "Convert into another folder, or remove this one"
             )
         return _Repacked()
@@ -216,14 +192,6 @@ def _repack_one(job: _TarJob) -> _Repacked:
     aside.replace(job.aside / job.name)
     put_in_place(job, msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=job.name)))
     return _Repacked("", size, index_of(job))
-
-
-def _brought(job: _TarJob) -> Path:
-    """The tar that is in its place, brought from a bucket if it lies there."""
-    if job.bucket is None:
-        return job.target / job.name
-    job.bucket.fetch([Found(job.name, job.there or 0, 0)], job.aside / "there")
-    return job.aside / "there" / job.name
 
 
 def _plain_name(name: str) -> str:

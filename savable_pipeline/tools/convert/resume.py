@@ -37,26 +37,26 @@ def is_newer(source: Path, written: Path) -> bool:
     return changed_ns > written.stat().st_mtime_ns - _MARGIN_NS
 
 
-def _check_unchanged(target: Target, plan: Plan, shards: Iterable[PlannedShard], there: Manifest) -> None:
+def _check_unchanged(folder: Path, plan: Plan, shards: Iterable[PlannedShard], there: Manifest) -> None:
     """Raises `SavableError` that names files with other bytes than in these shards, which were written before.
 
     `there` is the manifest of then, which tells whether the source lies where it did; from now on it may lie here.
     """
     moved = there.place != plan.manifest.place
-    changed = [path for shard in shards for path in _changed(target, plan, shard, moved)]
+    changed = [path for shard in shards for path in _changed(folder, plan, shard, moved)]
     if changed:
         told = "; ".join(filter(None, [listed(changed), _two_sources(plan.manifest, there)]))
         raise SavableError(
-            f"{target.folder} holds another conversion: {len(changed)} files hold other bytes than were converted, at "
+            f"{folder} holds another conversion: {len(changed)} files hold other bytes than were converted, at "
             f"the same size: {told}. Convert into another folder, or remove this one"
         )
     here = msgspec.structs.replace(there, place=plan.manifest.place, source=plan.manifest.source)
     if here != there:
-        write_manifest(target.folder, here)
+        write_manifest(folder, here)
 
 
-def _changed(target: Target, plan: Plan, shard: PlannedShard, moved: bool) -> Iterator[str]:
-    tar = target.folder / shard.name
+def _changed(folder: Path, plan: Plan, shard: PlannedShard, moved: bool) -> Iterator[str]:
+    tar = folder / shard.name
     samples = plan.input.samples[shard.first : shard.last]
     if not tar.exists():  # all its samples were rejected
         for sample in samples:
@@ -65,7 +65,6 @@ def _changed(target: Target, plan: Plan, shard: PlannedShard, moved: bool) -> It
     suspects = _suspects(samples, plan.input.root, tar, moved)
     if not suspects:
         return
-    target.bring(shard.name)
     fd = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
     try:
         extents = {extent.key: extent for extent in tar_samples(tar.name, fd)}
@@ -159,11 +158,28 @@ def _two_sources(here: Manifest, there: Manifest) -> str:
     return f"source {there.source or 'not noted'!r} there, {here.source!r} here"
 
 
-def begin(target: Target, manifest: Manifest) -> None:
-    """Note which conversion is written here."""
+def to_go_on(target: Target, manifest: Manifest, shards: Iterable[str]) -> Manifest | None:
+    """The manifest of a folder that holds this conversion, to go on with it; else None, with the manifest in place.
+
+    In a bucket one that was stopped begins again, and one that is done is refused. Raises `SavableError` for that, and
+    for another conversion.
+    """
+    there = read_manifest(target.folder)
+    if there is not None:
+        check_manifest(target.folder, manifest, there)
+    if target.bucket is None and there is not None:
+        return there
+    if there is not None and there.done:
+        raise SavableError(
+            f"{target.folder} holds this conversion already, and all of it: nothing was written. To write it again, "
+            "remove it, or convert to another URL"
+        )
+    if target.bucket is not None:
+        target.begin_again(target.bucket, shards)
     write_manifest(target.folder, manifest)
     if target.bucket is not None:
         target.bucket.upload(MANIFEST, target.folder / MANIFEST)
+    return None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -183,20 +199,18 @@ def finished(target: Target, plan: Plan) -> Report | None:
     Raises `SavableError` if the folder holds another conversion.
     """
     folder = target.folder
-    there = read_manifest(folder)
+    there = to_go_on(target, plan.manifest, (shard.name for shard in plan.shards))
     if there is None:
-        begin(target, plan.manifest)
         return None
-    check_manifest(folder, plan.manifest, there)
     if not there.done:
         written = [shard for shard in plan.shards if read_written(folder, folder / WORK, shard.name) is not None]
-        _check_unchanged(target, plan, written, there)
+        _check_unchanged(folder, plan, written, there)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (folder / REJECTED).open("rb")]
     entries = TarIndex(folder / INDEX_NAME).shards if (folder / INDEX_NAME).exists() else []
     if not all((folder / e.name).exists() and (folder / e.name).stat().st_size == e.size for e in entries):
-        begin(target, plan.manifest)
+        write_manifest(folder, plan.manifest)
         return None
-    _check_unchanged(target, plan, plan.shards, there)
+    _check_unchanged(folder, plan, plan.shards, there)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden, already=True)

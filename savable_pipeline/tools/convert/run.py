@@ -30,7 +30,6 @@ from savable_pipeline.tools.convert.classes import add_classes, classes_hint
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.file_reader import records_behind
-from savable_pipeline.tools.convert.linked_tars import holds_links
 from savable_pipeline.tools.convert.mirror import Target, target_at
 from savable_pipeline.tools.convert.model import Input, Options, Report
 from savable_pipeline.tools.convert.plan import (
@@ -93,7 +92,7 @@ def run_conversion(
         if source.kind == "packed":
             _check_repack(source, options, files_from=files_from, workers=workers if engine is None else None)
         _check_apart(source.path, place.folder if place.bucket is None else place.name)
-        _refuse_other_shards(place.folder)
+        _refuse_other_shards(place)
         with room_on(place.folder), _work_in(place.folder):
             if source.kind == "packed":
                 assert isinstance(source.path, Path)  # `recognize` refuses others
@@ -115,7 +114,7 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
             f"{source.path}: compressed tars are re-packed as they are; convert them first, then give the folder with "
             "their plain ones and --reshard for other sizes, parts or keys"
         )
-    if source.kind == "tars" and not reshard and not (isinstance(source.path, Path) and holds_links(source.path)):
+    if source.kind == "tars" and not reshard:
         raise ValueError(
             f'{source.path}: tars are read as they are, with nothing to convert: sp.TarShardReader("{source.path}", '
             "lane). To write their samples into shards of another size, of some parts or keys, or by split, give "
@@ -205,16 +204,19 @@ def _workers(found: Input) -> int:
     return 1 if size < _LITTLE_BYTES else os.cpu_count() or 1
 
 
-def _refuse_other_shards(target: Path) -> None:
-    """Raise `SavableError` if the folder has shards that `savable convert` did not write."""
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; expected a folder, or a name for a new one")
-    if (target / MANIFEST).exists():
+def _refuse_other_shards(target: Target) -> None:
+    """Raise `SavableError` if the folder or bucket has shards that `savable convert` did not write."""
+    folder = target.folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder, or a name for a new one")
+    if (folder / MANIFEST).exists():
         return
-    others = [*target.rglob("*.tar"), *target.glob(f"{META}/.info.*")]
-    others = [path for path in others if WORK not in path.as_posix()]
-    if others:
-        raise SavableError(f"{target} holds {others[0].name} already, of another origin; convert into another folder")
+    here = (path.relative_to(folder).as_posix() for path in [*folder.rglob("*.tar"), *folder.glob(f"{META}/.info.*")])
+    for name in [*here, *target.there]:
+        if (name.endswith(".tar") or name.startswith(f"{META}/.info.")) and WORK not in name:
+            raise SavableError(
+                f"{folder} holds {Path(name).name} already, of another origin; convert into another folder"
+            )
 
 
 def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:

@@ -25,7 +25,6 @@ from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.model import Files, Reject, SampleReader
 from savable_pipeline.tools.convert.part_data import Parts, data_fault
-from savable_pipeline.tools.convert.plan import WORK
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -93,7 +92,7 @@ def write_shard(job: ShardJob, tick: Callable[[int], None]) -> WrittenShard:
             aside.unlink()
         record = f"{job.name}.json"
         replace_file(job.aside / record, [msgspec.json.encode(written)], sync=True)
-        _move(job, record, WORK, job.work)
+        _move(job, record, job.work)
     return written
 
 
@@ -116,17 +115,17 @@ def put_in_place(place: ShardPlace, table: ShardTable) -> None:
     index, offsets = f"{place.name}.index", f"{place.name}.idx"
     write_index(place.aside / index, [table])
     write_tar_idx(place.aside / place.name, table)
-    _move(place, index, WORK, place.work)
-    _move(place, offsets, "", place.target)
-    _move(place, place.name, "", place.target)
-
-
-def _move(place: ShardPlace, name: str, below: str, folder: Path) -> None:
-    """Put a file in its place: in `folder`, and before that `below` the bucket's URL."""
-    if place.bucket is not None:
-        place.bucket.upload(f"{below}/{name}".removeprefix("/"), place.aside / name)
-        if name == place.name:
+    _move(place, index, place.work)
+    for name in (offsets, place.name):
+        if place.bucket is not None:
+            place.bucket.upload(name, place.aside / name)
+        if place.bucket is not None and name == place.name:
             make_hole(place.aside / name, (place.aside / name).stat().st_size)
+        _move(place, name, place.target)
+
+
+def _move(place: ShardPlace, name: str, folder: Path) -> None:
+    """Put a file in its place in `folder`."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (place.aside / name).replace(folder / name)
 

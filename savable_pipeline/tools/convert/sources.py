@@ -28,6 +28,7 @@ from pathlib import Path
 
 from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.remote.remote_files import names_behind
 from savable_pipeline.data.remote.scratch import shared_downloader
 from savable_pipeline.data.shards.braces import expand_braces
@@ -87,6 +88,7 @@ def recognize(path: Path | str, kind: str | None = None) -> Source:
     if kind is not None and kind not in WORDS:
         raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
     if isinstance(path, str) and is_remote(path):
+        path = str(at_commit(path))
         return Source(path, _behind_url(path, kind))
     path = Path(path)
     if re.match("[a-z][a-z0-9+.-]+:/", str(path)):

@@ -128,10 +128,12 @@ def read_stored(
 ) -> Input:
     """The samples of files that are read in place, in their order; files that rows name are those below `files`.
 
-    A key that occurs again gets the name of its shard before it. Raises ValueError for rows that name files without
-    their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
+    A key that occurs again gets the name of its shard before it. Raises ValueError for links in tars, and for rows that
+    name files without their bytes, where no folder is given, unless their parts are not among those taken, `only`.
     """
     dataset, found = opened_input(path, unpacked_bytes)
+    if text := dataset.store.left_out():
+        raise ValueError(text)
     columns = RowColumns(dataset.store, only, files)
 
     def rows() -> Iterator[Row]:
@@ -142,8 +144,6 @@ def read_stored(
 
     add_rows(found, rows())
     columns.tell(found, dataset)
-    if text := dataset.store.left_out():
-        found.warnings.append(f"{text}, of a copy on a disk")  # behind a URL: see `read_linked`
     return found
 
 

@@ -1,1 +1,1 @@
-"""Predicts a run before it begins: `savable plan`."""
+"""What the index says of a run before it begins: `savable plan`."""

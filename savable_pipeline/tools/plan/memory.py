@@ -1,4 +1,4 @@
-"""What a run takes: memory for buffers and held packs, the bytes that a node fetches, and the cache that it needs."""
+"""What a run takes: memory for the refs of buffers, the bytes that a node fetches, and the cache that it needs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.packing.balance import Balance
+from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import ItemStage
-from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts
+from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
 
 _LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples are
 
@@ -27,41 +29,18 @@ class RankMemory:
     lanes: int
     refs: int
     """Of samples in shuffle buffers, in memory and in a saved state."""
-    buffered_items: float
-    open_packs: float
-    balance: float
     limit: int | None
     """`max_held_bytes` of a process: what is beyond is made again when it is given; None where nothing is held."""
     processes: int
-    batches_ahead: float
 
 
-def plan_memory(
-    settings: LoaderSettings,
-    parts: PathParts,
-    lengths: Lengths | None,
-    *,
-    ranks: int,
-    open_items: float,
-    items_a_pack: float,
-) -> RankMemory:
-    """The memory of a rank, by the mean size of an item in the sample."""
-    lanes, item = parts.last.lane.count // ranks, 0.0 if lengths is None else lengths.item_bytes
-    if lengths is not None and lengths.told:
-        items, packed, held = 0.0, 0.0, 0.0  # placed and held by their refs alone
-    else:
-        items = sum(stage.size * item for stage in _buffers(parts) if isinstance(stage, ItemStage))
-        packed = open_items * item
-        held = 0.0 if parts.balance is None else parts.balance.hold * items_a_pack * item
-    limits = [stage.max_held_bytes for stage in (parts.packer, parts.balance) if stage is not None]
-    limits += [stage.max_held_bytes for stage in _buffers(parts) if stage.max_held_bytes]
-    batch = (parts.rows or 1) * items_a_pack * item
+def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> RankMemory:
+    """The memory of a rank, as far as the settings say."""
+    lanes = parts.last.lane.count // ranks
+    holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
+    limits = [stage.max_held_bytes for stage in holding if stage.max_held_bytes]
     refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if not isinstance(stage, ItemStage))
-    workers = max(1, settings.num_workers)
-    ahead = batch * settings.prefetch * workers if settings.num_workers else batch
-    return RankMemory(
-        lanes, lanes * refs, lanes * items, lanes * packed, lanes * held, max(limits, default=None), workers, ahead
-    )
+    return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
 
 def _buffers(parts: PathParts) -> list[ShuffleBuffer]:

@@ -54,12 +54,6 @@ class Bar:
     text: str
 
 
-def scaled_bars(rows: Sequence[tuple[str, float]], text: str) -> list[Bar]:
-    """Bars of these numbers, written as `text` formats them; the longest is the whole."""
-    most = max((number for _, number in rows), default=0.0) or 1.0
-    return [Bar(name, number / most, text.format(number)) for name, number in rows]
-
-
 def picture(
     lines: Mapping[str, Points],
     x_name: str,

@@ -243,7 +243,7 @@ def _workers(counters: NotedCounters) -> str:
         return f"The workers were busy {busy:.0%} of the time: num_workers={wanted} would keep up."
     return (
         f"The workers were busy only {busy:.0%} of the time: what is waited for are single slow batches, or "
-        "data that come late; a larger prefetch= evens that out."
+        "data that come late; a larger sp.Workers(prefetch=) evens that out."
     )
 
 

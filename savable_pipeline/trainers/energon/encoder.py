@@ -29,7 +29,7 @@ _SKIPPED = "SkipSample"
 class FromEnergon(TaskEncoder):
     """Calls the methods of Energon's `TaskEncoder` where ours are called, each with random numbers of its own.
 
-    Cookers, `encode_sample` or `preencode_sample` make items; `select` is for `sp.ItemPacker`; `postencode_sample` and
+    Cookers, `encode_sample` or `preencode_sample` make items; `select` is for `ItemPacker`; `postencode_sample` and
     `pack_selected_samples` make packs; `batch` and `encode_batch` make batches. `SkipSample` is a `sp.Skip`; in `batch`
     too, so that the stage after the batcher must drop it. A sample's `__restore_key__` is its ref.
 
@@ -55,7 +55,7 @@ class FromEnergon(TaskEncoder):
 
         def pipeline(lane):
             items = sp.Encode(sp.ShuffleBuffer(encoder.samples(lane), size=100), encoder)
-            return sp.Batcher(sp.ItemPacker(items, size=64, select=encoder.select), size=4)
+            return sp.Batcher(custom.ItemPacker(items, size=64, select=encoder.select), size=4)
         ```
     """
 
@@ -158,7 +158,7 @@ class FromEnergon(TaskEncoder):
         return item
 
     def select(self, items: list[Any], rng: Rng) -> Any:
-        """Return the groups of items to pack, for `sp.ItemPacker`."""
+        """Return the groups of items to pack, for `custom.ItemPacker`."""
         try:
             with self._active.at(rng.key):
                 groups = self._methods.call("select_samples_to_pack", items, rng, seeded=True)
@@ -195,7 +195,7 @@ class FromEnergon(TaskEncoder):
             return Skip(_SKIPPED)
 
     def group(self, item: Any) -> Any:
-        """Return the group of an item and the size of its batches, for `sp.BucketBatcher`."""
+        """Return the group of an item and the size of its batches, for `custom.BucketBatcher`."""
         with self._active.at(0):
             key, size = self.task_encoder.batch_group_criterion(item)
         return _plain(key), size

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.engine.worker_settings import Workers
+from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.trainers.energon.dataset import EnergonDataset, checked
 from savable_pipeline.trainers.energon.restore import restored
@@ -55,10 +57,8 @@ class EnergonLoader(SavableLoader):
             seed=dataset.seed,
             lanes=dataset.run_lanes,
             num_workers=config.num_workers,
-            rank=config.rank,
-            world_size=config.world_size,
-            group=config.data_parallel_group,
-            prefetch=prefetch,
+            ranks=Ranks(config.rank, config.world_size, config.data_parallel_group),
+            workers=Workers(prefetch=prefetch),
             pin_memory=True,
             on_iter="restart" if dataset.restarts else "continue",
         )

@@ -1,6 +1,6 @@
 """`restored`: a sample, a pack or a batch made again from its `__restore_key__`, to look at it.
 
-sample   ("Ref", source, epoch, index, part)                where it comes from, as `sp.Ref`
+sample   ("Ref", source, epoch, index, part)                where it comes from, as `custom.Ref`
 pack     ("pack", key, number, key of each item, …)         the key of its random numbers, and its number in the lane
 batch    ("batch", key, number, key of each item or pack, …)
 """

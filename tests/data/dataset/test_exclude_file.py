@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
@@ -65,7 +66,7 @@ def test_keys_of_tables_are_those_of_the_column_that_the_reader_names(tmp_path: 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for key, name in [("id", "a2"), ("other", "b4"), (None, "rows.jsonl:5")]:
         file.write_text(name)
-        reader = sp.JsonlReader(tmp_path / "rows.jsonl", sp.Lane(), key=key, exclude=file)
+        reader = custom.JsonlReader(tmp_path / "rows.jsonl", sp.Lane(), key=key, exclude=file)
         assert [number in reader.info.excluded for number in range(6)].index(True) == int(name[-1])
         file.unlink()
 
@@ -116,7 +117,7 @@ def test_one_that_this_run_writes_is_refused(make_shards: Any, file: Path, caplo
 def lines_of(folder: Path) -> Dataset:
     """A table: it has no index of keys."""
     (folder / "rows.jsonl").write_text("".join(json.dumps({"id": f"s{n:06d}"}) + "\n" for n in range(10)))
-    return sp.JsonlReader(folder / "rows.jsonl", sp.Lane(), key="id").dataset
+    return custom.JsonlReader(folder / "rows.jsonl", sp.Lane(), key="id").dataset
 
 
 def twins_of(folder: Path) -> Dataset:

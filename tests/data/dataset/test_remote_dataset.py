@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
@@ -31,6 +32,7 @@ from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores import cached_files
 from savable_pipeline.data.stores.cached_files import CachedFiles
 from savable_pipeline.data.stores.remote_indexing import index_remote
+from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -50,14 +52,14 @@ class Ids(sp.TaskEncoder):
         return items
 
 
-def ids_pipeline(shards: Any, lane: sp.Lane, **settings: Any) -> sp.Stage:
+def ids_pipeline(shards: Any, lane: sp.Lane, **settings: Any) -> custom.Stage:
     reader = sp.TarShardReader(shards, lane, **settings)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(reader, size=10), Ids()), size=4)
 
 
 def loader_of(shards: Any, *, num_workers: int = 0, method: str | None = None, **settings: Any) -> sp.SavableLoader:
     pipeline = functools.partial(ids_pipeline, str(shards), **settings)
-    return sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=num_workers, multiprocessing_context=method)
+    return sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=num_workers, workers=sp.Workers(start_method=method))
 
 
 def batches(loader: sp.SavableLoader, steps: int = STEPS) -> list[Any]:
@@ -133,7 +135,7 @@ def test_a_run_saved_from_a_disk_resumes_over_a_server(
         assert batches(loader, STEPS - 17) == expected[17:]
 
 
-def blended(shards: str, lane: sp.Lane) -> sp.Stage:
+def blended(shards: str, lane: sp.Lane) -> custom.Stage:
     """Two sources of two shards each, shuffled together."""
     parts = {"early": f"{shards}/{{0000..0001}}.tar", "late": f"{shards}/{{0002..0003}}.tar"}
     readers = {name: sp.TarShardReader(part, lane) for name, part in parts.items()}
@@ -387,7 +389,7 @@ def test_a_server_that_stays_down_is_an_error_that_names_it_and_the_run_goes_on_
         first = batches(loader, 3)
         server.fault = lambda path, number: "503"
         with pytest.raises(
-            sp.RemoteError, match=r"http://127.*/shards/000.\.tar: tried ([2-9]|\d\d+) times .*503.*SAVABLE_RETRY_S"
+            RemoteError, match=r"http://127.*/shards/000.\.tar: tried ([2-9]|\d\d+) times .*503.*SAVABLE_RETRY_S"
         ):
             for _ in range(STEPS):
                 first.append(next(loader))
@@ -416,10 +418,10 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
 
     def death(self: Downloader, *request: Any) -> Any:
         self.ended = True
-        raise sp.RemoteError("the process that downloads remote shards ended with code -9")
+        raise RemoteError("the process that downloads remote shards ended with code -9")
 
     monkeypatch.setattr(Downloader, "call", death)
-    with pytest.raises(sp.RemoteError, match="ended with code -9"):
+    with pytest.raises(RemoteError, match="ended with code -9"):
         dataset.open_samples(all_refs(dataset)[:1])[0].json()
     assert "ended with code -9: replaced, 3 of 3" in caplog.text
 
@@ -436,7 +438,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
     assert [sample.json()["id"] for sample in samples] == [*range(160)]
     server.fault = lambda path, number: "503"
     evict(dataset, 0)
-    with pytest.raises(sp.RemoteError, match="tried"):
+    with pytest.raises(RemoteError, match="tried"):
         samples[0].json()
 
 
@@ -485,7 +487,7 @@ def test_a_disk_without_room_for_the_flags_of_a_cache_is_an_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(sp.RemoteError, match="No space left on device; see that its disk has room"):
+    with pytest.raises(RemoteError, match="No space left on device; see that its disk has room"):
         open_any(f"{server.url}/shards/")
 
 

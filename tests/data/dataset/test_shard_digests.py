@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.shard_digests import begin_with, count, difference, grouped, sample_count, summary
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from tests.support.streams import through_a_file
 
@@ -31,7 +33,7 @@ def shards(*arguments: int, **more: int) -> ShardList:
     return ShardList.of(entries(*arguments, **more))
 
 
-class Many(sp.RecordStore):
+class Many(custom.RecordStore):
     """Numbers in many shards."""
 
     address = "many"
@@ -56,8 +58,8 @@ class Numbers(sp.TaskEncoder):
         return sample.json()
 
 
-def pipeline(made: list[ShardEntry], lane: sp.Lane) -> sp.Stage:
-    samples = sp.RecordReader(lane.shared("many", lambda: Many(made)), lane)
+def pipeline(made: list[ShardEntry], lane: sp.Lane) -> custom.Stage:
+    samples = custom.RecordReader(lane.shared("many", lambda: Many(made)), lane)
     return sp.Batcher(sp.Encode(samples, Numbers()), size=3)
 
 
@@ -201,7 +203,7 @@ def test_a_damaged_list_of_shards_is_an_error(damaged: Any) -> None:
     fields = {**found.fields, "RecordReader.shards": damaged}
     state["fingerprint"] = pack_fingerprint(Fingerprint(fields, found.environment, found.addresses))
     for allow in [(), ("shards",)]:
-        with loader(entries(3)) as run, pytest.raises(sp.StateError, match=r"RecordReader\.shards: .*another copy"):
+        with loader(entries(3)) as run, pytest.raises(StateError, match=r"RecordReader\.shards: .*another copy"):
             run.load_state_dict(state, allow=allow)
 
 

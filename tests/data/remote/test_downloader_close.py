@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import savable_pipeline as sp
 from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.errors import RemoteError
 
 
 def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: P
     downloader._wait_for_answer = waiting  # type: ignore[method-assign]
 
     def wait() -> None:
-        with pytest.raises(sp.RemoteError, match="ended with code"):
+        with pytest.raises(RemoteError, match="ended with code"):
             downloader.result(7)
 
     thread = threading.Thread(target=wait)

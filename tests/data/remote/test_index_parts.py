@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.remote import index_parts
@@ -23,6 +24,7 @@ from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.indexed_files import open_indexed
 from savable_pipeline.data.stores.jsonl import JsonlStore
+from savable_pipeline.errors import RemoteError
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_tar
 from tests.support.toy_remote_stores import KINDS, LISTED, WRITERS, names_of
@@ -44,7 +46,7 @@ class Pipeline:
     def __init__(self, shards: str, on_error: Any = "raise") -> None:
         self.shards, self.on_error = shards, on_error
 
-    def __call__(self, lane: sp.Lane) -> sp.Stage:
+    def __call__(self, lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(self.shards, lane, epochs=1, on_error=self.on_error)
         return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=8), Texts()), size=4, drop_last=False)
 
@@ -126,7 +128,7 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
         index.write_bytes(whole if change == "version" else zeros)
         if change == "rows":
             os.utime(index, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the server takes it for the same
-        with pytest.raises(sp.RemoteError, match=rf"{INDEX_NAME}: .* replaced while this run reads by it"):
+        with pytest.raises(RemoteError, match=rf"{INDEX_NAME}: .* replaced while this run reads by it"):
             given.extend(digest(batch) for batch in loader)
         state = loader.state_dict()
     index.write_bytes(whole)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.data.remote.object_store import ObjectStore
+from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert.mirror import mirrored
 from tests.conftest import MakeShards
@@ -73,9 +75,9 @@ def test_a_target_with_a_secret_is_refused_and_the_secret_not_repeated(
 
 
 def test_the_address_of_a_users_own_store_is_kept_without_its_secrets(tmp_path: Path) -> None:
-    class Numbers(sp.RecordStore):
+    class Numbers(custom.RecordStore):
         address = "db://me:hidden@host/table?password=hidden"
-        entries = (sp.ShardEntry("all", size=0, samples=40, digest=1),)
+        entries = (custom.ShardEntry("all", size=0, samples=40, digest=1),)
 
         def key(self, shard: int, row: int) -> str:
             return str(row)
@@ -86,8 +88,8 @@ def test_the_address_of_a_users_own_store_is_kept_without_its_secrets(tmp_path: 
         def read(self, shard: int, row: int, extension: str) -> bytes:
             return str(row).encode()
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        return sp.Batcher(sp.RecordReader(lane.shared("numbers", Numbers), lane), size=2)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        return sp.Batcher(custom.RecordReader(lane.shared("numbers", Numbers), lane), size=2)
 
     with sp.SavableLoader(pipeline, seed=3, lanes=2, ledger=tmp_path / "ledger") as own:
         next(own)
@@ -111,7 +113,7 @@ def test_a_bucket_whose_server_sends_requests_elsewhere_is_refused_before_a_cred
     with serving(tmp_path) as first, serving(tmp_path) as other:
         use_as_s3(first, monkeypatch)
         first.redirect = other.url
-        with pytest.raises(sp.RemoteError, match=r"redirects to http://127\.0\.0\.1:\d+/b\?….*AWS_ENDPOINT_URL"):
+        with pytest.raises(RemoteError, match=r"redirects to http://127\.0\.0\.1:\d+/b\?….*AWS_ENDPOINT_URL"):
             ObjectStore(1.0).stat("s3://b", "a.tar")
         sent = [*first.headers, *other.headers]
         assert len(sent) == 1 and not any("hidden" in value for one in sent for value in one.values())
@@ -145,7 +147,7 @@ def test_a_forbidden_shard_of_a_web_server_is_not_a_missing_one(
     monkeypatch.setenv("SAVABLE_RETRY_S", "1")
     with serving(tmp_path) as server:
         server.fault = lambda path, number: "403" if path.endswith("0001.tar") else None
-        with pytest.raises(sp.RemoteError, match=r"0001\.tar: .*credentials"):
+        with pytest.raises(RemoteError, match=r"0001\.tar: .*credentials"):
             sp.TarShardReader(f"{server.url}/shards/{{0000..0001}}.tar", sp.Lane())
         server.fault = lambda path, number: None if path.endswith(".tar") else "403"  # as buckets say of what is gone
         reader = sp.TarShardReader(f"{server.url}/shards/{{0000..0001}}.tar", sp.Lane(), epochs=1)
@@ -159,7 +161,7 @@ def test_a_server_that_compresses_what_it_sends_is_an_error_by_name_at_its_first
     (tmp_path / "a.tar").write_bytes(b"0123456789" * 200)
     with serving(tmp_path) as server:
         server.fault = lambda path, number: "gzip"
-        with pytest.raises(sp.RemoteError, match="as gzip: it compresses what it sends"):
+        with pytest.raises(RemoteError, match="as gzip: it compresses what it sends"):
             ObjectStore(5.0).copy(server.url, "a.tar", *part, 2000, lambda chunk, offset: None)
         assert server.requests == 1
 
@@ -178,5 +180,5 @@ def test_a_listed_shard_of_a_bucket_that_may_not_be_read_is_an_error_about_crede
     with serving(tmp_path) as server:
         use_as_s3(server, monkeypatch)
         server.fault = lambda path, number: status if path.endswith("0001.tar") else None
-        with pytest.raises(sp.RemoteError, match=rf"0001\.tar: .*status code: {status}.*credentials are right"):
+        with pytest.raises(RemoteError, match=rf"0001\.tar: .*status code: {status}.*credentials are right"):
             [sample["json"] for sample in sp.open_dataset("s3://shards/")]

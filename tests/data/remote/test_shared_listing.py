@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.shared_listing import shared_listing
+from savable_pipeline.data.remote.shared_listing import shared_answer
+
+
+def shared_listing(cache: Path, root: str, listing: Callable[[str], Listing]) -> Listing:
+    return shared_answer(cache, root, lambda: listing(root), Listing)
 
 
 class Bucket:

@@ -14,6 +14,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
 from tests.support.toy_server import ToyServer, serving
 
@@ -52,7 +53,7 @@ def test_so_it_does_where_it_was_stopped_amid_an_answer(server: ToyServer, tmp_p
         ticket = downloader.submit("part", server.url, "large", 8 << 20, 0, 8 << 20)
         assert downloader._child.connection.poll(30)  # it sends, and nobody reads
         os.kill(downloader.pid, signal.SIGSTOP)
-        with pytest.raises(sp.RemoteError, match="had been stopped"):
+        with pytest.raises(RemoteError, match="had been stopped"):
             downloader.result(ticket)
         assert downloader.ended
     finally:
@@ -64,7 +65,7 @@ def test_requests_to_one_that_reads_nothing_end_too(tmp_path: Path, monkeypatch:
     downloader = Downloader(tmp_path / "cache", 1 << 30)
     try:
         os.kill(downloader.pid, signal.SIGSTOP)
-        with pytest.raises(sp.RemoteError, match="had been stopped"):
+        with pytest.raises(RemoteError, match="had been stopped"):
             for _ in range(1000):
                 downloader.submit("stat", "http://127.0.0.1:1", "x" * 10_000)
     finally:

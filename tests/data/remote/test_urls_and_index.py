@@ -21,6 +21,7 @@ from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.paths import is_remote
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores.remote_indexing import open_remote
+from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -63,7 +64,7 @@ def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
     ("shards", "message"),
     [
         (["s3://b/a.tar", "/c.tar"], "need a reader each"),
-        ("ftp://h/a.tar", "from s3, gs, az, http, https, not"),
+        ("ftp://h/a.tar", "from s3, gs, az, http, https, hf, not"),
         ("https://h/a.tar?token=1", "a URL with a query"),
     ],
 )
@@ -88,7 +89,7 @@ def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> No
 
 def test_without_obstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(sp.RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
+    with pytest.raises(RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
         open_any("s3://b/p/", cache=tmp_path)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
 from savable_pipeline.errors import ShardError
@@ -199,7 +200,7 @@ def prepared(tmp_path: Path) -> Path:
     return meta(tmp_path, split__yaml=YAML_SPLITS, __info__json=info, dataset__yaml=fields)
 
 
-def ids(stage: sp.Stage) -> list[int]:
+def ids(stage: custom.Stage) -> list[int]:
     return [int(sample["jpg"]) for sample in stage]
 
 

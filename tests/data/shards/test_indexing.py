@@ -226,7 +226,7 @@ def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None
     open_index(root, NAMES)
     path = root / INDEX_NAME
     whole = path.read_bytes()
-    for damaged in (b"", b"SAVIDX03", whole[:-8], whole + bytes(8), whole[:30] + b"?" + whole[31:]):
+    for damaged in (b"", b"SAVIDX04", whole[:-8], whole + bytes(8), whole[:30] + b"?" + whole[31:]):
         path.write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
             assert contents(root, open_index(root, NAMES)) == expected

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.conftest import write_tar
 from tests.project.pages import png
 from tests.support.toy_sources import litdata
@@ -32,9 +33,9 @@ def photos(tmp_path: Path) -> Path:
     [
         lambda path: sp.TarShardReader(path, LANE),
         lambda path: sp.TarShardReader([path], LANE),
-        lambda path: sp.ParquetReader(path, LANE),
-        lambda path: sp.ArrowReader(path, LANE),
-        lambda path: sp.JsonlReader(path, LANE),
+        lambda path: custom.ParquetReader(path, LANE),
+        lambda path: custom.ArrowReader(path, LANE),
+        lambda path: custom.JsonlReader(path, LANE),
         sp.open_dataset,
     ],
 )
@@ -53,7 +54,7 @@ def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> N
 def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
     write_tar(tmp_path / "a/0.tar", [("k.txt", b"1")])
     with pytest.raises(sp.ShardError, match=r"below it; 0\.tar is there, which sp\.TarShardReader reads$"):
-        sp.ParquetReader(tmp_path, LANE)
+        custom.ParquetReader(tmp_path, LANE)
 
 
 @pytest.mark.parametrize("opened", [lambda path: sp.TarShardReader(path, LANE), sp.open_dataset])
@@ -76,7 +77,7 @@ def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_pa
         with pytest.raises(sp.ShardError, match=r"no such shard or folder(?!.*convert)"):
             sp.TarShardReader(missing, LANE)
     with pytest.raises(sp.ShardError, match=r"no such shard or folder$"):
-        sp.ParquetReader(tmp_path / "rows", LANE)
+        custom.ParquetReader(tmp_path / "rows", LANE)
 
 
 @pytest.mark.parametrize("name", ["captions.csv", "captions.tsv.gz", "llava.json"])

@@ -169,14 +169,7 @@ def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pyt
     [
         ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "write s3://bucket/{0..9}.tar instead"),
         ("pipe:cat x.tar", "write the paths of the tars, or their URL instead"),
-        (
-            "hf://datasets/user/name/data/*.tar",
-            "such as https://huggingface.co/datasets/user/name/resolve/main/data/*.tar",
-        ),
-        (
-            "hf://datasets/user/name@v2/x.tar",
-            "such as https://huggingface.co/datasets/user/name/resolve/v2/x.tar",
-        ),
+        ("hf://user/name/x.tar", "of the Hub, datasets are read: hf://datasets/ORG/NAME"),
         ("file://server/x.tar", "names a file of the machine 'server'"),
         ("$NO_SUCH_VARIABLE/x", "no such shard or folder; the environment has no such variable"),
     ],

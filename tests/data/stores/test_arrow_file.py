@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.file_bytes import opened
 from savable_pipeline.data.shards.index_file import PlaceIndex
 from savable_pipeline.data.shards.index_writer import write_index
@@ -59,7 +60,7 @@ def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False, schema: bool 
 
 
 def samples(path: Path, **settings: Any) -> list[dict[str, bytes]]:
-    reader = sp.ArrowReader(str(path), sp.Lane(), shuffle=False, epochs=1, **settings)
+    reader = custom.ArrowReader(str(path), sp.Lane(), shuffle=False, epochs=1, **settings)
     return [dict(sample.items()) for sample in reader]
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from tests.support.toy_samples import plain_png
@@ -82,7 +83,7 @@ def test_images_are_parts_named_by_their_path_or_by_their_bytes(tmp_path: Path, 
         {"image": {"bytes": b"?", "path": "folder.d/name"}},
     ]
     write(tmp_path / name, pa.Table.from_pylist(rows))
-    reader = {"a.parquet": sp.ParquetReader, "a.arrow": sp.ArrowReader}[name]
+    reader = {"a.parquet": custom.ParquetReader, "a.arrow": custom.ArrowReader}[name]
     samples = list(reader(tmp_path / name, sp.Lane(), shuffle=False, epochs=1))
     assert [list(sample) for sample in samples] == [["PNG"], ["png"], [], ["bin"]]
     assert samples[1].image().size == samples[0].image("image").size == (2, 3)
@@ -154,7 +155,7 @@ def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -
 def test_lanes_of_a_process_share_the_decoded_row_groups(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"id": range(400)}), rows=100)
     shared: dict[Any, Any] = {}
-    readers = [sp.ParquetReader(path, sp.Lane(i, 4, shared=shared), epochs=1) for i in range(4)]
+    readers = [custom.ParquetReader(path, sp.Lane(i, 4, shared=shared), epochs=1) for i in range(4)]
     assert sorted(sample.json("id") for reader in readers for sample in reader) == list(range(400))
     assert readers[0].dataset is readers[3].dataset
     assert readers[0].dataset.store.blocks.decoded == 4  # type: ignore[attr-defined]
@@ -190,8 +191,8 @@ def test_a_damaged_footer_is_named_and_under_skip_the_other_files_are_read(
         write(tmp_path / name, pa.table({"id": range(10)}))
     damage(tmp_path / "a.parquet")
     with pytest.raises(sp.ShardError, match=rf"a\.parquet: .*{fault}"):
-        sp.ParquetReader(tmp_path, sp.Lane())
-    reader = sp.ParquetReader(tmp_path, sp.Lane(), epochs=1, on_error="skip")
+        custom.ParquetReader(tmp_path, sp.Lane())
+    reader = custom.ParquetReader(tmp_path, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 10
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
@@ -216,7 +217,7 @@ def test_a_flipped_page_is_named_and_its_samples_are_counted_under_skip(
         tmp_path / "a.parquet", pa.table({"id": range(30)}), 10, write_page_checksum=True, use_dictionary=False
     )
     flipped(path)
-    reader = sp.ParquetReader(path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    reader = custom.ParquetReader(path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
     items = sp.Encode(reader, Ids())
     store: Any = reader.dataset.store
     decode, decoded = store.decode, []
@@ -242,8 +243,8 @@ def test_an_arrow_stream_that_is_cut_gives_the_batches_before_it_under_skip(tmp_
     path = write(tmp_path / "a.arrow", pa.table({"id": range(30)}), 10)
     os.truncate(path, path.stat().st_size - 30)
     with pytest.raises(sp.ShardError, match=r"the message at byte \d+ should end at byte \d+ of \d+"):
-        sp.ArrowReader(path, sp.Lane())
-    reader = sp.ArrowReader(path, sp.Lane(), epochs=1, shuffle=False, on_error="skip")
+        custom.ArrowReader(path, sp.Lane())
+    reader = custom.ArrowReader(path, sp.Lane(), epochs=1, shuffle=False, on_error="skip")
     assert [sample.json("id") for sample in reader] == list(range(20))
 
 
@@ -338,11 +339,6 @@ def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "cache" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
     with pytest.raises(sp.ShardError, match=r"side by side; name the files of one, such as '.*/\*-train\*\.arrow'"):
         open_store("arrow", tmp_path / "cache")
-
-
-def test_an_address_of_the_hub_is_refused_with_the_command_that_downloads() -> None:
-    with pytest.raises(sp.ShardError, match=r"`hf download u/n --repo-type dataset --include 'data/\*\.parquet'"):
-        sp.ParquetReader("hf://datasets/u/n/data/*.parquet", sp.Lane())
 
 
 @pytest.mark.parametrize("seed", range(60))

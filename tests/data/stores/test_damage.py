@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.tools.cli.main import app
 from tests.data.stores.test_token_store import write_bin
 from tests.support.toy_stores import WRITERS
@@ -33,13 +34,13 @@ def write_arrays(folder: Path, sizes: list[int]) -> None:
 
 
 STORES: dict[str, tuple[Callable[[Path, list[int]], None], Any, str]] = {
-    "parquet": (WRITERS["parquet"], sp.ParquetReader, "0000.parquet"),
-    "stream": (WRITERS["arrow"], sp.ArrowReader, "0000.arrow"),
-    "arrow file": (WRITERS["arrow"], sp.ArrowReader, "0001.arrow"),
-    "jsonl": (WRITERS["jsonl"], sp.JsonlReader, "0000.jsonl"),
-    "bin": (write_tokens, sp.TokenReader, "0000.bin"),
-    "idx": (write_tokens, sp.TokenReader, "0000.idx"),
-    "npy": (write_arrays, sp.TokenReader, "0000.npy"),
+    "parquet": (WRITERS["parquet"], custom.ParquetReader, "0000.parquet"),
+    "stream": (WRITERS["arrow"], custom.ArrowReader, "0000.arrow"),
+    "arrow file": (WRITERS["arrow"], custom.ArrowReader, "0001.arrow"),
+    "jsonl": (WRITERS["jsonl"], custom.JsonlReader, "0000.jsonl"),
+    "bin": (write_tokens, custom.TokenReader, "0000.bin"),
+    "idx": (write_tokens, custom.TokenReader, "0000.idx"),
+    "npy": (write_arrays, custom.TokenReader, "0000.npy"),
 }
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda raw: raw[: len(raw) * 3 // 5 + 1],

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.stores.decompressed import DamagedError, Unpacked, decompressed
 from tests.conftest import write_tar
 from tests.support.toy_records import LEAF, block, record, write_litdata, write_mds
@@ -82,7 +83,7 @@ def test_a_shard_that_its_index_calls_small_takes_no_more_than_that(tmp_path: Pa
     data = sp.open_dataset(source)
     with at_most(80 * MIB), pytest.raises(sp.ShardError, match="more than 500 bytes when decompressed, expected 500"):
         data[0].json()
-    reader = sp.MdsReader(source, sp.Lane(), epochs=1, on_error="skip")
+    reader = custom.MdsReader(source, sp.Lane(), epochs=1, on_error="skip")
     with at_most(80 * MIB):
         assert [sample.json() for sample in sp.Encode(reader, sp.Decoded(), on_error="skip")] == []
 
@@ -105,7 +106,7 @@ def unpacked_cases(folder: Path) -> dict[str, tuple[Path, Callable[[sp.Sample], 
     }
 
 
-READERS: dict[str, Any] = {"litdata": sp.LitDataReader, "mds": sp.MdsReader, "tars": sp.TarShardReader}
+READERS: dict[str, Any] = {"litdata": custom.LitDataReader, "mds": custom.MdsReader, "tars": sp.TarShardReader}
 
 
 @pytest.mark.parametrize("case", ["litdata", "mds", "json.gz", "npz"])
@@ -165,7 +166,7 @@ def test_a_record_by_itself_is_refused_alone(tmp_path: Path) -> None:
         tmp_path / "in", ["bytes"], LEAF, [[b"a"]] * 3, compression="zstd", compression_level="sample"
     )
     (source / "chunk-0-0.bin").write_bytes(block([zstandard.compress(row) for row in rows]))
-    reader = sp.LitDataReader(source, sp.Lane(), epochs=1, unpacked_bytes=MIB, shuffle=False, on_error="skip")
+    reader = custom.LitDataReader(source, sp.Lane(), epochs=1, unpacked_bytes=MIB, shuffle=False, on_error="skip")
     with at_most(80 * MIB):
         encoded = sp.Encode(reader, sp.Decoded(), on_error="skip")
         assert [item["bin"] for item in encoded] == [b"a", b"c"]

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.tools.check.dataset_check import check
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
@@ -54,13 +55,13 @@ def test_a_changed_value_is_found_by_check_and_convert_and_by_a_reader_that_vali
     assert f"its {algorithm} is " in problem.detail
     with pytest.raises(ValueError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is .*, index\.json says "):
         sp.convert(folder, tmp_path / "out")
-    reader = sp.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False, validate_hash=algorithm)
+    reader = custom.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False, validate_hash=algorithm)
     with pytest.raises(sp.ShardError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is "):
         [sample.json() for sample in reader]
-    skipping = sp.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False, validate_hash=algorithm, on_error="skip")
+    skipping = custom.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False, validate_hash=algorithm, on_error="skip")
     captions = [item["json"]["caption"] for item in sp.Encode(skipping, sp.Decoded(), on_error="skip")]
     assert captions == [f"no. {i}" for i in (0, 1, 2, 3, 8, 9)]
-    unasked = sp.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False)
+    unasked = custom.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False)
     assert [sample.json()["caption"] for sample in unasked][5] == "no. 6"  # as Mosaic's
 
 
@@ -68,13 +69,13 @@ def test_a_changed_value_is_found_by_check_and_convert_and_by_a_reader_that_vali
 def test_what_is_right_is_read(tmp_path: Path, algorithm: str) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds"), algorithm)
     assert not check(str(folder)).problems
-    assert len(list(sp.MdsReader(folder, sp.Lane(), epochs=1, validate_hash=algorithm))) == 10
+    assert len(list(custom.MdsReader(folder, sp.Lane(), epochs=1, validate_hash=algorithm))) == 10
     assert sp.convert(folder, tmp_path / "right").samples == 10
 
 
 def test_a_compressed_shard_has_the_hash_of_the_compressed_file(tmp_path: Path) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds", packed="zstd"), "sha1")
-    assert len(list(sp.MdsReader(folder, sp.Lane(), epochs=1, validate_hash="sha1"))) == 10
+    assert len(list(custom.MdsReader(folder, sp.Lane(), epochs=1, validate_hash="sha1"))) == 10
     assert not check(str(folder)).problems
     index = (folder / "index.json").read_text()
     said = json.loads(index)["shards"][2]["zip_data"]["hashes"]["sha1"]
@@ -87,9 +88,9 @@ def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_a
     folder = hashed(write_captioned_mds(tmp_path / "mds"))
     assert not check(str(folder)).problems
     with pytest.raises(ValueError, match="validate_hash is an algorithm of hashlib or xxhash, not 'ours'"):
-        sp.MdsReader(folder, sp.Lane(), validate_hash="ours")
+        custom.MdsReader(folder, sp.Lane(), validate_hash="ours")
     with pytest.raises(sp.ShardError, match=r"index\.json has no sha256 of it, but ours"):
-        next(sp.MdsReader(folder, sp.Lane(), validate_hash="sha256")).json()
+        next(custom.MdsReader(folder, sp.Lane(), validate_hash="sha256")).json()
 
 
 def test_what_has_no_hashes_is_read_as_before(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.open_files import keep_below
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import arrow_store, pins
@@ -56,10 +57,10 @@ class Texts(sp.TaskEncoder):
 
 
 FORMATS: dict[str, tuple[Callable[[Path], None], Any]] = {
-    "a.parquet": (write_parquet, sp.ParquetReader),
-    "a.arrow": (write_arrow, sp.ArrowReader),
-    "a.jsonl": (write_jsonl, sp.JsonlReader),
-    "a.bin": (write_tokens, sp.TokenReader),
+    "a.parquet": (write_parquet, custom.ParquetReader),
+    "a.arrow": (write_arrow, custom.ArrowReader),
+    "a.jsonl": (write_jsonl, custom.JsonlReader),
+    "a.bin": (write_tokens, custom.TokenReader),
 }
 
 
@@ -100,7 +101,9 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {  # of what is compared: the foo
 }
 
 
-def expect_error(pipeline: Callable[[sp.Lane], sp.Stage], path: Path, then: Callable[[], None] = lambda: None) -> None:
+def expect_error(
+    pipeline: Callable[[sp.Lane], custom.Stage], path: Path, then: Callable[[], None] = lambda: None
+) -> None:
     with sp.SavableLoader(pipeline, seed=0, lanes=1) as loader:
         given = [next(loader) for _ in range(3)]
         overwrite(path)
@@ -117,13 +120,13 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
     write, reader = FORMATS[name]
     write(tmp_path / name)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(reader(str(tmp_path / name), lane, shuffle=False), Texts()), size=2)
 
     expect_error(pipeline, tmp_path / name, then=lambda: keep_below(0) if closed else None)
 
 
-def pipeline_of(path: Path, lane: sp.Lane) -> sp.Stage:
+def pipeline_of(path: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(FORMATS[path.name][1](str(path), lane, shuffle=False), Texts()), size=2)
 
 
@@ -172,8 +175,8 @@ def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Pa
 def test_the_idx_of_tokens_is_looked_at_too(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.bin")
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        return sp.Batcher(sp.Encode(sp.TokenReader(str(tmp_path / "a.bin"), lane, shuffle=False), Texts()), size=2)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        return sp.Batcher(sp.Encode(custom.TokenReader(str(tmp_path / "a.bin"), lane, shuffle=False), Texts()), size=2)
 
     expect_error(pipeline, tmp_path / "a.idx")
 
@@ -204,8 +207,8 @@ def test_the_store_of_a_join_is_looked_at_too(tmp_path: Path, name: str | None) 
             (tmp_path / folder).mkdir()
             FORMATS[name][0](tmp_path / folder / name)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        joined = sp.Join(reader(str(tmp_path / "own"), lane, shuffle=False), {"other": tmp_path / "other"})
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        joined = custom.Join(reader(str(tmp_path / "own"), lane, shuffle=False), {"other": tmp_path / "other"})
         return sp.Batcher(sp.Encode(joined, Texts()), size=2)
 
     expect_error(pipeline, tmp_path / "other" / (name or "0000.tar"))

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import jsonl
 
@@ -31,7 +32,7 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
-    samples = list(sp.JsonlReader(lines, sp.Lane(), shuffle=False, epochs=1))
+    samples = list(custom.JsonlReader(lines, sp.Lane(), shuffle=False, epochs=1))
     assert [sample.json() for sample in samples] == [
         {"id": 0, "caption": "ü", "n": [1, 2]},
         {"id": 1, "caption": None},
@@ -87,7 +88,7 @@ def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
 
 def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 5, "x": NaN, "y": -Infinity, "txt": "\\ud83d?"}\n{"id": 6, "x": NaN}')
-    first, second = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
+    first, second = custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
     assert (first.key, second.key) == ("5", "6")
     assert (list(first), list(second)) == (["json", "id", "x", "y", "txt"], ["json", "id", "x"])
     assert (first["x"], first["y"], first["txt"]) == (b"NaN", b"-Infinity", b"\xed\xa0\xbd?")
@@ -95,13 +96,13 @@ def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(
 
 def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b\n{"txt": "c"}\n')
-    reader = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    reader = custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
     broken = reader.dataset.open_samples(reader.take_refs(2))[1]
     assert broken["json"] == b'{"txt": "b'
     for ask in (list, sp.Sample.text):
         with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: no JSON: Unterminated string"):
             ask(broken)  # type: ignore[operator]
-    items = sp.Encode(sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
+    items = sp.Encode(custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
     assert list(items) == ["a", "c"]
     assert items.counts["skipped/malformed JSON"] == 1
 
@@ -122,8 +123,8 @@ def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> No
 def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
     lines.write_bytes(LINES[:-3])
     with pytest.raises(sp.ShardError, match=r"a\.jsonl: the last line, at byte 75, was cut: .*copy the file again"):
-        sp.JsonlReader(lines, sp.Lane())
-    reader = sp.JsonlReader(lines, sp.Lane(), epochs=1, on_error="skip")
+        custom.JsonlReader(lines, sp.Lane())
+    reader = custom.JsonlReader(lines, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 3
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
@@ -144,16 +145,16 @@ def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path)
     packed = lines.with_name("b.jsonl.gz")
     packed.write_bytes(b"")
     with pytest.raises(sp.ShardError, match="a compressed JSONL file cannot be read at an offset; `gzip -dk` or"):
-        sp.JsonlReader(packed, sp.Lane())
+        custom.JsonlReader(packed, sp.Lane())
     lines.unlink()
     with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*1 compressed JSONL files are there"):
-        sp.JsonlReader(lines.parent, sp.Lane())
+        custom.JsonlReader(lines.parent, sp.Lane())
 
 
 def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n\n")
     with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
-        sp.JsonlReader(tmp_path, sp.Lane())
+        custom.JsonlReader(tmp_path, sp.Lane())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
@@ -165,7 +166,7 @@ def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
     for number, end in enumerate((b"", b"\n")):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(b"\n".join(lines) + end)
-        samples = list(sp.JsonlReader(path, sp.Lane(), shuffle=False, epochs=1))
+        samples = list(custom.JsonlReader(path, sp.Lane(), shuffle=False, epochs=1))
         assert [sample["json"] for sample in samples] == [b'  {"id": 0} ', b'{"id": 1}', b'{"id": 2}']
         assert [sample.json("id") for sample in samples] == [0, 1, 2]
 
@@ -174,7 +175,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     for number, text in enumerate((b'{"id": 0, "txt": "a"}\n{"id": 1}\n', b'{"id": 0, "txt": "a"}')):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + text)
-        first = next(sp.JsonlReader(path, sp.Lane(), shuffle=False, key="id"))
+        first = next(custom.JsonlReader(path, sp.Lane(), shuffle=False, key="id"))
         assert (first.key, first["json"]) == ("0", text.strip().split(b"\n")[0])
 
 
@@ -196,4 +197,4 @@ def test_what_is_no_jsonl_is_called_what_it_is(tmp_path: Path, written: Callable
     path = tmp_path / "a.jsonl"
     path.write_bytes(written(LINES))
     with pytest.raises(sp.ShardError, match=rf"/a\.jsonl: {told}"):
-        sp.JsonlReader(path, sp.Lane())
+        custom.JsonlReader(path, sp.Lane())

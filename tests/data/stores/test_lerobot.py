@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import kind_of, open_any
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.media_files import frame_number
@@ -54,12 +55,12 @@ def test_an_episode_has_its_videos_its_frames_and_what_its_row_says(folder: Path
 
 
 def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_version_is(folder: Path) -> None:
-    reader = sp.ParquetReader(folder, sp.Lane(), shuffle=False, epochs=1)
+    reader = custom.ParquetReader(folder, sp.Lane(), shuffle=False, epochs=1)
     assert [sample.key for sample in reader] == ["0", "1", "2", "3"]
-    assert next(sp.ParquetReader(folder, sp.Lane(), key="length", shuffle=False)).key == "12"
-    assert next(sp.ParquetReader(folder / "data", sp.Lane(), shuffle=False)).json("index") == 0
+    assert next(custom.ParquetReader(folder, sp.Lane(), key="length", shuffle=False)).key == "12"
+    assert next(custom.ParquetReader(folder / "data", sp.Lane(), shuffle=False)).json("index") == 0
     with pytest.raises(ValueError, match="leave out columns="):
-        sp.ParquetReader(folder, sp.Lane(), columns=["action"])
+        custom.ParquetReader(folder, sp.Lane(), columns=["action"])
     (folder / "meta/info.json").write_text(json.dumps({**INFO, "codebase_version": "v2.1"}))
     assert kind_of(folder) == "parquet"
 
@@ -69,7 +70,7 @@ def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Pat
     with serving(tmp_path) as server:
         use_as_s3(server, monkeypatch)
         check_episodes("s3://robot/")
-        reader = sp.ParquetReader("s3://robot/", sp.Lane(), shuffle=False)
+        reader = custom.ParquetReader("s3://robot/", sp.Lane(), shuffle=False)
         assert next(reader).array("observation.state").shape == (12, 2)
         open_any(folder)  # which leaves its index there
         check_episodes(f"{server.url}/robot/")
@@ -124,8 +125,8 @@ class Windows(sp.TaskEncoder):
 
 
 def test_episodes_train_and_a_resume_is_exact_with_workers_and_without(folder: Path) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        samples = sp.ShuffleBuffer(sp.ParquetReader(folder, lane), size=3)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        samples = sp.ShuffleBuffer(custom.ParquetReader(folder, lane), size=3)
         return sp.Batcher(sp.Encode(samples, Windows()), size=2)
 
     assert assert_exact_resume(pipeline, lanes=2, steps=6, workers=(0, 2), chains=1, after=1) > 6

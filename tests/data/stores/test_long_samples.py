@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF
@@ -109,7 +110,7 @@ class Excerpts(sp.TaskEncoder):
         return items
 
 
-def excerpts(place: str, lane: sp.Lane) -> sp.Stage:
+def excerpts(place: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(place, lane), size=4), Excerpts()), size=1)
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
@@ -25,7 +26,7 @@ STORES: dict[str, Any] = {
     "a.parquet": partial(open_store, "parquet"),
     "a.arrow": partial(open_store, "arrow"),
 }
-READERS: dict[str, Any] = {"a.parquet": sp.ParquetReader, "a.arrow": sp.ArrowReader}
+READERS: dict[str, Any] = {"a.parquet": custom.ParquetReader, "a.arrow": custom.ArrowReader}
 every_store = pytest.mark.parametrize("name", STORES)
 
 

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.open_files import keep_below
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF
@@ -144,12 +145,12 @@ def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
 
 def test_a_compressed_column_is_read_whole(tmp_path: Path) -> None:
     pq.write_table(pa.table({"raw": [NOISE]}), tmp_path / "a.parquet", compression="zstd")
-    with next(sp.ParquetReader(tmp_path, sp.Lane())).open("raw") as file:
+    with next(custom.ParquetReader(tmp_path, sp.Lane())).open("raw") as file:
         assert (file.seek(299_990), file.read()) == (299_990, NOISE[-10:])
 
 
 def test_parts_of_joined_copied_and_other_samples_open_too(shard: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "b.tar", [("k.raw", NOISE)])
-    joined = next(sp.Join(sp.TarShardReader(shard, sp.Lane(), shuffle=False), {"other": tmp_path / "b.tar"}))
+    joined = next(custom.Join(sp.TarShardReader(shard, sp.Lane(), shuffle=False), {"other": tmp_path / "b.tar"}))
     for sample in (joined, pickle.loads(pickle.dumps(joined)), copy.deepcopy(joined)):
         assert sample.open("bin").read() == sample.open("other.raw").read() == NOISE

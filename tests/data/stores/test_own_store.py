@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
@@ -40,9 +41,9 @@ def write_table(path: Path, count: int) -> Path:
     return path
 
 
-def table_pipeline(path: Path, lane: sp.Lane, **settings: Any) -> sp.Stage:
+def table_pipeline(path: Path, lane: sp.Lane, **settings: Any) -> custom.Stage:
     store = lane.shared("table", lambda: TableStore(path))
-    samples = sp.ShuffleBuffer(sp.RecordReader(store, lane, **settings), size=10)
+    samples = sp.ShuffleBuffer(custom.RecordReader(store, lane, **settings), size=10)
     return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, ToyEncoder()), max_length=20, open_packs=3), size=2)
 
 
@@ -76,8 +77,8 @@ def test_a_state_is_refused_where_the_table_has_changed(tmp_path: Path) -> None:
 
 def test_a_store_without_metadata_has_subsets_but_no_splits(tmp_path: Path) -> None:
     store = TableStore(write_table(tmp_path / "a.db", 60))
-    assert len(list(sp.RecordReader(store, sp.Lane(), epochs=1, subset=(0.5, 1.0)))) == 30
+    assert len(list(custom.RecordReader(store, sp.Lane(), epochs=1, subset=(0.5, 1.0)))) == 30
     with pytest.raises(sp.ShardError, match="this store has no splits, but split='train' was asked for"):
-        sp.RecordReader(store, sp.Lane(), split="train")
+        custom.RecordReader(store, sp.Lane(), split="train")
     with pytest.raises(ValueError, match="RecordReader: block_size must be at least 1, not 0"):
-        sp.RecordReader(store, sp.Lane(), block_size=0)
+        custom.RecordReader(store, sp.Lane(), block_size=0)

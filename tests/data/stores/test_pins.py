@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF
@@ -40,7 +41,7 @@ class Pipeline:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def __call__(self, lane: Lane) -> sp.Stage:
+    def __call__(self, lane: Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(self.root, lane, shuffle=False), Ids()), size=2)
 
 
@@ -52,7 +53,7 @@ def test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given(
     monkeypatch.setattr(pins, "_LOOK_SHARE", 0)  # workers are forked
     root = make_shards([400])
     with sp.SavableLoader(
-        Pipeline(root), seed=0, lanes=2, num_workers=workers, multiprocessing_context="fork"
+        Pipeline(root), seed=0, lanes=2, num_workers=workers, workers=sp.Workers(start_method="fork")
     ) as loader:
         batches = iter(loader)
         given = [next(batches) for _ in range(5)]

@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import pins
 from savable_pipeline.data.stores.ranged_tables import PARQUET_RANGES
@@ -49,9 +50,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 TABLES: dict[str, tuple[Write, Any]] = {
-    "parquet": (write_parquet, sp.ParquetReader),
-    "arrow": (write_arrow, sp.ArrowReader),
-    "jsonl": (write_jsonl, sp.JsonlReader),
+    "parquet": (write_parquet, custom.ParquetReader),
+    "arrow": (write_arrow, custom.ArrowReader),
+    "jsonl": (write_jsonl, custom.JsonlReader),
 }
 every_table = pytest.mark.parametrize("kind", TABLES)
 
@@ -153,11 +154,11 @@ def test_a_range_that_cannot_be_one_is_a_fault_of_the_data(tmp_path: Path, kind:
 def test_columns_of_ranges_must_be_there(tmp_path: Path) -> None:
     wrong: Any = {"audio": ("path", "begin", None)}
     with pytest.raises(ValueError, match="begin"):
-        sp.ParquetReader(write(tmp_path), sp.Lane(), ranges=wrong)
+        custom.ParquetReader(write(tmp_path), sp.Lane(), ranges=wrong)
     with pytest.raises(sp.ShardError, match=r"'begin', which ranges= names, is not there"):
-        list(next(sp.JsonlReader(write(tmp_path / "lines", "jsonl"), sp.Lane(), ranges=wrong)))
+        list(next(custom.JsonlReader(write(tmp_path / "lines", "jsonl"), sp.Lane(), ranges=wrong)))
     with pytest.raises(ValueError, match=r"ranges: 'audio' is \(path, begin, end\)"):
-        sp.JsonlReader(tmp_path / "lines", sp.Lane(), ranges={"audio": "path"})  # type: ignore[dict-item]
+        custom.JsonlReader(tmp_path / "lines", sp.Lane(), ranges={"audio": "path"})  # type: ignore[dict-item]
     assert list(samples(tmp_path, columns=["id"])[0]) == ["id", "path", "start", "end", "audio"]
 
 
@@ -170,8 +171,8 @@ class Sounds(sp.TaskEncoder):
 
 
 def loader_of(folder: Any) -> sp.SavableLoader:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        return sp.Batcher(sp.Encode(sp.ParquetReader(folder, lane, ranges=RANGES), Sounds()), size=2)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        return sp.Batcher(sp.Encode(custom.ParquetReader(folder, lane, ranges=RANGES), Sounds()), size=2)
 
     return sp.SavableLoader(pipeline, seed=0, lanes=1)
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import kind_of, open_any
 from savable_pipeline.data.dataset.store_kinds import STORES
@@ -49,7 +50,7 @@ def loader_of(
     kind: str, files: Any, *, num_workers: int = 0, method: str | None = None, **settings: Any
 ) -> sp.SavableLoader:
     pipeline = functools.partial(ids_pipeline, kind, files, **settings)
-    return sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=num_workers, multiprocessing_context=method)
+    return sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=num_workers, workers=sp.Workers(start_method=method))
 
 
 def batches(loader: sp.SavableLoader, steps: int = STEPS) -> list[Any]:
@@ -248,7 +249,7 @@ def test_a_file_that_is_rewritten_is_skipped_and_counted_where_that_is_asked(
 def test_a_damaged_file_is_an_error_or_skipped_as_on_a_disk(server: ToyServer, www: Path) -> None:
     os.truncate(www / "parquet" / "0001.parquet", 9000)
     with pytest.raises(sp.ShardError, match=r"/parquet/0001\.parquet: no Parquet footer at its end"):
-        sp.ParquetReader(urls_of(server.url, "parquet"), sp.Lane())
+        custom.ParquetReader(urls_of(server.url, "parquet"), sp.Lane())
     assert samples("parquet", urls_of(server.url, "parquet"), on_error="skip") == samples(
         "parquet", str(www / "parquet"), on_error="skip"
     )
@@ -355,9 +356,9 @@ def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
 
 def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
     with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
-        sp.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
+        custom.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
     with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset; `gzip -dk`"):
-        sp.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
+        custom.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
 
 
 def test_a_process_killed_while_it_fetches_leaves_nothing_broken(server: ToyServer, www: Path) -> None:
@@ -393,4 +394,4 @@ def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, mon
     use_as_s3(server, monkeypatch)
     (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(sp.ShardError, match="holds several splits; read one of them, such as s3://arrow/train/"):
-        sp.ArrowReader("s3://arrow/", sp.Lane())
+        custom.ArrowReader("s3://arrow/", sp.Lane())

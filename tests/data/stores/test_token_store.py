@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.shards.file_bytes import opened
 from savable_pipeline.data.stores import token_store
@@ -73,8 +74,8 @@ def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_to
         np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
     os.truncate(tmp_path / "a.bin", 39)
     with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
-        sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
-    reader = sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
+        custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
+    reader = custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
     assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
@@ -209,8 +210,8 @@ class Tokens(sp.TaskEncoder):
         return items
 
 
-def token_pipeline(folder: Path, lane: sp.Lane) -> sp.Stage:
-    items = sp.Encode(sp.ShuffleBuffer(sp.TokenReader(folder, lane), size=4), Tokens())
+def token_pipeline(folder: Path, lane: sp.Lane) -> custom.Stage:
+    items = sp.Encode(sp.ShuffleBuffer(custom.TokenReader(folder, lane), size=4), Tokens())
     return sp.Batcher(items, size=2)
 
 
@@ -223,14 +224,14 @@ def test_documents_resume_exactly(tmp_path: Path) -> None:
 def test_arrays_without_a_header_are_read_with_the_type_that_is_given(tmp_path: Path) -> None:
     for name in ("a.npy", "b.npy"):
         np.arange(30, dtype=np.uint16).tofile(tmp_path / name)
-    samples = list(sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))
+    samples = list(custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))
     assert [sample.array("tokens").tolist() for sample in samples] == [list(range(n, n + 10)) for n in (0, 10, 20)] * 2
     with pytest.raises(
         sp.ShardError, match=r"a\.npy: no header of NumPy: .*bare numbers, as OLMo-core .*: give dtype="
     ):
-        sp.TokenReader(tmp_path, sp.Lane(), length=10)
+        custom.TokenReader(tmp_path, sp.Lane(), length=10)
     with pytest.raises(sp.ShardError, match=r"a\.npy: 60 bytes are no whole number of uint64"):
-        sp.TokenReader(tmp_path, sp.Lane(), length=5, dtype="uint64")
+        custom.TokenReader(tmp_path, sp.Lane(), length=5, dtype="uint64")
 
 
 def test_an_array_that_lost_its_header_is_not_taken_for_bare_numbers(tmp_path: Path) -> None:
@@ -239,8 +240,8 @@ def test_an_array_that_lost_its_header_is_not_taken_for_bare_numbers(tmp_path: P
     (tmp_path / "b.npy").write_bytes(bytes(16) + (tmp_path / "b.npy").read_bytes()[16:])
     for dtype in (None, "uint16"):
         with pytest.raises(sp.ShardError, match=r"b\.npy: no header of NumPy"):
-            sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype)
-        reader = sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype, epochs=1, on_error="skip")
+            custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype)
+        reader = custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype, epochs=1, on_error="skip")
         assert [sample.shard for sample in reader] == ["a.npy"] * 3
         assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 

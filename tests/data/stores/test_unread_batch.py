@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.open_files import keep_below
 from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import arrow_store, unread_batch
@@ -148,8 +149,8 @@ def cut_under_a_run(folder: str, compression: str) -> None:
     table = pa.table({"bin": [os.urandom(50_000) for _ in range(60)], "ids": [list(range(1000))] * 60})
     path = write(Path(folder, "a.arrow"), table, 20, None if compression == "none" else compression)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        return sp.Batcher(sp.Encode(sp.ArrowReader(path, lane, shuffle=False), Beginnings()), size=2)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        return sp.Batcher(sp.Encode(custom.ArrowReader(path, lane, shuffle=False), Beginnings()), size=2)
 
     with sp.SavableLoader(pipeline, seed=0, lanes=1, num_workers=0) as loader:
         next(loader)
@@ -231,11 +232,13 @@ class Maps(sp.TaskEncoder):
 def test_only_workers_which_are_started_again_map_a_file(tmp_path: Path, num_workers: int) -> None:
     write(tmp_path / "only here.arrow", pa.table({"txt": ["x" * 100_000] * 20}), 10)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        reader = sp.ArrowReader(tmp_path, lane, shuffle=False)
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        reader = custom.ArrowReader(tmp_path, lane, shuffle=False)
         return sp.Batcher(sp.Encode(reader, Maps()), size=20)
 
-    with sp.SavableLoader(pipeline, seed=0, lanes=1, num_workers=num_workers, multiprocessing_context="fork") as loader:
+    with sp.SavableLoader(
+        pipeline, seed=0, lanes=1, num_workers=num_workers, workers=sp.Workers(start_method="fork")
+    ) as loader:
         assert {bytes(row) for row in next(loader)} == {b"mapped" if num_workers else b"read"}
         loader.trace()
     assert "only here.arrow" not in Path("/proc/self/maps").read_text()

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.on_error import OnError
 from tests.support.toy_faults import FaultyEncoder
 
 
-def tolerant(shards: str, how: str, cured: Path, on_error: OnError, lane: sp.Lane) -> sp.Stage:
+def tolerant(shards: str, how: str, cured: Path, on_error: OnError, lane: sp.Lane) -> custom.Stage:
     samples = sp.TarShardReader(shards, lane, shuffle=False, block_size=2)
     return sp.Batcher(sp.Encode(samples, FaultyEncoder(how, 9, cured), on_error=on_error), size=2)
 
 
 def loader(pipeline: Any, num_workers: int = 2, timeout: float = 60) -> sp.SavableLoader:
-    return sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=num_workers, timeout=timeout)
+    return sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=num_workers, workers=sp.Workers(timeout=timeout))
 
 
 @pytest.mark.parametrize("how", ["kill", "segfault", "hang"])
@@ -82,7 +83,7 @@ def test_a_sample_of_an_open_pack_that_cannot_be_made_again_leaves_the_pack(make
     encoder = KillsWhenMadeAgain("kill", 4, tmp_path / "made")
     shards = str(make_shards([60]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane, shuffle=False), encoder, on_error="skip", check=0.0)
         return sp.Batcher(sp.OnlinePacker(items, max_length=9, policy="first_fit", open_packs=1), size=1)
 

@@ -111,7 +111,7 @@ def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
 
 def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: Any, tmp_path: Path) -> None:
     encoder = FaultyEncoder("hang", 9, tmp_path / "cured")
-    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), prefetch=4)
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), workers=sp.Workers(prefetch=4))
     next(own)
     time.sleep(0.2)
     start = time.monotonic()
@@ -120,7 +120,9 @@ def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: An
 
 
 def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
-    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder()), prefetch=4)
+    own = loader(
+        partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder()), workers=sp.Workers(prefetch=4)
+    )
     next(own)
     time.sleep(0.2)
     start = time.monotonic()

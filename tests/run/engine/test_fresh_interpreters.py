@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.toy_faults import number_pipeline
 
 LONGEST = 30  # lines that a trainer and its workers may write before one reads what to do
@@ -23,7 +24,7 @@ from functools import partial
 import savable_pipeline as sp
 from tests.support.toy_faults import number_pipeline
 pipeline = partial(number_pipeline, sys.argv[1])
-print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2, multiprocessing_context=sys.argv[2])))
+print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2, workers=sp.Workers(start_method=sys.argv[2]))))
 """
 
 UNDER_THE_GUARD = """
@@ -33,7 +34,7 @@ from tests.support.toy_faults import number_pipeline
 if __name__ == "__main__":
     def pipeline(lane):
         return number_pipeline(sys.argv[1], lane)
-    print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2, multiprocessing_context=sys.argv[2])))
+    print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, workers=sp.Workers(2, start_method=sys.argv[2]))))
 """
 
 FAILS_AGAIN = """
@@ -44,7 +45,7 @@ from tests.support.toy_faults import number_pipeline
 os.mkdir(sys.argv[1] + "/made once")
 if __name__ == "__main__":
     pipeline = partial(number_pipeline, sys.argv[1])
-    print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2, multiprocessing_context=sys.argv[2])))
+    print(next(sp.SavableLoader(pipeline, seed=1, lanes=6, workers=sp.Workers(2, start_method=sys.argv[2]))))
 """
 
 ENDS_ITSELF = FAILS_AGAIN.replace(
@@ -107,8 +108,8 @@ class Looks:
         self._seen.add(spawn.get_preparation_data.__module__)
         return partial, (self._pipeline,)
 
-    def __call__(self, lane: sp.Lane) -> sp.Stage:
-        stage: sp.Stage = self._pipeline(lane)
+    def __call__(self, lane: sp.Lane) -> custom.Stage:
+        stage: custom.Stage = self._pipeline(lane)
         return stage
 
 
@@ -116,6 +117,6 @@ class Looks:
 def test_multiprocessing_stays_as_it_is_while_a_process_starts(make_shards: Any, method: str) -> None:
     seen: set[str] = set()
     pipeline = Looks(partial(number_pipeline, str(make_shards([20]))), seen)
-    with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=1, multiprocessing_context=method) as loader:
+    with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=1, workers=sp.Workers(start_method=method)) as loader:
         next(loader)
     assert seen == {"multiprocessing.spawn"}

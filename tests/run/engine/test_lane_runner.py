@@ -9,38 +9,39 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import assert_exact_resume
-from savable_pipeline.tools.plan.run_plan import Wanted, plan_run
+from savable_pipeline.tools.plan.run_plan import plan_run
 from savable_pipeline.tools.preview import preview_pipeline
 from tests.support.toy_faults import NumberEncoder
 
 
-def batches(samples: sp.SampleStage) -> sp.Stage:
+def batches(samples: custom.SampleStage) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=4), NumberEncoder()), size=2)
 
 
-def of_another_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+def of_another_lane(shards: str) -> Callable[[sp.Lane], custom.Stage]:
     return lambda lane: batches(sp.TarShardReader(shards, sp.Lane()))
 
 
-def made_outside(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+def made_outside(shards: str) -> Callable[[sp.Lane], custom.Stage]:
     reader = sp.TarShardReader(shards, sp.Lane())
     return lambda lane: batches(reader)
 
 
-def kept_from_the_first_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
-    kept: list[sp.SampleStage] = []
+def kept_from_the_first_lane(shards: str) -> Callable[[sp.Lane], custom.Stage]:
+    kept: list[custom.SampleStage] = []
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         kept[:] = kept or [sp.TarShardReader(shards, lane)]
         return batches(kept[0])
 
     return pipeline
 
 
-def sources_of_another_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+def sources_of_another_lane(shards: str) -> Callable[[sp.Lane], custom.Stage]:
     other = sp.Lane()
     return lambda lane: batches(sp.Blend({name: sp.TarShardReader(shards, other) for name in ("web", "books")}))
 
@@ -61,7 +62,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "loader": by_loader,
     "workers": lambda pipeline: by_loader(pipeline, workers=2),
     "runner": by_runner,
-    "plan": lambda pipeline: plan_run(LoaderSettings(pipeline, seed=7, lanes=4), Wanted(samples=20)),
+    "plan": lambda pipeline: plan_run(LoaderSettings(pipeline, seed=7, lanes=4)),
     "preview": lambda pipeline: preview_pipeline(pipeline, "p", seed=7, lane=1, lanes=4),
     "resume": lambda pipeline: assert_exact_resume(pipeline, lanes=4, steps=8),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.stores import pins
 from savable_pipeline.run.engine import last_look
@@ -29,7 +30,7 @@ class Ids(sp.TaskEncoder):
         return int(sample.json()["id"])
 
 
-def pipeline(root: Path, epochs: int | None, lane: Lane) -> sp.Stage:
+def pipeline(root: Path, epochs: int | None, lane: Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane, shuffle=False, epochs=epochs), Ids()), size=2)
 
 
@@ -51,8 +52,7 @@ def loader(root: Path, num_workers: int, epochs: int | None = None) -> sp.Savabl
         seed=0,
         lanes=2,
         num_workers=num_workers,
-        prefetch=1,
-        multiprocessing_context="fork",
+        workers=sp.Workers(prefetch=1, start_method="fork"),
     )
 
 
@@ -96,7 +96,7 @@ def test_a_finite_run_does_not_end_without_an_error(root: Path, workers: int) ->
     own.close()  # it was told
 
 
-def left_over(root: Path, lane: Lane) -> sp.Stage:
+def left_over(root: Path, lane: Lane) -> custom.Stage:
     """Lane 1, which gives the last batch, has more: the sources of a blend begin at different lanes."""
     samples = sp.Blend({"b": sp.TarShardReader(root, lane, shuffle=False, epochs=1)}, weights={"b": 1})
     return sp.Batcher(sp.Encode(samples, Ids()), size=2)
@@ -108,7 +108,7 @@ def test_a_pass_does_not_end_without_an_error_where_the_lane_of_its_last_batch_h
 ) -> None:
     monkeypatch.setattr(last_look, "_IDLE_S", 10_000.0)
     own = sp.SavableLoader(
-        partial(left_over, root), seed=0, lanes=2, num_workers=workers, multiprocessing_context="fork"
+        partial(left_over, root), seed=0, lanes=2, num_workers=workers, workers=sp.Workers(start_method="fork")
     )
     batches = [next(own) for _ in range(40)]
     ended = own._run.position.previous

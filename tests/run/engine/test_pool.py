@@ -116,7 +116,7 @@ def test_the_server_may_be_killed_too(make_shards: Any, caplog: pytest.LogCaptur
 def test_asking_is_answered_in_the_order_of_the_slots_however_long_each_takes(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([200])), encoder=UnevenEncoder())
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 40)
-    with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=3, prefetch=4) as own:
+    with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=3, workers=sp.Workers(prefetch=4)) as own:
         assert take(own, 40) == expected
 
 

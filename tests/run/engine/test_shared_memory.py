@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 
 class _LookedAt(sp.TaskEncoder):
@@ -19,7 +20,7 @@ class _LookedAt(sp.TaskEncoder):
         return items
 
 
-def _pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def _pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), _LookedAt(), check=0.0), size=1)
 
 

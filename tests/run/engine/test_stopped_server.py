@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.engine import launchers, pool
 from tests.support.toy_faults import number_pipeline
 
@@ -58,7 +59,7 @@ def test_a_loader_whose_server_is_stopped_and_whose_workers_are_killed_goes_on_w
     before = set(children(os.getpid()))
     pipeline = partial(number_pipeline, str(make_shards([40])))
     expected = list(islice(sp.SavableLoader(pipeline, seed=1, lanes=4), 30))
-    with sp.SavableLoader(pipeline, seed=1, lanes=4, num_workers=2, multiprocessing_context=method) as loader:
+    with sp.SavableLoader(pipeline, seed=1, lanes=4, num_workers=2, workers=sp.Workers(start_method=method)) as loader:
         got = [next(loader) for _ in range(8)]
         before |= tracker()
         stop_server_and_kill_workers(loader, before)
@@ -87,7 +88,7 @@ def test_a_server_that_is_only_slow_to_begin_is_left_alone(
     assert "does not answer" not in caplog.text
 
 
-def slow_to_build(shards: str, trainer: int, lane: sp.Lane) -> sp.Stage:
+def slow_to_build(shards: str, trainer: int, lane: sp.Lane) -> custom.Stage:
     if os.getpid() != trainer:
         time.sleep(0.4)
     return number_pipeline(shards, lane)

@@ -187,7 +187,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
 ) -> None:
     encoder = CuredEncoder(how, 9, 3, tmp_path / "failed")
     pipeline = partial(number_pipeline, str(make_shards([60, 60])), encoder=encoder)
-    with loader(pipeline, timeout=0.5 if how == "hang" else 60) as own:
+    with loader(pipeline, workers=sp.Workers(timeout=0.5 if how == "hang" else 60)) as own:
         assert [next(own) for _ in range(10)] == [[2 * i, 2 * i + 1] for i in range(10)]
         assert own.stats()["restarts"] == 3
     told = [record.message for record in caplog.records]
@@ -201,7 +201,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
 
 def test_a_sample_that_always_ends_its_worker_stops_the_run_at_its_own_batch(faulty: Any, tmp_path: Path) -> None:
     """Not before, though the workers are ahead; the state is that before the batch."""
-    with loader(faulty("kill", at=13), prefetch=8) as own:
+    with loader(faulty("kill", at=13), workers=sp.Workers(prefetch=8)) as own:
         found = [next(own) for _ in range(6)]
         with pytest.raises(sp.WorkerError, match=r"SIGKILL, .*lane 6, in Encode, .*key 's000013', .*: death 4 there"):
             next(own)
@@ -230,7 +230,10 @@ def test_an_encoder_that_ends_the_process_each_time_is_told_with_its_exit_code(
 
 def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])))
-    with loader(pipeline, 1, max_restarts=3) as own, pytest.raises(sp.WorkerError, match="number 4 to end, of at most"):
+    with (
+        loader(pipeline, 1, workers=sp.Workers(max_restarts=3)) as own,
+        pytest.raises(sp.WorkerError, match="number 4 to end, of at most"),
+    ):
         for _ in range(100):
             next(own)
             for pid in workers(own):
@@ -275,7 +278,7 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
 def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(
     faulty: Any, tmp_path: Path, epochs: int | None
 ) -> None:
-    with loader(faulty("hang", epochs=epochs), timeout=0.5) as own:
+    with loader(faulty("hang", epochs=epochs), workers=sp.Workers(timeout=0.5)) as own:
         found = [next(own) for _ in range(4)]
         pids = workers(own)
         start = time.monotonic()
@@ -291,7 +294,7 @@ def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(
 
 
 def test_a_batch_that_takes_long_but_not_too_long_is_no_matter(faulty: Any) -> None:
-    with loader(faulty("none"), 1, timeout=2) as own:
+    with loader(faulty("none"), 1, workers=sp.Workers(timeout=2)) as own:
         next(own)
         (pid,) = workers(own)
         os.kill(pid, signal.SIGSTOP)
@@ -321,7 +324,7 @@ def test_stopped_workers_are_killed_when_the_loader_closes(faulty: Any, monkeypa
 def test_the_timeout_does_not_count_the_imports_of_a_worker(make_shards: Any) -> None:
     """A spawned worker imports torch, which takes seconds."""
     pipeline = partial(number_pipeline, str(make_shards([20])))
-    with loader(pipeline, 1, multiprocessing_context="spawn", timeout=0.5) as own:
+    with loader(pipeline, 1, workers=sp.Workers(start_method="spawn", timeout=0.5)) as own:
         assert next(own) == [0, 1]
 
 
@@ -329,7 +332,7 @@ def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch:
     monkeypatch.setattr(pool, "_START_S", 0.001)
     pipeline = partial(number_pipeline, str(make_shards([20])))
     with (
-        loader(pipeline, 1, multiprocessing_context="spawn") as own,
+        loader(pipeline, 1, workers=sp.Workers(start_method="spawn")) as own,
         pytest.raises(sp.WorkerError, match=r"a worker has not started in 0\.001 s"),
     ):
         next(own)
@@ -440,9 +443,9 @@ def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shar
     holds_a_lambda: Any = partial(toy_pipeline, shards, size=lambda: 1)  # type: ignore[arg-type]
     for pipeline in (lambda lane: number_pipeline(shards, lane), holds_a_lambda):
         with pytest.raises(ValueError, match=rf"sent to workers started by {method}: (.|\n)*functools\.partial"):
-            loader(pipeline, multiprocessing_context=method)
-        loader(pipeline, 0, multiprocessing_context=method)
-        loader(pipeline, 2, multiprocessing_context="fork")
+            loader(pipeline, workers=sp.Workers(start_method=method))
+        loader(pipeline, 0, workers=sp.Workers(start_method=method))
+        loader(pipeline, 2, workers=sp.Workers(start_method="fork"))
 
 
 # Interrupted.

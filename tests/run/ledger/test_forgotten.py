@@ -151,16 +151,16 @@ def test_who_loads_skips_or_goes_back_has_not_forgotten_it(make: Any, caplog: py
 def test_ranks_that_talk_raise_together_and_are_told_once(
     make: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = [make(rank=rank, world_size=2) for rank in range(2)]
+    first = [make(ranks=(rank, 2)) for rank in range(2)]
     next_of_each(first)
     with caplog.at_level(logging.WARNING):
-        assert next_of_each([make(rank=rank, world_size=2) for rank in range(2)]) == ["slot 0", "slot 1"]
+        assert next_of_each([make(ranks=(rank, 2)) for rank in range(2)]) == ["slot 0", "slot 1"]
     assert len(warned(caplog)) == 1
     for own in first:
         own.state_dict()
     next_of_each(first)
     files = len(list(folder.iterdir()))
-    one, other = next_of_each([make(rank=rank, world_size=2) for rank in range(2)])
+    one, other = next_of_each([make(ranks=(rank, 2)) for rank in range(2)])
     assert one == other and one.startswith("rank 0: ") and "saved at slot 2 of epoch 0" in one and "rank 1" not in one
     assert len(list(folder.iterdir())) == files
 

@@ -25,6 +25,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.ledger import records
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
@@ -88,7 +89,7 @@ def test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch
         state = draw.choice(states[-8:])
         world_size = draw.choice([1, 2, 3])
         expected = {place: ids for place, ids in expected.items() if place[1] < state["slot"]}
-        ranks = [loader(pipeline, folder, rank=rank, world_size=world_size) for rank in range(world_size)]
+        ranks = [loader(pipeline, folder, ranks=(rank, world_size)) for rank in range(world_size)]
         for own in ranks:
             own.load_state_dict(state)
         for _ in range(draw.randint(1, 9)):
@@ -156,7 +157,7 @@ def test_a_start_on_a_node_whose_clock_is_a_day_behind_comes_after_the_others_al
     monkeypatch.setattr(time, "time_ns", lambda: now() - behind)
     for start, steps in enumerate([6, 4, 2]):
         behind = start * 86_400 * 10**9
-        ranks = [loader(partial(toy_pipeline, shards), folder, rank=rank, world_size=2) for rank in range(2)]
+        ranks = [loader(partial(toy_pipeline, shards), folder, ranks=(rank, 2)) for rank in range(2)]
         for own in ranks * bool(states):
             own.load_state_dict(states[2 * start])
         for _ in range(steps):
@@ -350,7 +351,7 @@ def next_of_each(ranks: list[sp.SavableLoader]) -> list[str]:
 def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folders = [folder, tmp_path / "file" / "ledger"]
-    ranks = [loader(partial(toy_pipeline, shards), at, rank=rank, world_size=2) for rank, at in enumerate(folders)]
+    ranks = [loader(partial(toy_pipeline, shards), at, ranks=(rank, 2)) for rank, at in enumerate(folders)]
     told = next_of_each(ranks)
     assert told[0] == told[1] and told[0].startswith(f"rank 1: ledger {folders[1]}") and "rank 0" not in told[0]
     assert not list(folder.iterdir())
@@ -368,14 +369,14 @@ def test_ranks_that_can_talk_write_the_largest_of_the_numbers_after_those_that_e
     folders[1].mkdir()
     (folders[1] / f"{tomorrow:020d}-rank-00000.ledger").touch()  # a crash has left it empty
     (folders[1] / "note.ledger").touch()
-    ranks = [loader(partial(toy_pipeline, shards), at, rank=rank, world_size=2) for rank, at in enumerate(folders)]
+    ranks = [loader(partial(toy_pipeline, shards), at, ranks=(rank, 2)) for rank, at in enumerate(folders)]
     assert next_of_each(ranks) == ["slot 0", "slot 1"]
     assert [LedgerFiles(at).starts[0].number for at in folders] == [tomorrow + 1] * 2
 
 
 @pytest.mark.usefixtures("meeting")
 def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: Path) -> None:
-    ranks = [loader(partial(toy_pipeline, shards), folder, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [loader(partial(toy_pipeline, shards), folder, ranks=(rank, 2)) for rank in range(2)]
     next_of_each(ranks)
     ranks[1].close()
     next(ranks[1])
@@ -398,7 +399,7 @@ def test_what_a_crash_leaves_of_a_record_is_passed_over(
 
 
 def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane), size=8)
 
     shards = str(make_shards([300, 300]))
@@ -453,7 +454,7 @@ def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
 
 
 def test_seen_tells_each_time_that_a_sample_was_given(shards: str, folder: Path) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), size=4)
 
     with loader(pipeline, folder) as own:
@@ -472,6 +473,7 @@ def test_seen_tells_each_time_that_a_sample_was_given(shards: str, folder: Path)
 
 PIPELINE = """
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.toy_pipelines import toy_pipeline
 
 def pipeline(lane):
@@ -504,7 +506,7 @@ class Ids(sp.TaskEncoder):
         return {"id": sample.json()["id"], "drawn": rng.random()}
 
 
-def growing(folder: Path, epochs: int | None, lane: sp.Lane) -> sp.Stage:
+def growing(folder: Path, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     sources = {
         name: sp.TarShardReader(folder / name, lane, block_size=2, epochs=epochs, subset=(0.0, 0.9)) for name in "ab"
     }
@@ -568,7 +570,7 @@ def test_ranks_whose_workers_are_killed_keep_one_batch_a_slot(shards: str, folde
     pipeline = partial(toy_pipeline, shards)
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 48)
     found: dict[int, str] = {}
-    ranks = [loader(pipeline, folder, rank=rank, world_size=2, num_workers=1) for rank in range(2)]
+    ranks = [loader(pipeline, folder, ranks=(rank, 2), num_workers=1) for rank in range(2)]
     for step in range(24):
         for own in ranks:
             if step % 8 == 3:

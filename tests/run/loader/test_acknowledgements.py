@@ -21,6 +21,7 @@ from in_flight import history, voted_step
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
 from savable_pipeline.run.loader import acknowledged_run, acknowledgements, run, savable_loader
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
@@ -113,7 +114,7 @@ def test_a_batch_comes_again_in_the_bytes_in_which_it_was_given(shards: str, how
 
 
 def test_samples_without_an_encoder_and_batches_that_are_no_dicts_come_again(shards: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane), size=3)
 
     with loader(pipeline) as own, loader(pipeline) as resumed:
@@ -133,7 +134,7 @@ def test_a_row_that_is_excluded_when_it_is_loaded_is_closed_and_its_batch_comes_
     exclude = tmp_path / "exclude.txt"
     exclude.write_text("")
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(shards, lane, exclude=str(exclude))
         return sp.Batcher(sp.Encode(samples, Ids()), size=3)
 
@@ -156,7 +157,7 @@ def test_a_row_that_is_excluded_when_it_is_loaded_is_closed_and_its_batch_comes_
         assert {batch: len(rows) for batch, rows in _open(resumed.state_dict()).items()} == {0: 2, 2: 3}
 
 
-class Pairs(sp.ItemStage):
+class Pairs(custom.ItemStage):
     """Two items as a tuple, as a user writes it: `fetch` knows of no lost ones."""
 
     ref: Any = ()
@@ -176,7 +177,7 @@ def test_rows_of_a_users_own_merging_stage_lose_what_is_excluded_and_have_no_rec
 ) -> None:
     (exclude := tmp_path / "exclude.txt").write_text("")
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane, exclude=str(exclude)), Texts())
         return sp.Batcher(Pairs(items), size=3)
 
@@ -219,7 +220,7 @@ def test_a_row_that_fails_now_leaves_its_batch_shorter_and_one_of_such_rows_alon
                 raise OSError("gone")
             return super().encode(sample, rng)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Failing(), on_error="skip"), size=2)
 
     with loader(pipeline) as own:
@@ -259,7 +260,7 @@ def test_a_pack_in_flight_keeps_the_items_of_the_sources_that_stay(tmp_path: Pat
             for number in range(first, first + 40):
                 writer.write({"__key__": f"{number:06d}", "json": {"id": number}})
 
-    def pipeline(sources: str, lane: sp.Lane) -> sp.Stage:
+    def pipeline(sources: str, lane: sp.Lane) -> custom.Stage:
         readers = {name: sp.TarShardReader(tmp_path / name, lane) for name in sources}
         items = sp.Encode(sp.Blend(readers, weights=dict.fromkeys(sources, 1)), Texts())
         return sp.Batcher(sp.OnlinePacker(items, max_length=4, open_packs=2), size=2)
@@ -465,10 +466,10 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
             made.append(items[0]["id"])
             return super().batch(items, rng)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Noted()), size=4)
 
-    with loader(pipeline, max_in_flight=8, timeout=0.05) as own:
+    with loader(pipeline, acknowledge=sp.Acknowledge(8), workers=sp.Workers(timeout=0.05)) as own:
         first = next(own)
         next(own)
         with pytest.raises(SavableError, match=r"max_in_flight=8.*next global_state_dict") as caught:
@@ -479,7 +480,9 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
             next(own)
         own.done(first["receipts"][3:])
         assert listed(next(own))[0] == [2, 0] and len(made) == 3  # the batch that had been ready
-    with loader(partial(counted_pipeline, shards, size=4), max_in_flight=2, timeout=60) as own:
+    with loader(
+        partial(counted_pipeline, shards, size=4), acknowledge=sp.Acknowledge(2), workers=sp.Workers(timeout=60)
+    ) as own:
         first = next(own)  # more than that: it is alone in flight
         timer = threading.Timer(0.05, own.done, [first["receipts"]])
         timer.start()
@@ -602,7 +605,7 @@ def saying(say: Any) -> Any:
 
 
 def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.SavableLoader]:
-    return [loader(pipeline, rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
+    return [loader(pipeline, ranks=(rank, world_size), **settings) for rank in range(world_size)]
 
 
 def taken(ranks: Sequence[sp.SavableLoader]) -> list[Any]:
@@ -699,7 +702,7 @@ class OwnValid(sp.TaskEncoder):
 
 @pytest.mark.parametrize("own_key", [True, False])
 def test_a_key_valid_of_the_encoder_stays_and_is_not_taken_for_ours(shards: str, own_key: bool) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), OwnValid() if own_key else Ids()), size=3)
 
     with loader(pipeline, ids=True) as own:
@@ -810,8 +813,7 @@ def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_se
     pipeline = partial(counted_pipeline, shards)
     for wrong, message in [
         ({"on_iter": "restart"}, "acknowledge=True keeps what is not trained"),
-        ({"acknowledge": False, "max_in_flight": 3}, "max_in_flight counts rows"),
-        ({"max_in_flight": 0}, "max_in_flight counts rows"),
+        ({"acknowledge": sp.Acknowledge(3), "on_iter": "restart"}, "acknowledge=True keeps what is not trained"),
     ]:
         with pytest.raises(ValueError, match=message):
             loader(pipeline, **wrong)
@@ -955,8 +957,8 @@ def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save
     for _ in range(4):
         taken(ranks)
     state = saved()
-    fresh = loader(pipeline, **({} if merged else {"rank": 1, "world_size": 2}))
-    plain = loader(pipeline, acknowledge=False, **({} if merged else {"rank": 1, "world_size": 2}))
+    fresh = loader(pipeline, **({} if merged else {"ranks": (1, 2)}))
+    plain = loader(pipeline, acknowledge=False, **({} if merged else {"ranks": (1, 2)}))
     for name in (name for name in state if name.startswith("flight_")):
         without = {key: value for key, value in state.items() if key != name}
         for refusing, wrong, says in [

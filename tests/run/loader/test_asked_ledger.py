@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_numbered_shards
 
 
-def pipeline(at: Path, lane: sp.Lane, size: int = 4) -> sp.Stage:
+def pipeline(at: Path, lane: sp.Lane, size: int = 4) -> custom.Stage:
     sources = {name: sp.TarShardReader(str(at / name), lane) for name in ("web", "books")}
     return sp.Batcher(sp.Blend(sources, weights={"web": 3, "books": 1}), size=size)
 
@@ -29,7 +30,7 @@ def given(tmp_path: Path) -> dict[tuple[int, int], list[Any]]:
     write_numbered_shards(tmp_path / "web", [40, 40], source="web")
     write_numbered_shards(tmp_path / "books", [25], source="books")  # with keys that samples of the other have too
     make = partial(sp.SavableLoader, partial(pipeline, tmp_path), seed=3, lanes=4, ledger=tmp_path / "ledger")
-    ranks = [make(rank=rank, world_size=2) for rank in range(2)]
+    ranks = [make(ranks=(rank, 2)) for rank in range(2)]
     found: dict[tuple[int, int], list[Any]] = {}
     states: list[dict[str, Any]] = []
     for slot in range(10):

@@ -21,7 +21,9 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Decided, read_records
 from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.ranks import Ranks
@@ -81,7 +83,7 @@ def pipeline(
     policy: Any = "best_fit",
     weights: Any = None,
     exclude: Mapping[str, str] | None = None,
-) -> sp.Stage:
+) -> custom.Stage:
     """A Blend in a Blend, a buffer, a packer and batches."""
     reader = {
         name: sp.TarShardReader(folder / name, lane, block_size=2, epochs=epochs, exclude=(exclude or {}).get(name))
@@ -90,7 +92,7 @@ def pipeline(
     text = sp.Blend({name: reader[name] for name in "cd"}, weights={"c": 1, "d": 2})
     outer = {"a": reader["a"], "b": reader["b"], "text": text}
     samples = sp.ShuffleBuffer(sp.Blend(outer, weights=weights or {"a": 2, "b": 1, "text": 1}), size=6)
-    items: sp.ItemStage = sp.Encode(samples, Ids())
+    items: custom.ItemStage = sp.Encode(samples, Ids())
     if max_length is not None:
         items = sp.OnlinePacker(items, max_length=max_length, policy=policy, open_packs=3)
     return sp.Batcher(items, size=2)
@@ -98,7 +100,7 @@ def pipeline(
 
 def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> DecidingRun:
     kept: dict[str, Any] = {"pipeline": partial(pipeline, folder, **how), "seed": 5, "lanes": LANES}
-    return DecidingRun(LoaderSettings(**kept, rank=rank, world_size=world_size, **(settings or {})))
+    return DecidingRun(LoaderSettings(**kept, ranks=(rank, world_size), **(settings or {})))
 
 
 def loader(folder: Path, *, settings: Any = None, **how: Any) -> sp.SavableLoader:
@@ -186,7 +188,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
 ) -> None:
     plan = plan_of(random.Random(1), 24, 4)
     expected = straight(shards, plan, 24)
-    settings = {"num_workers": 2, "ledger": tmp_path, "timeout": 60.0}
+    settings = {"num_workers": 2, "ledger": tmp_path, "workers": sp.Workers(timeout=60.0)}
     with loader(shards, settings=settings) as made:
         for slot, batch in enumerate(expected):
             if slot in plan:
@@ -281,12 +283,15 @@ def test_a_pass_that_could_be_counted_gives_all_that_is_left_once_half_of_it_is_
     shards: Path, world_size: int, at: int
 ) -> None:
 
-    def plain(lane: sp.Lane) -> sp.Stage:
+    def plain(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards / "a", lane, epochs=1), Ids()), size=2)
 
-    settings = {"seed": 5, "lanes": LANES, "tail": "pad", "world_size": world_size}
+    settings = {"seed": 5, "lanes": LANES, "tail": "pad"}
     with ExitStack() as opened:
-        ranks = [opened.enter_context(sp.SavableLoader(plain, rank=rank, **settings)) for rank in range(world_size)]  # type: ignore[arg-type]
+        ranks = [
+            opened.enter_context(sp.SavableLoader(plain, ranks=(rank, world_size), **settings))
+            for rank in range(world_size)
+        ]  # type: ignore[arg-type]
         steps = steps_of_ranks(ranks)
         early = [key for _ in range(at // world_size) for batch in next(steps) for key in sources_of(batch)]
         for rank in ranks:
@@ -368,17 +373,17 @@ def test_what_cannot_be_decided_is_an_error_and_changes_nothing(shards: Path, wh
 
 
 def test_a_pipeline_without_the_stage_or_with_several_or_a_pass_that_is_repeated_is_an_error(shards: Path) -> None:
-    def plain(lane: sp.Lane) -> sp.Stage:
+    def plain(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards / "a", lane), size=2)
 
-    def two(lane: sp.Lane) -> sp.Stage:
+    def two(lane: sp.Lane) -> custom.Stage:
         sources = {
             name: sp.OnlinePacker(sp.Encode(sp.TarShardReader(shards / name, lane), Ids()), max_length=9)
             for name in "ab"
         }
         return sp.Batcher(sp.Blend(sources), size=1)
 
-    def ends(lane: sp.Lane) -> sp.Stage:
+    def ends(lane: sp.Lane) -> custom.Stage:
         sources = {"a": sp.TarShardReader(shards / "a", lane), "b": sp.TarShardReader(shards / "b", lane, epochs=1)}
         return sp.Batcher(sp.Blend(sources, weights={"a": 1, "b": 1}), size=1)
 
@@ -542,7 +547,7 @@ def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -
             rescue(fresh, state)
     body = msgspec.msgpack.decode(state[lane_name(0)][14:])
     body["decisions"]["excluded"] = {1: b"odd"}
-    with pytest.raises(sp.StateError, match="8 bytes each"):
+    with pytest.raises(StateError, match="8 bytes each"):
         unpack_state(forged(body), LaneState, "lane 0")
 
 
@@ -592,12 +597,12 @@ def test_real_ranks_that_decide_otherwise_are_named_on_both_and_go_on_as_before(
     assert expected == [batch for step in zip(*(rank["batches"] for rank in ranks), strict=True) for batch in step]
 
 
-def mixed(folder: Path, lane: sp.Lane, *, weights: Any, by: Any = "samples") -> sp.Stage:
+def mixed(folder: Path, lane: sp.Lane, *, weights: Any, by: Any = "samples") -> custom.Stage:
     """A Blend of items, by their number or their tokens, in buckets of equal lengths."""
     encoder = Ids()
     items = {name: sp.Encode(sp.TarShardReader(folder / name, lane, block_size=2), encoder) for name in "ab"}
     blend = sp.Blend(items, weights=weights, by=by)
-    return sp.BucketBatcher(blend, bounds=[4], max_tokens=24, hold=4, encoder=encoder)
+    return custom.BucketBatcher(blend, bounds=[4], max_tokens=24, hold=4, encoder=encoder)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -629,7 +634,7 @@ def test_decided_weights_replace_a_schedule_and_count_tokens_in_buckets_on_other
     with loader_of(partial(mixed, shards, **{**how, **decided})) as other:
         other.load_state_dict(before, allow={"weights"} if name == "tokens" else {"weights", "Blend.schedule"})
         assert [next(other) for _ in late] == late
-    ranks = [loader_of(made, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [loader_of(made, ranks=(rank, 2)) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
     assert [next(ranks[slot % 2]) for slot in range(len(late))] == late

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
@@ -61,8 +62,8 @@ class Packs(ToyEncoder):
 
 def evaluation(
     shards: str, lane: sp.Lane, *, encoder: sp.TaskEncoder | None = None, size: int = 4, packed: bool = False
-) -> sp.Stage:
-    stage: sp.Stage = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
+) -> custom.Stage:
+    stage: custom.Stage = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
     stage = sp.Encode(stage, encoder or Ids())
     if packed:
         stage = sp.OnlinePacker(stage, max_length=20, open_packs=2)
@@ -92,9 +93,9 @@ def test_every_sample_comes_exactly_once_and_every_batch_has_the_same_shape(
         assert Counter(valid_ids(list(own))) == Counter(range(samples)), "the next epoch"
 
 
-def blended(shards: str, lane: sp.Lane, *, packed: bool) -> sp.Stage:
+def blended(shards: str, lane: sp.Lane, *, packed: bool) -> custom.Stage:
     """Two branches with an encoder, in packs of their own or not."""
-    branches: dict[str, sp.Stage] = {}
+    branches: dict[str, custom.Stage] = {}
     for name in "ab":
         samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
         branches[name] = sp.Encode(samples, Packs() if packed else Ids())
@@ -121,9 +122,9 @@ def test_ranks_together_give_what_one_gives(make_shards: Any, samples: int) -> N
 
 
 def assert_ranks(pipeline: Any, world_size: int, expected: list[str]) -> None:
-    assert len(loader(pipeline, rank=0, world_size=world_size)) == -(-len(expected) // world_size)
-    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad", world_size=world_size)
-    runs = [Run(replace(settings, rank=rank)) for rank in range(world_size)]
+    assert len(loader(pipeline, ranks=(0, world_size))) == -(-len(expected) // world_size)
+    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad")
+    runs = [Run(replace(settings, ranks=(rank, world_size))) for rank in range(world_size)]
     found = [entry for _ in range(-(-len(expected) // world_size)) for entry in _take_step(runs)]
     assert [digest(batch) for _, _, batch in found][: len(expected)] == expected
     assert not any(batch["valid"].any() for _, _, batch in found[len(expected) :])
@@ -140,8 +141,8 @@ def test_it_resumes_exactly(make_shards: Any) -> None:
 
 def steps_of_four(pipeline: Any, steps: int) -> list[list[Any]]:
     """The first batches of four ranks, by step."""
-    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad", world_size=4)
-    runs = [Run(replace(settings, rank=rank)) for rank in range(4)]
+    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad")
+    runs = [Run(replace(settings, ranks=(rank, 4))) for rank in range(4)]
     return [[entry.batch for entry in _take_step(runs)] for _ in range(steps)]
 
 
@@ -153,7 +154,7 @@ def test_a_lane_without_a_sample_of_its_own_takes_what_the_first_samples_give(ma
 
 
 def test_a_batch_that_only_fills_up_was_made_of_no_sample(make_shards: Any) -> None:
-    own = loader(partial(evaluation, str(make_shards([1]))), rank=2, world_size=4)
+    own = loader(partial(evaluation, str(make_shards([1]))), ranks=(2, 4))
     assert (next(own)["valid"].sum().item(), len(own.trace().samples)) == (0, 0)
 
 

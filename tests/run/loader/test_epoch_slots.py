@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
@@ -24,7 +25,7 @@ def endless(make_shards: Any) -> Any:
     return partial(buffered, str(make_shards([60, 40])))
 
 
-def buffered(shards: str, lane: sp.Lane) -> sp.Stage:
+def buffered(shards: str, lane: sp.Lane) -> custom.Stage:
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=7)
     return sp.Batcher(sp.Encode(samples, Numbers()), size=2)
 
@@ -52,7 +53,7 @@ def test_epochs_have_their_length_and_together_are_the_endless_run(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_slots_of_an_epoch_are_shared_by_the_ranks(endless: Any, world_size: int) -> None:
-    ranks = [loader(endless, rank=rank, world_size=world_size) for rank in range(world_size)]
+    ranks = [loader(endless, ranks=(rank, world_size)) for rank in range(world_size)]
     assert [len(own) for own in ranks] == [12 // world_size] * world_size
     steps = [list(zip(*ranks, strict=True)) for _ in range(2)]
     assert [len(epoch) for epoch in steps] == [12 // world_size] * 2
@@ -145,7 +146,7 @@ def test_skipping_ends_with_the_epoch(endless: Any) -> None:
 def test_a_run_that_begins_between_two_steps_loses_no_slot(endless: Any) -> None:
     one = loader(endless)
     take(islice(one, 5), 5)
-    runs = [Run(LoaderSettings(endless, seed=3, lanes=6, epoch_slots=12, rank=rank, world_size=3)) for rank in range(3)]
+    runs = [Run(LoaderSettings(endless, seed=3, lanes=6, epoch_slots=12, ranks=(rank, 3))) for rank in range(3)]
     for run in runs:
         run.load_state_dict(one.state_dict())
     found, lengths, slot = [], [], 5

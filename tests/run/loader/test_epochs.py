@@ -73,8 +73,8 @@ def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_r
     assert take(islice(own, len(first)), 1000) == first
     state = own.state_dict()
     assert (state["epoch"], state["slot"]) == (1, 0)
-    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "world_size": world_size}
-    runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(world_size)]
+    settings: dict[str, Any] = {"seed": 3, "lanes": 6}
+    runs = [Run(LoaderSettings(pipeline, ranks=(rank, world_size), **settings)) for rank in range(world_size)]
     for one in runs:
         one.load_state_dict(through_a_file(state))
     found = [digest(entry.batch) for _ in range(len(second) // world_size) for entry in _take_step(runs)]
@@ -91,7 +91,7 @@ def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_r
     ],
 )
 def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) -> None:
-    with loader(packed, 2, multiprocessing_context=method, on_iter=on_iter) as own:
+    with loader(packed, 2, workers=sp.Workers(start_method=method), on_iter=on_iter) as own:
         pids = []
         for _ in range(3):
             assert len(take(own, 1000)) >= 6
@@ -106,8 +106,8 @@ def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_ta
 ) -> None:
     alone = loader(packed)
     rounds = [len(take(alone, 1000)) // 6 for _ in range(3)]
-    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "world_size": world_size, "pin_memory": True}
-    runs = [Run(LoaderSettings(packed, rank=rank, **settings)) for rank in range(world_size)]
+    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "pin_memory": True}
+    runs = [Run(LoaderSettings(packed, ranks=(rank, world_size), **settings)) for rank in range(world_size)]
     for epoch in range(3):
         votes = 0
         for one in runs:
@@ -148,5 +148,5 @@ def test_a_known_length_needs_no_vote(counted: Any) -> None:
         raise AssertionError("no one to talk to")
 
     for tail in ("stop", "pad"):
-        own = Run(LoaderSettings(counted, seed=3, lanes=6, rank=1, world_size=2, tail=tail), refuse)  # type: ignore[arg-type]
+        own = Run(LoaderSettings(counted, seed=3, lanes=6, ranks=(1, 2), tail=tail), refuse)  # type: ignore[arg-type]
         assert [len(list(own)) for _ in range(2)] == [30, 30]

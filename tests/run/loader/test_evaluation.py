@@ -74,8 +74,8 @@ def test_ranks_that_break_at_different_batches_vote_only_before_the_first(pipeli
     """Else one would wait for another that has gone on to its next pass."""
     if tail == "pad":
         pipeline = partial(counted_pipeline, *pipeline.args)
-    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "world_size": 2, "on_iter": "restart", "tail": tail}
-    runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(2)]
+    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "on_iter": "restart", "tail": tail}
+    runs = [Run(LoaderSettings(pipeline, ranks=(rank, 2), **settings)) for rank in range(2)]
     whole = take(loader(pipeline, tail=tail), 1000)
     first = _take_step(runs)
     assert len(first) == 2
@@ -95,8 +95,8 @@ def test_400_samples_in_eights_are_50_batches_whatever_the_lanes_and_ranks(make_
     assert len(alone) == len(batches) == 50 and all(batch["valid"].all() for batch in batches)
     assert sorted(number for batch in batches for number in batch["id"].tolist()) == list(range(400))
     for world_size in (world for world in (1, 2, 3, 4) if lanes % world == 0):
-        settings: dict[str, Any] = {"seed": 3, "lanes": lanes, "world_size": world_size, "tail": "pad"}
-        runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(world_size)]
+        settings: dict[str, Any] = {"seed": 3, "lanes": lanes, "tail": "pad"}
+        runs = [Run(LoaderSettings(pipeline, ranks=(rank, world_size), **settings)) for rank in range(world_size)]
         found = [entry.batch for _ in range(-(-50 // world_size)) for entry in _take_step(runs)]
         assert [batch["id"].tolist() for batch in found[:50]] == [batch["id"].tolist() for batch in batches]
         assert len(found) - 50 < world_size and not any(batch["valid"].any() for batch in found[50:])

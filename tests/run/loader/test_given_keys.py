@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.ledger import records
 from savable_pipeline.run.loader.ledger_keeper import files_to_keep
 from savable_pipeline.tools.cli.main import app
@@ -39,25 +40,25 @@ def write_all(folder: Path) -> None:
     np.save(folder / "tokens" / "0.npy", np.arange(160, dtype=np.uint16))
 
 
-READERS: dict[str, tuple[Callable[[Path, sp.Lane], sp.SampleStage], list[str], str]] = {  # 40 keys; the data
+READERS: dict[str, tuple[Callable[[Path, sp.Lane], custom.SampleStage], list[str], str]] = {  # 40 keys; the data
     "tars": (lambda at, lane: sp.TarShardReader(at / "tars/{0001..0002}.tar", lane, epochs=1), [], "tars"),
     "a list": (lambda at, lane: sp.TarShardReader([at / "tars/0000.tar", at / "tars/0002.tar"], lane), [], "tars"),
-    "parquet": (lambda at, lane: sp.ParquetReader(at / "parquet", lane, key="name"), TABLE["name"], "parquet"),
+    "parquet": (lambda at, lane: custom.ParquetReader(at / "parquet", lane, key="name"), TABLE["name"], "parquet"),
     "arrow": (
-        lambda at, lane: sp.ArrowReader(at / "arrow", lane, key="name", columns=["text"]),
+        lambda at, lane: custom.ArrowReader(at / "arrow", lane, key="name", columns=["text"]),
         TABLE["name"],
         "arrow",
     ),
-    "jsonl": (lambda at, lane: sp.JsonlReader(at / "jsonl/*.jsonl", lane, key="name"), TABLE["name"], "jsonl"),
-    "tokens": (lambda at, lane: sp.TokenReader(at / "tokens", lane, length=4), [], "tokens"),
+    "jsonl": (lambda at, lane: custom.JsonlReader(at / "jsonl/*.jsonl", lane, key="name"), TABLE["name"], "jsonl"),
+    "tokens": (lambda at, lane: custom.TokenReader(at / "tokens", lane, length=4), [], "tokens"),
     "blended": (
-        lambda at, lane: sp.Blend({"web": sp.ParquetReader(at / "parquet", lane, key="name")}, weights={"web": 1}),
+        lambda at, lane: sp.Blend({"web": custom.ParquetReader(at / "parquet", lane, key="name")}, weights={"web": 1}),
         TABLE["name"],
         "parquet",
     ),
     "joined": (
-        lambda at, lane: sp.Join(
-            sp.JsonlReader(at / "jsonl", lane, key="name"), {"other": sp.open_dataset(at / "parquet", key="name")}
+        lambda at, lane: custom.Join(
+            custom.JsonlReader(at / "jsonl", lane, key="name"), {"other": sp.open_dataset(at / "parquet", key="name")}
         ),
         TABLE["name"],
         "jsonl",
@@ -65,7 +66,7 @@ READERS: dict[str, tuple[Callable[[Path, sp.Lane], sp.SampleStage], list[str], s
 }
 
 
-def pipeline(at: Path, kind: str, lane: sp.Lane) -> sp.Stage:
+def pipeline(at: Path, kind: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(READERS[kind][0](at, lane), size=2)
 
 
@@ -78,7 +79,7 @@ def given_keys(at: Path, kind: str, steps: int = 7) -> tuple[dict[str, int], lis
         reader = READERS[kind][0](at, sp.Lane())
         while reader.sources:
             reader = reader.sources[0]  # type: ignore[assignment]
-        assert isinstance(reader, sp.RecordReader)
+        assert isinstance(reader, custom.RecordReader)
         return slots, [key for key in reader.dataset.all_keys() if key not in slots]
 
 
@@ -157,9 +158,9 @@ def test_files_that_came_later_change_no_answer(tmp_path: Path) -> None:
     assert seen(tmp_path, "new") == (1, ["new: not given"])
 
 
-class Numbers(sp.RecordStore):
+class Numbers(custom.RecordStore):
     address = "numbers"
-    entries = [sp.ShardEntry("all", size=0, samples=40, digest=1)]  # noqa: RUF012
+    entries = [custom.ShardEntry("all", size=0, samples=40, digest=1)]  # noqa: RUF012
 
     def key(self, shard: int, row: int) -> str:
         return f"n{row}"
@@ -171,8 +172,8 @@ class Numbers(sp.RecordStore):
         return str(row).encode()
 
 
-def own_store(lane: sp.Lane) -> sp.Stage:
-    return sp.Batcher(sp.RecordReader(lane.shared("numbers", Numbers), lane), size=2)
+def own_store(lane: sp.Lane) -> custom.Stage:
+    return sp.Batcher(custom.RecordReader(lane.shared("numbers", Numbers), lane), size=2)
 
 
 def test_a_store_of_the_runs_own_is_refused(tmp_path: Path) -> None:

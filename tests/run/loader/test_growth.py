@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.scan import TARS
@@ -30,12 +31,12 @@ class Ids(sp.TaskEncoder):
         return sample.json()["id"]
 
 
-def pipeline(folder: Path, lane: sp.Lane, **how: Any) -> sp.Stage:
+def pipeline(folder: Path, lane: sp.Lane, **how: Any) -> custom.Stage:
     samples = sp.TarShardReader(folder, lane, block_size=2, **how)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=5), Ids()), size=1)
 
 
-def blended(folder: Path, lane: sp.Lane) -> sp.Stage:
+def blended(folder: Path, lane: sp.Lane) -> custom.Stage:
     sources = {name: sp.TarShardReader(folder / name, lane, block_size=2) for name in ("a", "b")}
     return sp.Batcher(sp.Encode(sp.Blend(sources, weights={"a": 3, "b": 1}), Ids()), size=1)
 
@@ -129,7 +130,7 @@ def test_each_source_of_a_blend_has_its_own_epoch(data: Path) -> None:
 
 
 def test_the_word_is_for_later_too_and_does_nothing_where_no_shard_is_new(data: Path) -> None:
-    with loader(data, rank=1, world_size=2) as made:
+    with loader(data, ranks=(1, 2)) as made:
         next(made)
         state = made.state_dict()  # a rank's own part
     made.load_state_dict(state, allow={"shards"})
@@ -137,12 +138,12 @@ def test_the_word_is_for_later_too_and_does_nothing_where_no_shard_is_new(data: 
 
 
 def test_it_takes_the_state_of_all_lanes(data: Path) -> None:
-    made = [loader(data, rank=rank, world_size=2) for rank in range(2)]
+    made = [loader(data, ranks=(rank, 2)) for rank in range(2)]
     for each in made:
         next(each)
     states = [each.state_dict() for each in made]
     add(data, 2)
-    later = loader(data, rank=1, world_size=2)
+    later = loader(data, ranks=(1, 2))
     told = refusal(later, states[1])
     assert "this is a rank's own part, 2 of 4 lanes" in told
     assert "global_state_dict()" in told
@@ -151,7 +152,7 @@ def test_it_takes_the_state_of_all_lanes(data: Path) -> None:
 
 
 def _of_rank(data: Path, states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    made = loader(data, rank=rank, world_size=2)
+    made = loader(data, ranks=(rank, 2))
     made.load_state_dict(sp.merge_states(states), allow={"shards"})
     return made.state_dict()
 
@@ -275,14 +276,14 @@ def test_forged_pairs_are_an_error(data: Path, pairs: list[tuple[int, int]]) -> 
         next(made)
 
 
-class Unmarked(sp.PassThrough, sp.BatchStage):
+class Unmarked(custom.PassThrough, custom.BatchStage):
     """The ids of samples without a mark: it does not know of itself whether there is another."""
 
     def __next__(self) -> Any:
         return next(found["id"] for sample in self.source if "mark" not in (found := sample.json()))
 
 
-def unmarked(folder: Path, lane: sp.Lane) -> sp.Stage:
+def unmarked(folder: Path, lane: sp.Lane) -> custom.Stage:
     return Unmarked(sp.TarShardReader(folder, lane, epochs=2))
 
 

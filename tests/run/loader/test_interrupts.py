@@ -9,6 +9,7 @@ import pytest
 from numpy._core import _internal
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.stages.batch_difference import digest
@@ -33,7 +34,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
 ) -> None:
     shards = str(make_shards([30, 30]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return counted_pipeline(shards, lane) if epochs == 0 else packed_numbers(shards, lane, epochs=epochs)
 
     def made() -> sp.SavableLoader:

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -139,12 +141,12 @@ def test_a_live_list_in_a_stages_state_is_copied_when_it_is_taken(make_shards: A
         next(own)
 
 
-class OverlappingPairs(sp.BatchStage):
+class OverlappingPairs(custom.BatchStage):
     """Gives each item with the one before it, and returns as its state the list that it goes on changing."""
 
     ref = ()
 
-    def __init__(self, source: sp.Stage) -> None:
+    def __init__(self, source: custom.Stage) -> None:
         super().__init__(source)
         self.held: list[Any] = []
 
@@ -163,7 +165,7 @@ class OverlappingPairs(sp.BatchStage):
         self.source.restore_state(state["source"])
 
 
-def pairing_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+def pairing_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     from tests.support.toy_faults import NumberEncoder
 
     return OverlappingPairs(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), NumberEncoder()))
@@ -205,8 +207,8 @@ def test_a_state_of_an_older_release_at_an_end_begins_the_next_epoch_never_an_em
     last = own._run.position.previous
     assert last is not None and last.slot == at.slot + 1 == len(first)
     state = last.flat(own.state_dict()["fingerprint"])
-    settings = LoaderSettings(pipeline, seed=3, lanes=12, world_size=world_size)
-    ranks = [Run(replace(settings, rank=rank)) for rank in range(world_size)]
+    settings = LoaderSettings(pipeline, seed=3, lanes=12)
+    ranks = [Run(replace(settings, ranks=(rank, world_size))) for rank in range(world_size)]
     for rank in ranks:
         rank.load_state_dict(through_a_file(state))
     found = [digest(entry.batch) for _ in range(len(second) // world_size) for entry in _take_step(ranks)]
@@ -279,8 +281,8 @@ def test_a_load_that_fails_leaves_the_loader_where_it_was(pipeline: Any, num_wor
         for state, error in [
             (other, sp.CheckpointMismatchError),
             (half, sp.CheckpointMismatchError),
-            (broken, sp.StateError),
-            ({}, sp.StateError),
+            (broken, StateError),
+            ({}, StateError),
         ]:
             with pytest.raises(error):
                 own.load_state_dict(state)
@@ -303,7 +305,7 @@ def test_lag_gives_the_state_some_batches_ago(pipeline: Any, num_workers: int) -
 
 
 def test_lag_of_a_rank_gives_the_state_some_of_its_own_batches_ago(pipeline: Any) -> None:
-    own = loader(pipeline, rank=1, world_size=3)
+    own = loader(pipeline, ranks=(1, 3))
     states = [own.state_dict()]
     for _ in range(9):
         next(own)
@@ -374,7 +376,7 @@ def test_a_trainer_that_fetches_one_ahead_and_saves_with_lag_1_at_every_batch_re
 def rank_states(pipeline: Any, world_size: int, steps: int) -> list[dict[str, Any]]:
     states = []
     for rank in range(world_size):
-        own = loader(pipeline, rank=rank, world_size=world_size)
+        own = loader(pipeline, ranks=(rank, world_size))
         take(own, steps)
         states.append(own.state_dict())
     return states
@@ -387,7 +389,7 @@ def test_the_joined_states_of_some_ranks_resume_with_any_other_number_of_ranks(
 ) -> None:
     expected = take(loader(pipeline), 5 * before + 2 * after)[5 * before :]
     joined = sp.merge_states(through_a_file(state) for state in rank_states(pipeline, before, 5))
-    found = [take(resumed(pipeline, joined, rank=rank, world_size=after), 2) for rank in range(after)]
+    found = [take(resumed(pipeline, joined, ranks=(rank, after)), 2) for rank in range(after)]
     slots = range(5 * before, 5 * before + 2 * after)
     assert expected == [found[slot % after][i // after] for i, slot in enumerate(slots)]
 
@@ -396,7 +398,7 @@ def test_a_ranks_own_state_is_enough_for_the_same_rank(pipeline: Any) -> None:
     expected = take(loader(pipeline), 24)
     for rank, state in enumerate(rank_states(pipeline, 3, 4)):
         assert list(state)[5:] == [f"lane_{lane:05d}" for lane in range(rank, 12, 3)]
-        assert take(resumed(pipeline, state, rank=rank, world_size=3), 4) == expected[12 + rank :: 3]
+        assert take(resumed(pipeline, state, ranks=(rank, 3)), 4) == expected[12 + rank :: 3]
 
 
 def test_a_state_in_which_lanes_are_missing_says_which(pipeline: Any) -> None:
@@ -406,7 +408,7 @@ def test_a_state_in_which_lanes_are_missing_says_which(pipeline: Any) -> None:
     joined = sp.merge_states(states[:2])
     with pytest.raises(sp.CheckpointMismatchError, match=r"holds the lanes 0-1, 4-5, 8-9 of 12, .* needs lane 2"):
         loader(pipeline).load_state_dict(joined)
-    assert take(resumed(pipeline, joined, rank=1, world_size=4), 2) == take(loader(pipeline), 16)[9::4]
+    assert take(resumed(pipeline, joined, ranks=(1, 4)), 2) == take(loader(pipeline), 16)[9::4]
 
 
 def test_ranks_that_saved_at_different_steps_are_told_so(pipeline: Any) -> None:
@@ -419,7 +421,7 @@ def test_ranks_that_saved_at_different_steps_are_told_so(pipeline: Any) -> None:
 
 
 def test_ranks_of_different_epochs_are_told_so(finite: Any) -> None:
-    first = loader(finite, rank=0, world_size=1).state_dict()
+    first = loader(finite, ranks=(0, 1)).state_dict()
     own = loader(finite)
     take(own, 1000)
     with pytest.raises(sp.CheckpointMismatchError, match="differ in epoch: 1 and 0"):

@@ -80,7 +80,7 @@ def test_a_rank_writes_what_it_acknowledges_of_another_and_a_pack_is_told_by_its
 ) -> None:
     ledger = tmp_path / "ledger"
     pipeline = partial(toy_pipeline, shards, pack="best_fit", skip=0, fan_out=0)
-    ranks = [loader(pipeline, ledger, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [loader(pipeline, ledger, ranks=(rank, 2)) for rank in range(2)]
     receipts = [next(rank)["receipts"] for rank in ranks]
     rows = [[[sample.key for sample in row] for row in rank.trace().rows] for rank in ranks]
     ranks[0].done(receipts[1][:1])

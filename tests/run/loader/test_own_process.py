@@ -56,7 +56,7 @@ def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, 
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, Whole, lambda loader: OnDevice(loader, "cpu")])
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"rank": 0, "world_size": 1}])
+@pytest.mark.parametrize("settings", [{}, {"ranks": (0, 1)}])
 def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_before(
     make: Any, wrap: Any, begun: bool, settings: dict[str, int]
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_befor
 def test_workers_that_were_told_their_share_give_each_batch_once(make: Any) -> None:
     def share() -> Any:
         info: Any = get_worker_info()
-        return make(rank=info.id, world_size=info.num_workers)
+        return make(ranks=(info.id, info.num_workers))
 
     assert through_workers(share) == take(make(), 10)
 
@@ -98,7 +98,7 @@ def in_a_fork(work: Callable[[], Any]) -> str:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"rank": 0, "world_size": 1}])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"ranks": (0, 1)}])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_forked_process_does_not_go_on_with_its_parents_loader(
     make: Any, settings: dict[str, int], begun: bool

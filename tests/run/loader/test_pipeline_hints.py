@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader import pipeline_hints
 from tests.support.toy_faults import NumberEncoder
 
@@ -37,7 +38,7 @@ def test_a_pipeline_with_all_stages_is_no_matter(
 ) -> None:
     root = str(make_shards([20]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=4)
         return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=4)
 
@@ -53,7 +54,7 @@ def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pyt
 def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
 
-    def pipeline(lane: sp.Lane, epochs: int | None = None) -> sp.Stage:
+    def pipeline(lane: sp.Lane, epochs: int | None = None) -> custom.Stage:
         samples = sp.TarShardReader(root, lane, shuffle=False, epochs=epochs)
         return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=21)
 
@@ -88,11 +89,11 @@ def neighbours(pipeline: Callable[[sp.Lane], Any]) -> float:
     return sum(second == first + 1 for first, second in pairs) / len(pairs)
 
 
-def plain(samples: sp.SampleStage) -> sp.Stage:
+def plain(samples: custom.SampleStage) -> custom.Stage:
     return sp.Batcher(sp.Encode(samples, Ids()), size=16)
 
 
-LEFT_IN_BLOCKS: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
+LEFT_IN_BLOCKS: dict[str, Callable[[Any, sp.Lane], custom.Stage]] = {
     "alone": lambda root, lane: plain(sp.TarShardReader(root, lane)),
     "packed": lambda root, lane: sp.Batcher(
         sp.OnlinePacker(sp.Encode(sp.TarShardReader(root, lane), Ids()), max_length=10), size=2
@@ -104,7 +105,7 @@ LEFT_IN_BLOCKS: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
         )
     ),
 }
-MIXED_OR_MEANT: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
+MIXED_OR_MEANT: dict[str, Callable[[Any, sp.Lane], custom.Stage]] = {
     "a buffer of samples": lambda root, lane: plain(sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=200)),
     "a buffer of items": lambda root, lane: sp.Batcher(
         sp.ShuffleBuffer(sp.Encode(sp.TarShardReader(root, lane), Ids()), size=200), size=16
@@ -120,7 +121,7 @@ MIXED_OR_MEANT: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
 }
 
 
-class Reordered(sp.SampleStage):
+class Reordered(custom.SampleStage):
     """May mix: it is no filter."""
 
     def __next__(self) -> sp.Sample:
@@ -164,7 +165,7 @@ def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
     make_shards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, unsaid: None
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16))
-    assert said_of(lambda lane: plain(sp.TokenReader(tmp_path / "tokens.npy", lane, length=8)), caplog) == []
+    assert said_of(lambda lane: plain(custom.TokenReader(tmp_path / "tokens.npy", lane, length=8)), caplog) == []
     many = str(make_shards([1] * 40))
     assert said_of(lambda lane: plain(sp.TarShardReader(many, lane)), caplog) == []
 
@@ -188,7 +189,7 @@ def test_a_buffer_of_many_epochs_is_told_with_lanes_and_size_that_fit(
 ) -> None:
     root = str(make_shards([600]))
 
-    def pipeline(lane: sp.Lane, size: int = size) -> sp.Stage:
+    def pipeline(lane: sp.Lane, size: int = size) -> custom.Stage:
         samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane, epochs=epochs), size=size)
         return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=1)
 
@@ -262,7 +263,7 @@ def test_settings_of_an_encoder_that_no_state_would_know_are_named(
 ) -> None:
     root = str(make_shards([20]))
 
-    def pipeline(lane: sp.Lane, encoder: sp.TaskEncoder) -> sp.Stage:
+    def pipeline(lane: sp.Lane, encoder: sp.TaskEncoder) -> custom.Stage:
         samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=4)
         return sp.Batcher(sp.Encode(samples, encoder), size=4)
 

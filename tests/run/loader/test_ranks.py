@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data, find_ranks
 from savable_pipeline.run.loader.savable_loader import run_of
 from tests.support.streams import take
@@ -30,9 +31,9 @@ def one_process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def found(**given: Any) -> tuple[int, int]:
-    ranks = find_ranks(**{"rank": None, "world_size": None, "group": None, "mesh": None, "lanes": 12, **given})
-    return ranks.rank, ranks.world_size
+def found(ranks: Any = None, lanes: int = 12) -> tuple[int, int]:
+    there = find_ranks(ranks, lanes)
+    return there.rank, there.world_size
 
 
 # Lanes and slots.
@@ -63,24 +64,23 @@ def test_without_anything_there_is_one_rank() -> None:
 
 
 def test_rank_and_world_size_are_taken_as_given() -> None:
-    assert found(rank=2, world_size=3) == (2, 3)
+    assert found(ranks=(2, 3)) == (2, 3)
 
 
 def test_they_come_from_the_process_group_or_a_mesh(one_process_group: None) -> None:
-    assert found() == found(group=dist.group.WORLD) == (0, 1)
-    assert found(mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))) == (0, 1)
+    assert found() == found(dist.group.WORLD) == (0, 1)
+    assert find_ranks(dist.group.WORLD, 12).group is dist.group.WORLD
+    assert found(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))) == (0, 1)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    assert found(mesh=mesh["dp"]) == (0, 1)
+    assert found(mesh["dp"]) == (0, 1)
     with pytest.raises(ValueError, match=r"one dimension.*mesh\['dp'\]"):
-        found(mesh=mesh)
-    with pytest.raises(ValueError, match="no group"):
-        found(mesh=mesh["dp"], group=dist.group.WORLD)
-    assert found(rank=1, world_size=4) == (1, 4)
+        found(mesh)
+    assert found((1, 4)) == found([1, 4]) == found(sp.Ranks(1, 4)) == (1, 4)
 
 
 def test_a_loader_of_a_group_gathers_and_ends_as_alone(one_process_group: None, make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
-    alone = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=1)
+    alone = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 1))
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12)
     assert take(loader, 5) == take(alone, 5)
     assert loader.global_state_dict() == loader.state_dict() == loader.global_state_dict(dist.group.WORLD)
@@ -88,23 +88,23 @@ def test_a_loader_of_a_group_gathers_and_ends_as_alone(one_process_group: None, 
     assert take(loader, 1000) == take(alone, 1000)
 
 
-@pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"rank": 3}])
-def test_one_of_rank_and_world_size_alone_is_an_error(given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="give both rank and world_size, or neither"):
-        found(**given)
+@pytest.mark.parametrize("given", [0, (1,), (0, 1, 2), ("0", "1"), "web", object()])
+def test_what_names_no_rank_is_an_error(given: object) -> None:
+    with pytest.raises(ValueError, match=r"ranks must be \(rank, world_size\), a process group, a mesh or sp.Ranks"):
+        found(given)
 
 
 @pytest.mark.parametrize("rank,world_size", [(2, 2), (-1, 2), (0, 0), (0, -1), (1, 1)])
 def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=rf"rank {rank} is not in 0 … {world_size - 1}"):
-        found(rank=rank, world_size=world_size)
+        found(ranks=(rank, world_size))
 
 
 def test_a_world_size_that_does_not_divide_the_lanes_is_an_error_that_lists_those_that_do() -> None:
     with pytest.raises(ValueError, match="5 ranks do not divide 12 lanes; world sizes that do: 1, 2, 3, 4, 6, 12"):
-        found(rank=0, world_size=5)
+        found(ranks=(0, 5))
     with pytest.raises(ValueError, match="24 ranks do not divide 12 lanes"):
-        found(rank=0, world_size=24)
+        found(ranks=(0, 24))
 
 
 def test_a_world_that_is_announced_but_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_world_that_is_announced_but_not_there_is_an_error(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=4 .* call init_process_group before making the loader"):
         found()
-    assert found(rank=1, world_size=4) == (1, 4)
+    assert found(ranks=(1, 4)) == (1, 4)
     for alone in ("1", ""):
         monkeypatch.setenv("WORLD_SIZE", alone)
         assert found() == (0, 1)
@@ -139,7 +139,7 @@ def test_a_loader_that_was_made_before_its_ranks_were_there_is_an_error_at_the_f
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     early = [sp.SavableLoader(pipeline, seed=3, lanes=12) for _ in range(3)]
-    given = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=1)
+    given = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 1))
     ranks_now(monkeypatch, 1, 4)
     told = r"made for rank 0 of 1, .* says rank 1 of 4: make it after init_process_group"
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_a_loader_that_found_its_ranks_is_an_error_where_they_are_others(
     """As one that was made in a process that was forked later."""
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     found, of_a_group = (
-        sp.SavableLoader(pipeline, seed=3, lanes=12, group=group) for group in (None, dist.group.WORLD)
+        sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=group) for group in (None, dist.group.WORLD)
     )
     ranks_now(monkeypatch, 2, 3)
     with pytest.raises(ValueError, match=r"made for rank 0 of 1, .* says rank 2 of 3"):
@@ -180,7 +180,7 @@ def test_a_world_that_is_announced_by_the_first_batch_but_not_there_is_an_error(
 
 def test_ranks_given_as_numbers_cannot_agree_on_an_end_and_say_so(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
-    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=2)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 2))
     with pytest.raises(ValueError, match=r"the 2 ranks of a finite run must agree on its end.*init_process_group"):
         next(loader)
     with pytest.raises(ValueError, match="merge_states"):
@@ -203,9 +203,9 @@ def test_ranks_given_as_numbers_talk_through_torch_distributed_where_it_has_the_
 
 def test_ranks_given_as_numbers_need_no_agreement_where_the_length_is_known(make_shards: Any) -> None:
     pipeline = partial(counted_pipeline, str(make_shards([50])))
-    alone = sp.SavableLoader(pipeline, seed=3, lanes=4, rank=0, world_size=1)
+    alone = sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(0, 1))
     expected = take(alone, 1000) + take(alone, 1000)
-    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(rank, 2)) for rank in range(2)]
     found = [take(rank, 1000) + take(rank, 1000) for rank in ranks]
     assert [batch for step in zip(*found, strict=True) for batch in step] == expected
 
@@ -216,28 +216,29 @@ def test_a_skip_where_the_length_was_known_is_an_error(make_shards: Any) -> None
             number, drawn = super().encode(sample, rng)
             return sp.Skip("odd") if number == 31 else (number, drawn)
 
-    def pipeline(lane: sp.Lane, on_error: Any = "raise") -> sp.Stage:
+    def pipeline(lane: sp.Lane, on_error: Any = "raise") -> custom.Stage:
         samples = sp.TarShardReader(shards, lane, epochs=1)
         return sp.Batcher(sp.Encode(samples, Skips(), on_error=on_error), size=2)
 
     shards = str(make_shards([50]))
-    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(rank, 2)) for rank in range(2)]
     with pytest.raises(sp.EncodeError, match="one_to_one"):
         [take(rank, 1000) for rank in ranks]
     with pytest.raises(ValueError, match="must agree on its end"):
-        next(sp.SavableLoader(partial(pipeline, on_error="skip"), seed=3, lanes=4, rank=0, world_size=2))
+        next(sp.SavableLoader(partial(pipeline, on_error="skip"), seed=3, lanes=4, ranks=(0, 2)))
 
 
 def test_an_endless_run_needs_no_one_to_agree_with(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     assert "WORLD_SIZE" not in os.environ
-    assert len(take(sp.SavableLoader(pipeline, seed=3, lanes=12, rank=1, world_size=2), 30)) == 30
+    assert len(take(sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(1, 2)), 30)) == 30
 
 
 ALONE = """
 import os, sys
 import torch.distributed as dist
 import savable_pipeline as sp
+from savable_pipeline import custom
 
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
@@ -280,7 +281,7 @@ def test_a_setting_of_an_encoder_that_is_called_shards_is_none_of_what_ranks_rea
     assert told[0].split()[1:] == ["0", "1", "1"], "the rank, one shard, and the seed"
 
 
-def _encoded(folder: str, lane: sp.Lane) -> sp.Stage:
+def _encoded(folder: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), Counting()), size=2)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -40,7 +41,7 @@ def test_each_row_has_source_index_and_part_of_its_samples(
 
 
 def test_sources_tell_what_is_blended(shards: str) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(shards, lane, subset=part) for name, part in PARTS.items()}
         return sp.Batcher(sp.Encode(sp.Blend(sources, weights={"web": 2, "books": 1}), Numbers()), size=4)
 
@@ -89,7 +90,7 @@ class Takes(Numbers):
 
 @pytest.mark.parametrize("encoder", [Lists(), Takes()])
 def test_a_batch_that_cannot_take_them_is_an_error_and_not_given(shards: str, encoder: sp.TaskEncoder) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=4)
 
     own = sp.SavableLoader(pipeline, seed=3, lanes=2, ids=True)

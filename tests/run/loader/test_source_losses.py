@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 
 Skips = Callable[[sp.Sample], str]
@@ -54,7 +55,7 @@ def only_early(sample: sp.Sample) -> str:
     return "no text" if sample.source == "web" and (sample.ref.epoch or sample.ref.index > 4) else ""
 
 
-def blended(root: str, skips: Skips, lane: sp.Lane, *, buffer: int = 20) -> sp.Stage:
+def blended(root: str, skips: Skips, lane: sp.Lane, *, buffer: int = 20) -> custom.Stage:
     """Two sources of the same shards, "web" and "books", of which "web" is nine tenths."""
     sources = {name: sp.TarShardReader(root, lane) for name in ("web", "books")}
     samples = sp.ShuffleBuffer(sp.Blend(sources, weights={"web": 9, "books": 1}), size=buffer)
@@ -99,8 +100,8 @@ def test_a_source_that_gives_nothing_in_its_first_epoch_is_an_error(
 def test_a_large_source_that_gives_nothing_is_an_error_after_10_000_samples(tmp_path: Path) -> None:
     (tmp_path / "large.jsonl").write_text("".join(json.dumps({"id": n}) + "\n" for n in range(30_000)))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        sources = {name: sp.JsonlReader(tmp_path / "large.jsonl", lane) for name in ("web", "books")}
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        sources = {name: custom.JsonlReader(tmp_path / "large.jsonl", lane) for name in ("web", "books")}
         return sp.Batcher(sp.Encode(sp.Blend(sources, weights={"web": 49, "books": 1}), Numbers(all_of_web)), size=2)
 
     steps, error = steps_until_error(pipeline)
@@ -128,7 +129,7 @@ def test_a_source_that_has_given_something_is_no_error_before_or_after_a_resume(
         found = [next(own) for _ in range(80)]
     assert all(map(torch.equal, found, expected[40:]))
     for rank in range(2):  # whose lanes may have had none of the five
-        with sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) as own:
+        with sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) as own:
             own.load_state_dict(state)
             assert all(torch.equal(next(own), batch) for batch in expected[40 + rank :: 2])
     assert any((batch[:, 0] == len("web")).any() for batch in expected[:40])
@@ -138,7 +139,7 @@ def test_a_source_that_has_given_something_is_no_error_before_or_after_a_resume(
 @pytest.mark.parametrize("blend", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int, blend: bool) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         reader = partial(sp.TarShardReader, root, epochs=1)
         samples = sp.Blend({"web": reader(lane), "books": reader(lane)}) if blend else reader(lane)
         skips: Skips = all_of_web if blend else lambda sample: "no text"
@@ -155,7 +156,7 @@ def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int
 def test_a_branch_that_ends_with_nothing_is_an_error(make_shards: Any) -> None:
     """Its `Encode` alone sees it, and the Blend goes on without it."""
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         encoder = Numbers(all_of_web)
         web = sp.Encode(sp.TarShardReader(root, lane, epochs=1), encoder)
         books = sp.Encode(sp.TarShardReader(root, lane), encoder)
@@ -203,7 +204,7 @@ def test_a_share_below_a_tenth_is_no_matter(make_shards: Any, caplog: pytest.Log
     assert not said(caplog)
 
 
-class OnlyBooks(sp.PassThrough, sp.SampleStage):
+class OnlyBooks(custom.PassThrough, custom.SampleStage):
     """A filter."""
 
     def __next__(self) -> sp.Sample:
@@ -222,7 +223,7 @@ def test_what_is_excluded_decided_or_filtered_is_no_fault(
     keys = [sample.key for sample in sp.open_dataset(root)[:]]
     (tmp_path / "exclude.jsonl").write_text("".join(json.dumps({"key": key}) + "\n" for key in keys))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         exclude = tmp_path / "exclude.jsonl" if how == "exclude" else None
         web, books = sp.TarShardReader(root, lane, exclude=exclude), sp.TarShardReader(root, lane)
         samples: Any = sp.Blend({"web": web, "books": books}, weights={"web": 1, "books": 1})
@@ -236,7 +237,7 @@ def test_what_is_excluded_decided_or_filtered_is_no_fault(
     assert not said(caplog)
 
 
-def packed(root: str, lane: sp.Lane, **settings: Any) -> sp.Stage:
+def packed(root: str, lane: sp.Lane, **settings: Any) -> custom.Stage:
     """Of the samples 5 % are 100 long, a third of all tokens; the others are 10 long."""
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=20), Numbers(nothing))
     return sp.Batcher(sp.OnlinePacker(items, **{"max_length": 50, **settings}), size=2)
@@ -270,7 +271,7 @@ def test_a_source_of_which_no_item_fits_a_pack_is_an_error(make_shards: Any) -> 
         def length(self, item: Any) -> int:
             return 100 if item[0] == len("web") else 10
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(root, lane) for name in ("web", "books")}
         return sp.Batcher(sp.OnlinePacker(sp.Encode(sp.Blend(sources), Long(nothing)), max_length=50), size=2)
 

@@ -190,7 +190,7 @@ def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> No
     with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
         expected = take(own, 16)
     for rank in range(2):
-        dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12, rank=rank, world_size=2)
+        dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12, ranks=(rank, 2))
         ranked = StatefulDataLoader(dataset, batch_size=None, num_workers=2, collate_fn=unchanged)
         assert take(ranked, 8) == expected[rank::2]
 

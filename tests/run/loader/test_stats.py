@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.loader.stats import Recent
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -48,7 +49,7 @@ class Numbers(sp.TaskEncoder):
         return {"number": torch.tensor(items)}
 
 
-def blended(folder: str, lane: sp.Lane, *, first: bool) -> sp.Stage:
+def blended(folder: str, lane: sp.Lane, *, first: bool) -> custom.Stage:
     """Two sources, blended before the encoder, or after those of each."""
     sources = {name: sp.TarShardReader(folder, lane) for name in ("a", "b")}
     if first:

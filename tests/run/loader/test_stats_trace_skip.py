@@ -120,7 +120,7 @@ def test_trace_changes_nothing(pipeline: Any) -> None:
 
 
 def test_a_loader_is_shown_as_the_tree_of_its_stages(pipeline: Any) -> None:
-    own = loader(pipeline, rank=1, world_size=2)
+    own = loader(pipeline, ranks=(1, 2))
     take(own, 2)
     assert repr(own).splitlines() == [
         "SavableLoader(seed=3, lanes=12, num_workers=0): rank 1 of 2, at slot 4 of epoch 0",
@@ -245,9 +245,9 @@ def test_after_an_epochs_last_batch_a_running_loader_skips_what_a_resumed_one_do
         assert take(own, 1000) == take(resumed, 1000) == following[5:]
 
 
-@pytest.mark.parametrize("how", [{}, {"world_size": 3, "rank": 1}])
-def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dict[str, int]) -> None:
-    own, step = loader(pipeline, **how), how.get("world_size", 1)
+@pytest.mark.parametrize("how", [{}, {"ranks": (1, 3)}])
+def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dict[str, tuple[int, int]]) -> None:
+    own, step = loader(pipeline, **how), how.get("ranks", (0, 1))[1]
     states, traces = [], []
     for skipped in (0, 14 * step, 3 * step, 0, 2 * step):
         states.append(own.state_dict())
@@ -259,7 +259,7 @@ def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dic
 
 
 def test_only_whole_steps_are_passed_over(pipeline: Any) -> None:
-    own = loader(pipeline, rank=0, world_size=4)
+    own = loader(pipeline, ranks=(0, 4))
     for slots in (-4, 3, 6):
         with pytest.raises(ValueError, match=f"a multiple of the 4 ranks, not {slots}"):
             own.skip(slots)
@@ -268,5 +268,5 @@ def test_only_whole_steps_are_passed_over(pipeline: Any) -> None:
 
 
 def test_more_workers_than_lanes_is_said(pipeline: Any, caplog: pytest.LogCaptureFixture) -> None:
-    loader(pipeline, 3, lanes=4, rank=0, world_size=2).close()
+    loader(pipeline, 3, lanes=4, ranks=(0, 2)).close()
     assert "3 workers for the 2 lanes of this rank" in caplog.text and "lanes=6 or more" in caplog.text

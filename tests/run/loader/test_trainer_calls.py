@@ -39,7 +39,7 @@ OTHERS = ("accelerate.checkpointing", "lightning.fabric.strategies.strategy", "l
 def test_trainers_that_keep_the_state_of_rank_0_are_refused_on_several_ranks(make: Any, module: str) -> None:
     assert asked_by(module, make())["slot"] == 0
     with pytest.raises(sp.SavableError, match=r"keeps the state of rank 0 only.*savable_pipeline\.trainers"):
-        asked_by(module, make(rank=0, world_size=2))
+        asked_by(module, make(ranks=(0, 2)))
 
 
 def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_whole(make: Any) -> None:
@@ -50,7 +50,7 @@ def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_wh
     exec("def ask(callbacks, loader): return {i: one(loader) for i, one in enumerate(callbacks)}", names)
     assert names["ask"]([callback], make())[0]["slot"] == 0
     with pytest.raises(sp.SavableError, match=r"Composer keeps the state of rank 0 only.*composer\.SavableData"):
-        names["ask"]([callback], make(rank=0, world_size=2))
+        names["ask"]([callback], make(ranks=(0, 2)))
 
 
 @pytest.mark.parametrize("module", LIGHTNING)
@@ -61,7 +61,7 @@ def test_lightning_is_refused_always(make: Any, module: str) -> None:
 
 @pytest.mark.parametrize("module", ["torch.distributed.checkpoint.state_dict_saver", "accelerated", "__main__"])
 def test_others_are_given_the_state(make: Any, module: str) -> None:
-    assert asked_by(module, make(rank=0, world_size=2))["slot"] == 0
+    assert asked_by(module, make(ranks=(0, 2)))["slot"] == 0
 
 
 @pytest.mark.parametrize("module", [*OTHERS, *LIGHTNING])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.run.state.fingerprint import (
@@ -216,7 +217,7 @@ def test_an_encoders_setting_may_be_called_as_one_of_ours(shards: Path, name: st
 def test_an_encoders_setting_hides_none_of_the_stage_that_it_is_given_to(shards: Path) -> None:
     """An image encoder has a `size`, a text encoder a `max_length`."""
 
-    def pipeline(lane: sp.Lane, size: int = 2, max_length: int = 8, own: int = 224) -> sp.Stage:
+    def pipeline(lane: sp.Lane, size: int = 2, max_length: int = 8, own: int = 224) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(str(shards), lane), NumberEncoder())
         packs = sp.OnlinePacker(items, max_length=max_length, encoder=SettingsEncoder({"max_length": own}))
         return sp.Batcher(packs, size=size, encoder=SettingsEncoder({"size": own}))
@@ -287,7 +288,7 @@ def test_the_states_of_ranks_that_mount_the_data_elsewhere_are_merged_and_loaded
     shutil.copytree(shards, tmp_path / "mounted")
     states = []
     for rank, folder in enumerate([shards, tmp_path / "mounted"]):
-        loader = sp.SavableLoader(partial(toy_pipeline, str(folder)), **SETTINGS, rank=rank, world_size=2)
+        loader = sp.SavableLoader(partial(toy_pipeline, str(folder)), **SETTINGS, ranks=(rank, 2))
         take(loader, 2)
         states.append(loader.state_dict())
     assert states[0]["fingerprint"] != states[1]["fingerprint"]
@@ -301,7 +302,7 @@ def test_the_states_of_ranks_that_mount_the_data_elsewhere_are_merged_and_loaded
 
 def test_the_states_of_runs_with_other_settings_are_not_merged(shards: Path) -> None:
     states = [
-        sp.SavableLoader(partial(toy_pipeline, str(shards)), seed=seed, lanes=12, rank=0, world_size=2).state_dict()
+        sp.SavableLoader(partial(toy_pipeline, str(shards)), seed=seed, lanes=12, ranks=(0, 2)).state_dict()
         for seed in (1, 2)
     ]
     with pytest.raises(sp.CheckpointMismatchError, match="the states to merge differ in fingerprint"):
@@ -350,11 +351,11 @@ def resumed(pipeline: Any, state: dict[str, Any], **settings: Any) -> sp.Savable
     "settings",
     [
         {"num_workers": 2},
-        {"num_workers": 1, "prefetch": 7},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        {"num_workers": 1, "workers": sp.Workers(prefetch=7)},
+        {"num_workers": 1, "workers": sp.Workers(start_method="spawn")},
         {"pin_memory": True},
-        {"timeout": 5.0},
-        {"rank": 1, "world_size": 2},
+        {"workers": sp.Workers(timeout=5.0)},
+        {"ranks": (1, 2)},
     ],
     ids=str,
 )

@@ -17,6 +17,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.restoring import has_too_many
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
@@ -26,7 +28,7 @@ from tests.support.toy_pipelines import toy_pipeline
 from tests.support.toy_stores import WRITERS
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 3}
-REFUSED = (sp.StateError, sp.CheckpointMismatchError)
+REFUSED = (StateError, sp.CheckpointMismatchError)
 
 
 def plain_of(raw: bytes) -> Any:
@@ -219,7 +221,7 @@ def test_a_setting_of_a_users_encoder_that_is_none_may_be_new(folder: Path) -> N
 
     WithCrop.__qualname__ = Encoder.__qualname__
 
-    def pipeline(lane: sp.Lane, kind: type[Encoder]) -> sp.Stage:
+    def pipeline(lane: sp.Lane, kind: type[Encoder]) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "tar"), lane), kind()), size=2)
 
     state = sp.SavableLoader(partial(pipeline, kind=Encoder), **SETTINGS).state_dict()
@@ -230,7 +232,7 @@ def test_other_lanes_in_the_state_than_in_its_fingerprint_are_a_state_error(
     folder: Path, saved: dict[str, Any]
 ) -> None:
     fresh = toy(folder).state_dict()
-    with pytest.raises(sp.StateError, match="says that it has 6 lanes, and its fingerprint 3"):
+    with pytest.raises(StateError, match="says that it has 6 lanes, and its fingerprint 3"):
         toy(folder).load_state_dict({**fresh, "lanes": 6})
 
 
@@ -256,7 +258,7 @@ def test_odd_keys_and_numbers_are_state_errors_or_no_lanes(saved: dict[str, Any]
     for read in (check_flat, summarize, lambda state: sp.merge_states([state, saved])):
         try:
             read({**saved, **odd})
-        except sp.StateError:
+        except StateError:
             assert not harmless
     assert lane_numbers({**saved, "lane_²": b"", "lane_" + "9" * 5000: b"", "lane_00000000": b""}) == [0, 1, 2]
 
@@ -265,11 +267,11 @@ def test_odd_keys_and_numbers_are_state_errors_or_no_lanes(saved: dict[str, Any]
     "raw", [b"[[1,2,", b"[[-1,2,3]]", b'[["\xff",0,1]]', b"[[0,0,1" + b"0" * 5000 + b"]]", 5, None]
 )
 def test_spans_that_cannot_be_read_are_a_state_error(raw: Any) -> None:
-    with pytest.raises(sp.StateError, match="to_skip"):
+    with pytest.raises(StateError, match="to_skip"):
         taken_apart({"to_skip": raw})
 
 
-class Keeping(sp.PassThrough, sp.SampleStage):
+class Keeping(custom.PassThrough, custom.SampleStage):
     """A stage of a user's, whose state is a number in a dict."""
 
     given = 0
@@ -292,17 +294,17 @@ class Keeping(sp.PassThrough, sp.SampleStage):
 def test_what_a_users_own_stage_raises_is_a_state_error_with_its_cause_and_a_fault_of_the_disk_passes(
     folder: Path, num_workers: int
 ) -> None:
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(Keeping(sp.TarShardReader(str(folder / "tar"), lane)), size=2)
 
     with sp.SavableLoader(
-        pipeline, **SETTINGS, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
+        pipeline, **SETTINGS, num_workers=num_workers, workers=sp.Workers(start_method="fork" if num_workers else None)
     ) as own:
         take(own, 3)
         state = own.state_dict()
         for mine, kind, said in (
-            ({}, sp.StateError, "lane 0 cannot be restored .KeyError: 'given'"),
-            (5, sp.StateError, "lane 0 cannot be restored .TypeError"),
+            ({}, StateError, "lane 0 cannot be restored .KeyError: 'given'"),
+            (5, StateError, "lane 0 cannot be restored .TypeError"),
             ({"given": -1}, OSError, "the disk is gone"),
         ):
             lane = plain_of(state["lane_00000"])
@@ -367,7 +369,7 @@ def test_a_small_state_of_a_hundred_million_lists_is_refused_before_they_are_mad
     raw = bomb(content)
     assert len(raw) < 1 << 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(sp.StateError, match="more than a million values"):
+    with pytest.raises(StateError, match="more than a million values"):
         unpack_fingerprint(raw)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # in KiB; its own bytes are 100 MB
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.dataset.media_indexing import index_media
 from savable_pipeline.data.media import known_media, media_table
 from savable_pipeline.data.media.media_info import MediaInfo
@@ -176,7 +176,7 @@ def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch
     index_media(dataset)
 
     def joined(lane: sp.Lane) -> Any:
-        return sp.Join(sp.TarShardReader(tmp_path / "texts", lane), {"sound": dataset})
+        return custom.Join(sp.TarShardReader(tmp_path / "texts", lane), {"sound": dataset})
 
     monkeypatch.setattr(known_media, "media_info", lambda *_: None)
     assert next(joined(sp.Lane())).media("sound.flac").duration_s
@@ -184,15 +184,3 @@ def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch
     with_other_values(dataset, monkeypatch)
     with pytest.raises(sp.CheckpointMismatchError, match=r"\n  joined_media: saved {'sound': '"):
         compare(before, fingerprint(joined(sp.Lane()), seed=3, lanes=2))
-
-
-def test_energons_values_neither_come_nor_go_unless_allowed(dataset: Path) -> None:
-    plain = fingerprint(sp.TarShardReader(dataset, sp.Lane()), seed=3, lanes=2)
-    with_energons = msgspec.structs.replace(plain, fields={**plain.fields, "energon_media": "abc"})
-    with pytest.raises(
-        sp.CheckpointMismatchError, match=r"\n  energon_media: saved values of the headers, .*, here 'abc'"
-    ):
-        compare(plain, with_energons)
-    assert compare(plain, with_energons, allow={"energon_media"}) == ["energon_media"]
-    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  energon_media: saved 'abc'"):
-        compare(with_energons, plain)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.run.state.fingerprint import pack_fingerprint, unpack_fingerprint
 from tests.support.streams import take, through_a_file
@@ -22,10 +23,10 @@ def shards(make_shards: Any) -> str:
     return str(make_shards([40, 7, 60]))
 
 
-class LogReader(sp.PassThrough, sp.SampleStage):
+class LogReader(custom.PassThrough, custom.SampleStage):
     """A filter, in spite of its name, with the settings that it is given."""
 
-    def __init__(self, source: sp.SampleStage, **given: Any) -> None:
+    def __init__(self, source: custom.SampleStage, **given: Any) -> None:
         super().__init__(source)
         self.given = given
 
@@ -36,17 +37,17 @@ class LogReader(sp.PassThrough, sp.SampleStage):
         return self.given
 
 
-def filtered(folder: str, lane: sp.Lane, left_out: Path | None = None, **given: Any) -> sp.Stage:
+def filtered(folder: str, lane: sp.Lane, left_out: Path | None = None, **given: Any) -> custom.Stage:
     return sp.Batcher(LogReader(sp.TarShardReader(folder, lane, exclude=left_out), **given), size=2)
 
 
-def state_of(pipeline: Callable[[sp.Lane], sp.Stage]) -> dict[str, Any]:
+def state_of(pipeline: Callable[[sp.Lane], custom.Stage]) -> dict[str, Any]:
     loader = sp.SavableLoader(pipeline, **RUN)
     take(loader, 2)
     return through_a_file(loader.state_dict())
 
 
-def refusal(pipeline: Callable[[sp.Lane], sp.Stage], state: dict[str, Any], allow: Any = ()) -> str:
+def refusal(pipeline: Callable[[sp.Lane], custom.Stage], state: dict[str, Any], allow: Any = ()) -> str:
     with pytest.raises(sp.CheckpointMismatchError) as caught:
         sp.SavableLoader(pipeline, **RUN).load_state_dict(state, allow=allow)
     return str(caught.value)
@@ -79,7 +80,7 @@ def test_an_own_stages_order_is_no_consequence_of_its_other_settings(shards: str
     sp.SavableLoader(changed, **RUN).load_state_dict(state, allow=[f"LogReader.{cause}", "LogReader.order"])
 
 
-class Numbers(sp.RecordStore):
+class Numbers(custom.RecordStore):
     """A store of the numbers below `count`."""
 
     address = "numbers"
@@ -97,11 +98,11 @@ class Numbers(sp.RecordStore):
         return str(row).encode()
 
 
-class Rows(sp.RecordReader):
+class Rows(custom.RecordReader):
     """A reader, in spite of its name."""
 
 
-def rows(lane: sp.Lane, count: int = 100, **how: Any) -> sp.Stage:
+def rows(lane: sp.Lane, count: int = 100, **how: Any) -> custom.Stage:
     return sp.Batcher(Rows(lane.shared(("numbers", count), lambda: Numbers(count)), lane, **how), size=2)
 
 
@@ -141,7 +142,7 @@ class Few(sp.Batcher):
 def test_a_state_with_the_long_name_of_another_batchers_size_loads(shards: str) -> None:
     """Earlier releases wrote `Few.size` for a Batcher whose class was not called one."""
 
-    def pipeline(lane: sp.Lane, size: int = 2) -> sp.Stage:
+    def pipeline(lane: sp.Lane, size: int = 2) -> custom.Stage:
         return Few(sp.TarShardReader(shards, lane), size=size)
 
     state, larger = state_of(pipeline), partial(pipeline, size=4)
@@ -154,7 +155,7 @@ def test_a_state_with_the_long_name_of_another_batchers_size_loads(shards: str) 
 
 
 def test_the_order_of_a_subset_that_is_given_up_differs_with_it(shards: str) -> None:
-    def pipeline(lane: sp.Lane, subset: float | None = 0.5) -> sp.Stage:
+    def pipeline(lane: sp.Lane, subset: float | None = 0.5) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane, subset=subset), size=2)
 
     state, whole = state_of(pipeline), partial(pipeline, subset=None)

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import batches_before, check_flat, lane_name, lane_numbers, read_lanes
@@ -50,19 +52,19 @@ def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
     damaged += [raw[:i] + bytes([raw[i] ^ 1 << bit]) + raw[i + 1 :] for i in range(len(raw)) for bit in (0, 7)]
     damaged += [raw + b"\0", raw + raw]
     for wrong in damaged:
-        with pytest.raises(sp.StateError, match="lane 3: "):
+        with pytest.raises(StateError, match="lane 3: "):
             unpack_state(wrong, LaneState, "lane 3")
 
 
 def test_another_version_is_an_error_that_names_both() -> None:
     raw = pack_state(STATE)
-    with pytest.raises(sp.StateError, match="state version 2; this release reads version 1"):
+    with pytest.raises(StateError, match="state version 2; this release reads version 1"):
         unpack_state(raw[:4] + b"\x02\x00" + raw[6:], LaneState, "lane 3")
 
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], torch.zeros(3)])
 def test_what_is_no_bytes_is_a_state_error(raw: Any) -> None:
-    with pytest.raises(sp.StateError, match="lane 3: a state is bytes, not"):
+    with pytest.raises(StateError, match="lane 3: a state is bytes, not"):
         unpack_state(raw, LaneState, "lane 3")
 
 
@@ -71,7 +73,7 @@ class Other(msgspec.Struct):
 
 
 def test_a_state_of_another_kind_is_a_state_error() -> None:
-    with pytest.raises(sp.StateError, match="lane 3: "):
+    with pytest.raises(StateError, match="lane 3: "):
         unpack_state(pack_state(Other("three")), LaneState, "lane 3")
 
 
@@ -130,9 +132,9 @@ def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
     ],
 )
 def test_what_is_no_flat_state_is_a_state_error(state: Any, message: str) -> None:
-    with pytest.raises(sp.StateError, match=message):
+    with pytest.raises(StateError, match=message):
         check_flat(state)
-    with pytest.raises(sp.StateError, match=message):
+    with pytest.raises(StateError, match=message):
         sp.merge_states([state])
 
 
@@ -160,7 +162,7 @@ def test_states_of_different_steps_or_runs_are_not_merged(other: dict[str, Any],
 def test_a_damaged_lane_is_noticed_when_states_are_merged() -> None:
     damaged = flat([1])
     damaged["lane_00001"] = damaged["lane_00001"][:-1] + b"?"
-    with pytest.raises(sp.StateError, match="lane_00001: damaged"):
+    with pytest.raises(StateError, match="lane_00001: damaged"):
         sp.merge_states([flat([0]), damaged])
 
 
@@ -201,27 +203,27 @@ class GoldenEncoder(sp.TaskEncoder):
         return [rng.integers(1000), *items]
 
 
-def golden_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def golden_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
     reader = sp.TarShardReader(str(shards), lane, block_size=4, window=2)
     lane.rng("golden").random()
     items = sp.Encode(sp.ShuffleBuffer(reader, size=12), GoldenEncoder())
     return sp.Batcher(sp.OnlinePacker(items, max_length=15, open_packs=3), size=2)
 
 
-def finite_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def finite_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(str(shards), lane, epochs=1), GoldenEncoder()), size=3)
 
 
-def file_order_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def file_order_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(str(shards), lane, shuffle=False), GoldenEncoder()), size=3)
 
 
-def blended_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def blended_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
     readers = {name: sp.TarShardReader(str(shards / f"{name}.tar"), lane) for name in ("0", "3")}
     return sp.Batcher(sp.Encode(sp.Blend(readers, weights={"0": 7, "3": 3}), GoldenEncoder()), size=3)
 
 
-def decreasing_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def decreasing_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
     items = sp.Encode(sp.TarShardReader(str(shards), lane), GoldenEncoder())
     packs = sp.OnlinePacker(items, max_length=15, policy="first_fit_decreasing", open_packs=2)
     return sp.Batcher(packs, size=2)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.shards.selection import without_ending
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.loader.made_again import make_again
@@ -45,24 +46,24 @@ def part(folder: Path, lane: sp.Lane, **how: Any) -> sp.TarShardReader:
     return sp.TarShardReader(folder, lane, **{"subset": (0.2, 0.7), "block_size": 2, **how})
 
 
-def endless(folder: Path, lane: sp.Lane) -> sp.Stage:
+def endless(folder: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.ShuffleBuffer(part(folder, lane), size=5), size=2)
 
 
-def finite(folder: Path, lane: sp.Lane) -> sp.Stage:
+def finite(folder: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(part(folder, lane, epochs=1), size=2)
 
 
-def counted(folder: Path, lane: sp.Lane) -> sp.Stage:
+def counted(folder: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(part(folder, lane, subset=50, shuffle=False, block_size=None), size=1)
 
 
-def blended(folder: Path, lane: sp.Lane) -> sp.Stage:
+def blended(folder: Path, lane: sp.Lane) -> custom.Stage:
     sources = {"a": part(folder, lane), "b": sp.TarShardReader(folder, lane)}
     return sp.Batcher(sp.Blend(sources, weights={"a": 2, "b": 1}), size=2)
 
 
-PIPELINES: dict[str, Callable[[Path, sp.Lane], sp.Stage]] = {
+PIPELINES: dict[str, Callable[[Path, sp.Lane], custom.Stage]] = {
     "endless": endless,
     "finite": finite,
     "counted": counted,
@@ -134,7 +135,7 @@ def test_workers_and_ranks_go_on_with_them_too(folder: Path, saved: dict[str, An
     with loader(folder, "endless", num_workers=2) as own:
         own.load_state_dict(state)
         assert keys(own, 60) == expected
-    ranks = [loader(folder, "endless", rank=rank, world_size=2) for rank in range(2)]
+    ranks = [loader(folder, "endless", ranks=(rank, 2)) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
     assert [batch for _ in range(30) for rank in ranks for batch in keys(rank, 1)] == expected
@@ -168,7 +169,7 @@ def test_a_checkpoint_of_one_rank_is_rescued_with_them(folder: Path, saved: dict
 @pytest.mark.parametrize("steps", [0, 2])
 def test_lanes_of_a_dead_rank_pass_over_the_same_samples(folder: Path, saved: dict[str, Any], steps: int) -> None:
     last, expected = saved[f"endless {steps}"]["data"], saved[f"endless {steps}"]["next"]
-    with loader(folder, "endless", rank=0, world_size=2) as survivor:
+    with loader(folder, "endless", ranks=(0, 2)) as survivor:
         survivor.load_state_dict(last)
         keys(survivor, 8)
         state = complete_state(survivor, [survivor.state_dict()], last)
@@ -232,10 +233,10 @@ def write_kind(folder: Path, kind: str) -> None:
 def test_the_same_shards_in_any_format_have_the_same_subset(tmp_path: Path, subset: Any) -> None:
     readers = {
         "tar": sp.TarShardReader,
-        "parquet": sp.ParquetReader,
-        "arrow": sp.ArrowReader,
-        "jsonl": sp.JsonlReader,
-        "ndjson": sp.JsonlReader,
+        "parquet": custom.ParquetReader,
+        "arrow": custom.ArrowReader,
+        "jsonl": custom.JsonlReader,
+        "ndjson": custom.JsonlReader,
     }
     found = {}
     for kind, reader in readers.items():

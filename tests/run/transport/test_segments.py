@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.transport.batch_pickle import Buffer
 from savable_pipeline.run.transport.segments import KEPT, SegmentReader, SegmentWriter
 
@@ -192,7 +193,7 @@ class Images(sp.TaskEncoder):
         return {"image": stacked, "ids": stacked[:, 0, 0, 0].clone(), "array": np.ones((len(items), 5000))}
 
 
-def images(shards: str, lane: sp.Lane) -> sp.Stage:
+def images(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Images()), size=4)
 
 

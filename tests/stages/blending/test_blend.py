@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.stages.blending.blend_counts import LaneCounts
@@ -24,10 +25,10 @@ from tests.support.streams import take, through_a_file
 from tests.support.toy_dataset import NumberDataset, drained, first, pairs
 
 
-def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, sp.Stage]:
+def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, custom.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
     shared: dict[Any, Any] = {
-        ("dataset", name, "raise", None, 1 << 30, None, None): NumberDataset([size]) for name, size in sizes.items()
+        ("tar", name, "raise", None, 1 << 30, None, None): NumberDataset([size]) for name, size in sizes.items()
     }
     lane = lane or sp.Lane(shared=shared)
     lane._shared.update(shared)
@@ -178,13 +179,13 @@ def test_refs_name_their_source_wherever_they_are(shards: Path) -> None:
         assert 0 <= sample.ref.index < 30
     assert outer.info.tags == {tag("x/a"), tag("x/b"), tag("c")}
     with pytest.raises(sp.CheckpointMismatchError, match="none of the sources"):
-        outer.fetch(sp.Ref(1, 0, 0))
+        outer.fetch(custom.Ref(1, 0, 0))
     with pytest.raises(sp.CheckpointMismatchError, match="was a source removed or renamed"):
         outer.fetch((5 << TAG_SHIFT, 0, 0))
 
 
 def branches(shards: Path, lane: sp.Lane, *, by: Any = "samples", encoder: sp.TaskEncoder | None = None) -> sp.Blend:
-    stages: dict[str, sp.Stage] = {}
+    stages: dict[str, custom.Stage] = {}
     for name in "ab":
         samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=5)
         stages[name] = sp.Encode(samples, encoder or Draws())
@@ -195,7 +196,7 @@ def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
     with pytest.raises(sp.EncodeError, match="not clear whose batch to use: give the stage encoder="):
         next(sp.Batcher(stage, size=2))
-    with pytest.raises(ValueError, match=r"gives samples \(sp.SampleStage\), not Blend, which gives items"):
+    with pytest.raises(ValueError, match=r"gives samples \(custom.SampleStage\), not Blend, which gives items"):
         sp.Encode(stage, Draws())
     assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
     one = Draws()
@@ -295,7 +296,7 @@ class Sources(sp.TaskEncoder):
         return items
 
 
-def with_sources(shards: str, lane: sp.Lane) -> sp.Stage:
+def with_sources(shards: str, lane: sp.Lane) -> custom.Stage:
     """The same shards under three names, one of them in a nested Blend."""
     readers = {name: sp.TarShardReader(shards, lane) for name in "abc"}
     inner = sp.Blend({name: readers[name] for name in "bc"}, weights={"b": 1, "c": 1})
@@ -359,7 +360,7 @@ def test_with_sources_by_size_and_off_every_cut_resumes_exactly(shards: Path) ->
         assert_exact_resume(pipeline, lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2, 4), chains=2)
 
 
-def of_three(shards: str, weights: dict[str, float] | None, lane: sp.Lane) -> sp.Stage:
+def of_three(shards: str, weights: dict[str, float] | None, lane: sp.Lane) -> custom.Stage:
     readers = {name: sp.TarShardReader(shards, lane) for name in "abc"}
     samples = sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7)
     return sp.Batcher(sp.Encode(samples, Packs()), size=2)
@@ -382,12 +383,12 @@ def test_a_source_that_is_turned_off_and_on_again_goes_on_where_it_was() -> None
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
 
 
-def blended(shards: str, lane: sp.Lane, *, weights: dict[str, float], kind: str = "readers") -> sp.Stage:
+def blended(shards: str, lane: sp.Lane, *, weights: dict[str, float], kind: str = "readers") -> custom.Stage:
     """Packs of a blend, where refs are held in every stage."""
     readers = {name: sp.TarShardReader(shards, lane) for name in weights}
     encoder = Packs()
     if kind == "readers":
-        items: sp.Stage = sp.Encode(sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7), encoder)
+        items: custom.Stage = sp.Encode(sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7), encoder)
     else:
         branches = {name: sp.Encode(sp.ShuffleBuffer(r, size=7), encoder) for name, r in readers.items()}
         items = sp.Blend(branches, weights=weights)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.testing import assert_exact_resume
 
@@ -55,7 +56,7 @@ splits:
     path: ./data/c
 """
     )
-    mixture = sp.read_mixture(path, split="train")
+    mixture = custom.read_mixture(path, split="train")
     folder = path.parent / "data"
     assert mixture.sources == {
         "a": MixtureSource(str(folder / "a"), weight=5, split="train", tags={"kind": "photo"}),
@@ -64,7 +65,7 @@ splits:
     }
     assert mixture.tags()["a"] == {"kind": "photo"}
     assert of_each(mixture, 600) == {"a": 500, "b": 100}
-    val = sp.read_mixture(path, split="val")
+    val = custom.read_mixture(path, split="val")
     assert val.sources == {"c": MixtureSource(str(folder / "c"), split="val")}
     assert of_each(val, 10) == {"c": 10}
 
@@ -79,7 +80,7 @@ def test_version_1_is_what_a_file_without_a_class_is(write: Any) -> None:
               - {path: data/c, shuffle_over_epochs_multiplier: -1}
         """
     )
-    mixture = sp.read_mixture(path, split="train")
+    mixture = custom.read_mixture(path, split="train")
     assert mixture.tags() == {"a": {"__subflavor__": "old"}, "c": {}}
     assert of_each(mixture, 400) == {"a": 300, "c": 100}
 
@@ -97,7 +98,7 @@ splits:
       - {path: data/c, weight: 1}
 """
     )
-    mixture = sp.read_mixture(path, split="train")
+    mixture = custom.read_mixture(path, split="train")
     assert mixture.tags() == {"inner/a": {"x": 2, "y": 1}, "inner/b": {"x": 2}, "c": {}}
     assert of_each(mixture, 800) == {"a": 300, "b": 100, "c": 400}
 
@@ -115,7 +116,7 @@ splits:
       - {path: data/a, repetitions: 2, split_part: val}
 """
     )
-    mixture = sp.read_mixture(path, split="train")
+    mixture = custom.read_mixture(path, split="train")
     assert {name: getattr(each, "repetitions", None) for name, each in mixture.sources.items()} == {
         "in.a": 1.5,
         "in.b": 3,
@@ -126,7 +127,7 @@ splits:
     assert_exact_resume(partial(numbers, mixture), lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2), chains=1)
 
 
-def numbers(mixture: Mixture, lane: sp.Lane) -> sp.Stage:
+def numbers(mixture: Mixture, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(mixture.samples(lane), Numbers()), size=2)
 
 
@@ -178,14 +179,14 @@ def test_what_cannot_be_kept_is_refused_with_its_line(write: Any, text: str, lin
     write(HEAD + "splits: {train: {blend_epochized: [{path: data/b}]}}", "epochized.yaml")
     path = write(text)
     with pytest.raises(ValueError) as caught:
-        sp.read_mixture(path, split="train")
+        custom.read_mixture(path, split="train")
     assert str(caught.value).startswith(f"{path}, line {line}: ")
     assert what in str(caught.value)
 
 
 def test_a_split_is_asked_for_where_there_are_splits_and_only_there(write: Any) -> None:
     with pytest.raises(ValueError, match=r"line 3: a metadataset is read one split at a time: give split=, one of"):
-        sp.read_mixture(write(BLEND))
+        custom.read_mixture(write(BLEND))
     own = write("sources: {a: {path: data/a, weight: 1}}", "own.yaml")
     with pytest.raises(ValueError, match="split='train' is for a metadataset"):
-        sp.read_mixture(own, split="train")
+        custom.read_mixture(own, split="train")

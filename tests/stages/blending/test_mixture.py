@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.blending.mixture import MixtureSource
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_server import serving
@@ -31,7 +32,7 @@ def write(tmp_path: Path, make_shards: Any) -> Any:
     return write
 
 
-def of_each(stage: sp.Stage, n: int) -> Counter[str]:
+def of_each(stage: custom.Stage, n: int) -> Counter[str]:
     """Which datasets the first `n` samples are of."""
     return Counter(sample.json()["of"] for sample, _ in zip(stage, range(n), strict=False))
 
@@ -48,7 +49,7 @@ def test_sources_come_by_weight_and_a_mixture_may_hold_others(write: Any) -> Non
               c: {path: [c/0000.tar], weight: 1}
         """
     )
-    mixture = sp.read_mixture(path)
+    mixture = custom.read_mixture(path)
     assert mixture.sources["first"] == MixtureSource(path=str(path.parent / "a"), weight=0.5)
     assert of_each(mixture.samples(sp.Lane()), 800) == {"a": 400, "b": 300, "c": 100}
 
@@ -76,9 +77,11 @@ def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
         outer = sp.Schedule([(0, {"a": 1}), (40, {"rest": 1})], shape="linear")
         return sp.Blend({"a": a, "rest": inner}, weights=outer)
 
-    found = [sample.key for sample, _ in zip(sp.read_mixture(path).samples(sp.Lane(seed=2)), range(120), strict=False)]
+    found = [
+        sample.key for sample, _ in zip(custom.read_mixture(path).samples(sp.Lane(seed=2)), range(120), strict=False)
+    ]
     assert found == [sample.key for sample, _ in zip(by_hand(sp.Lane(seed=2)), range(120), strict=False)]
-    assert of_each(sp.read_mixture(path).samples(sp.Lane(seed=2)), 100) == {"a": 20, "b": 60, "c": 20}
+    assert of_each(custom.read_mixture(path).samples(sp.Lane(seed=2)), 100) == {"a": 20, "b": 60, "c": 20}
 
 
 def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
@@ -86,8 +89,8 @@ def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
     assert_exact_resume(pipeline, lanes=2, steps=30, world_sizes=(1, 2))  # the change ends at the tenth
 
 
-def batches_of(path: Path, lane: sp.Lane) -> sp.Stage:
-    return sp.Batcher(sp.Encode(sp.read_mixture(path).samples(lane), Ids()), size=2)
+def batches_of(path: Path, lane: sp.Lane) -> custom.Stage:
+    return sp.Batcher(sp.Encode(custom.read_mixture(path).samples(lane), Ids()), size=2)
 
 
 class Ids(sp.TaskEncoder):
@@ -96,7 +99,7 @@ class Ids(sp.TaskEncoder):
 
 
 def test_repetitions_end_together(write: Any) -> None:
-    mixture = sp.read_mixture(
+    mixture = custom.read_mixture(
         write(
             """
             sources:
@@ -114,7 +117,7 @@ def test_repetitions_may_be_a_fraction_or_0(write: Any) -> None:
     path = write(
         "sources: {a: {path: a, repetitions: 2.5}, b: {path: b, repetitions: 0}, c: {path: c, repetitions: .5}}"
     )
-    mixture = sp.read_mixture(path)
+    mixture = custom.read_mixture(path)
     stage = mixture.samples(sp.Lane(), block_size=1)
     assert isinstance(stage, sp.Blend) and stage.weights == {"a": 5, "b": 0, "c": 3}
     assert of_each(stage, 16)["a"] in (9, 10, 11)
@@ -127,7 +130,7 @@ def test_repetitions_may_be_a_fraction_or_0(write: Any) -> None:
 def test_without_weights_sources_come_by_their_sizes_and_one_may_be_off(write: Any) -> None:
     by_size = write("sources: {b: {path: b}, rest: {sources: {a: {path: a, weight: 0}, c: {path: c, weight: 1}}}}")
     # the nested mixture has 40 samples, of which those of `a` are off
-    assert of_each(sp.read_mixture(by_size).samples(sp.Lane()), 60) == {"b": 20, "c": 40}
+    assert of_each(custom.read_mixture(by_size).samples(sp.Lane()), 60) == {"b": 20, "c": 40}
 
 
 def test_tags_are_found_by_the_name_of_a_samples_source(write: Any) -> None:
@@ -138,11 +141,11 @@ def test_tags_are_found_by_the_name_of_a_samples_source(write: Any) -> None:
           rest: {weight: 1, sources: {b: {path: b, weight: 1, tags: {kind: page}}}}
         """
     )
-    mixture = sp.read_mixture(path)
+    mixture = custom.read_mixture(path)
     assert mixture.tags() == {"a": {"kind": "photo"}, "rest/b": {"kind": "page"}}
 
 
-def ids(stage: sp.Stage, n: int) -> list[tuple[str, int]]:
+def ids(stage: custom.Stage, n: int) -> list[tuple[str, int]]:
     """Dataset and number of the first `n` samples, sorted."""
     made = [sample.json() for sample, _ in zip(stage, range(n), strict=False)]
     return sorted((each["of"], each["id"]) for each in made)
@@ -163,14 +166,14 @@ def test_split_and_subset_choose_the_samples(write: Any, make_shards: Any) -> No
           high: {path: b, subset: [0.5, 1.0], repetitions: 1}
         """
     )
-    stage = sp.read_mixture(path).samples(sp.Lane())
+    stage = custom.read_mixture(path).samples(sp.Lane())
     assert stage.info.population == 7 + 2 + 7 + 10 + 10
     found = ids(stage, 1000)
     assert [number for name, number in found if name == "prepared"] == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert [number for name, number in found if name == "b"] == list(range(20))  # both halves, and no sample twice
     few = Counter(number for name, number in found if name == "c")
     assert (len(few), set(few.values())) == (7, {2})
-    first = next(sp.read_mixture(path).samples(sp.Lane(seed=5)))
+    first = next(custom.read_mixture(path).samples(sp.Lane(seed=5)))
     assert first.json()["of"] in {"prepared", "b", "c"}
 
 
@@ -178,7 +181,7 @@ def test_a_mixture_with_splits_resumes_exactly(write: Any, make_shards: Any) -> 
     prepared = make_shards([9, 9], folder="prepared", of="prepared")
     (prepared / ".nv-meta").mkdir()
     (prepared / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": ["0000.tar"]}}))
-    mixture = sp.read_mixture(
+    mixture = custom.read_mixture(
         write(
             """
             sources:
@@ -190,7 +193,7 @@ def test_a_mixture_with_splits_resumes_exactly(write: Any, make_shards: Any) -> 
     assert_exact_resume(partial(numbers, mixture), lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=1)
 
 
-def numbers(mixture: sp.Mixture, lane: sp.Lane) -> sp.Stage:
+def numbers(mixture: custom.Mixture, lane: sp.Lane) -> custom.Stage:
     """Batches of dataset and number."""
     samples = sp.ShuffleBuffer(mixture.samples(lane, block_size=2), size=7)
     return sp.Batcher(sp.Encode(samples, Numbers()), size=3)
@@ -212,7 +215,7 @@ def test_shards_behind_a_url_go_through_the_cache_that_is_given(
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "not here"))
     with serving(tmp_path) as server:
         path = write(f"sources: {{a: {{path: '{server.url}/a/0000.tar', weight: 1}}}}")
-        stage = sp.read_mixture(path).samples(sp.Lane(), cache=tmp_path / "cache", cache_bytes=10**8)
+        stage = custom.read_mixture(path).samples(sp.Lane(), cache=tmp_path / "cache", cache_bytes=10**8)
         assert ids(stage, 10) == [("a", number) for number in range(10)]
     assert list((tmp_path / "cache").iterdir())
     assert not (tmp_path / "not here").exists()
@@ -269,7 +272,7 @@ def points(point: str, shape: str = "step") -> str:
 def test_an_error_names_the_line(write: Any, text: str, line: int, what: str) -> None:
     path = write(text)
     with pytest.raises(ValueError) as caught:
-        sp.read_mixture(path)
+        custom.read_mixture(path)
     assert str(caught.value).startswith(f"{path}, line {line}: ")
     assert what in str(caught.value)
 
@@ -277,5 +280,5 @@ def test_an_error_names_the_line(write: Any, text: str, line: int, what: str) ->
 def test_one_file_of_samples_to_exclude_is_for_all_sources(write: Any, tmp_path: Path) -> None:
     path = write("sources: {a: {path: a, repetitions: 1}, b: {path: b, repetitions: 1}}")
     (tmp_path / "forget").write_text('s000003\n{"shard": "0000.tar", "key": "s000015"}\n')
-    items = list(sp.Encode(sp.read_mixture(path).samples(sp.Lane(), exclude=tmp_path / "forget"), Ids()))
+    items = list(sp.Encode(custom.read_mixture(path).samples(sp.Lane(), exclude=tmp_path / "forget"), Ids()))
     assert len(items) == 27 and not {"a03", "b03", "b15"} & set(items)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.blending.schedule import Dues
 from savable_pipeline.testing import assert_exact_resume
 
@@ -46,7 +47,7 @@ def test_dues_are_the_integral_of_the_shares(shape: Any) -> None:
             assert [Fraction(due, dues.unit) for due in dues.at(count)] == integral(schedule, count)
 
 
-def blend(shards: str, lane: sp.Lane, schedule: Any, by: Any = "samples") -> sp.Stage:
+def blend(shards: str, lane: sp.Lane, schedule: Any, by: Any = "samples") -> custom.Stage:
     sources: Any = {name: sp.TarShardReader(shards, lane) for name in NAMES}
     if by == "tokens":
         sources = {name: sp.Encode(source, LENGTHS) for name, source in sources.items()}
@@ -105,7 +106,7 @@ def test_by_tokens_it_counts_tokens(make_shards: Any) -> None:
     assert tokens["a"] - before["a"] < 40 and abs(tokens["c"] - 3 * (tokens["b"] - before["b"])) < 80
 
 
-def pipeline(shards: str, lane: sp.Lane, *, schedule: Any, by: Any = "samples") -> sp.Stage:
+def pipeline(shards: str, lane: sp.Lane, *, schedule: Any, by: Any = "samples") -> custom.Stage:
     stage: Any = blend(shards, lane, schedule, by)
     if by == "samples":
         stage = sp.Encode(sp.ShuffleBuffer(stage, size=9), LENGTHS)
@@ -125,7 +126,7 @@ def test_it_resumes_exactly_before_in_and_after_a_change(make_shards: Any, by: A
 def test_it_goes_on_when_a_source_has_ended(make_shards: Any) -> None:
     shards = str(make_shards([50]))
 
-    def build(lane: sp.Lane) -> sp.Stage:
+    def build(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(shards, lane, epochs=1 if name == "b" else None) for name in NAMES}
         points = [(0, {"a": 1, "b": 1}), (60, {"b": 1, "c": 1}), (200, {"a": 1, "b": 1, "c": 2})]
         return sp.Batcher(sp.Blend(sources, weights=sp.Schedule(points, shape="linear")), size=2)

@@ -11,6 +11,7 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 
 SQUARE = sp.attention_cost(hidden=1)
@@ -92,7 +93,7 @@ def test_every_pack_comes_once(shards: str, hold: int) -> None:
 @pytest.mark.parametrize("max_held_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_a_resume_is_exact(shards: str, epochs: int | None, max_held_bytes: int, encoder: Any) -> None:
-    def make(lane: sp.Lane) -> sp.Stage:
+    def make(lane: sp.Lane) -> custom.Stage:
         how: Any = {"max_cost": 150, "cost": SQUARE, "epochs": epochs, "max_held_bytes": max_held_bytes}
         return sp.Batcher(balanced(shards, lane, encoder=encoder((3, 8, 40, 77)), **how), size=2)
 
@@ -200,7 +201,7 @@ def test_a_pack_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> No
 
 
 def test_a_blend_of_packs_is_balanced_by_what_is_in_them(shards: str) -> None:
-    def make(lane: sp.Lane, by: Any = "samples", encoder: Any = Texts) -> sp.Stage:
+    def make(lane: sp.Lane, by: Any = "samples", encoder: Any = Texts) -> custom.Stage:
         own = encoder()
         branches = {name: packs_of(shards, lane, own, epochs=None) for name in "ab"}
         return sp.Balance(sp.Blend(branches, weights={"a": 3, "b": 1}, by=by), hold=5, cost=SQUARE)
@@ -213,7 +214,7 @@ def test_a_blend_of_packs_is_balanced_by_what_is_in_them(shards: str) -> None:
         assert assert_exact_resume(partial(batches_of, partial(make, encoder=encoder)), lanes=2, steps=5) > 5
 
 
-def batches_of(make: Any, lane: sp.Lane) -> sp.Stage:
+def batches_of(make: Any, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(make(lane), size=2)
 
 
@@ -225,7 +226,7 @@ def test_items_are_balanced_without_a_packer_too(shards: str) -> None:
 
 
 def test_the_sizes_of_a_pack_pass_a_filter(shards: str) -> None:
-    class Full(sp.PassThrough, sp.ItemStage):
+    class Full(custom.PassThrough, custom.ItemStage):
         def __next__(self) -> Any:
             return next(pack for pack in self.source if sum(length for _, length in pack) == 16)
 

@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
 from tests.support.toy_dataset import readers
 from tests.support.toy_pipelines import ToyEncoder, draw
 
 
-def packer(lengths: list[Any], select: Any, *, encoder: sp.TaskEncoder | None = None, **how: Any) -> sp.ItemPacker:
-    return sp.ItemPacker(Items(lengths), encoder=encoder or Packs(), select=select, **{"size": 4, **how})
+def packer(lengths: list[Any], select: Any, *, encoder: sp.TaskEncoder | None = None, **how: Any) -> custom.ItemPacker:
+    return custom.ItemPacker(Items(lengths), encoder=encoder or Packs(), select=select, **{"size": 4, **how})
 
 
 def longest_alone(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
@@ -184,7 +185,7 @@ class Same(Packs):
 
 def test_items_that_are_one_object_keep_their_places() -> None:
     items = sp.Encode(readers([4], shuffle=False)(0), Same())
-    packs = sp.ItemPacker(items, size=4, select=pairs)
+    packs = custom.ItemPacker(items, size=4, select=pairs)
     next(packs), next(packs)
     assert packs.ref == (1, (2, 0, 0), (3, 0, 0))
 
@@ -202,7 +203,7 @@ def test_a_changed_item_is_an_error_since_it_would_not_be_changed_when_made_agai
         items[1]["total"] = 7
         return [items]
 
-    stage = sp.ItemPacker(Noted([1, 2, 3]), size=3, select=select, encoder=Drawing())
+    stage = custom.ItemPacker(Noted([1, 2, 3]), size=3, select=select, encoder=Drawing())
     with pytest.raises(sp.EncodeError, match="it changed 'total' of an item of type dict"):
         next(stage)
 
@@ -240,9 +241,9 @@ def nothing(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
     return []
 
 
-def of_nothing(shards: str, lane: sp.Lane) -> sp.Stage:
+def of_nothing(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(
-        sp.ItemPacker(sp.Encode(sp.TarShardReader(shards, lane), Same()), size=500, select=nothing), size=2
+        custom.ItemPacker(sp.Encode(sp.TarShardReader(shards, lane), Same()), size=500, select=nothing), size=2
     )
 
 
@@ -277,7 +278,7 @@ def test_an_item_that_is_lost_is_left_out_of_its_pack_alone() -> None:
     stage = packer([1] * 6, pairs, size=6)
     next(stage)
     state = through_bytes(stage.save_state())
-    again = sp.ItemPacker(Losing([1] * 6), size=6, select=pairs, encoder=Packs())
+    again = custom.ItemPacker(Losing([1] * 6), size=6, select=pairs, encoder=Packs())
     again.restore_state(state)
     assert next(again) == [(4, 1), (5, 1)] and again.ref == (1, (4, 0, 0), (5, 0, 0))
     assert again.fetch_left((0, (0, 0, 0), (1, 0, 0))) == ([(0, 1)], (0, (0, 0, 0)))
@@ -304,7 +305,7 @@ def test_the_fingerprint_has_size_and_function() -> None:
 )
 def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        sp.ItemPacker(Items([1]), **{"size": 2, "select": pairs, "encoder": Packs(), **how})
+        custom.ItemPacker(Items([1]), **{"size": 2, "select": pairs, "encoder": Packs(), **how})
 
 
 def by_drawing(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
@@ -321,12 +322,12 @@ class SkippingPacks(ToyEncoder):
         return sp.Skip("now and then") if rng.integers(6) == 0 else super().pack(items, rng)
 
 
-def of_toys(shards: str, lane: sp.Lane, *, then: str, max_held_bytes: int) -> sp.Stage:
+def of_toys(shards: str, lane: sp.Lane, *, then: str, max_held_bytes: int) -> custom.Stage:
     """A Blend upstream, an encoder that fans out and skips, and every kind of stage downstream that holds packs."""
     encoder = SkippingPacks()
     sources = {name: sp.TarShardReader(shards, lane) for name in "ab"}
     items = sp.Encode(sp.ShuffleBuffer(sp.Blend(sources, weights={"a": 2, "b": 1}), size=6), encoder)
-    packs: sp.ItemStage = sp.ItemPacker(items, size=9, select=by_drawing, max_held_bytes=max_held_bytes)
+    packs: custom.ItemStage = custom.ItemPacker(items, size=9, select=by_drawing, max_held_bytes=max_held_bytes)
     if then == "balanced":
         packs = sp.Balance(packs, hold=3, cost=sp.attention_cost(hidden=1))
     elif then == "shuffled":
@@ -344,9 +345,9 @@ def test_packs_of_items_resume_exactly_at_every_cut(make_shards: Any, then: str,
     assert_exact_resume(pipeline, lanes=2, steps=9, workers=(0, 1), world_sizes=(1, 2), chains=1)
 
 
-def finite(shards: str, lane: sp.Lane) -> sp.Stage:
+def finite(shards: str, lane: sp.Lane) -> custom.Stage:
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=1, block_size=4), ToyEncoder(skip=0, fan_out=0))
-    return sp.Batcher(sp.ItemPacker(items, size=7, select=pairs), size=2)
+    return sp.Batcher(custom.ItemPacker(items, size=7, select=pairs), size=2)
 
 
 def test_an_epoch_gives_each_item_once_and_its_last_round_is_smaller(make_shards: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.stage import ItemRef
 from tests.support.toy_dataset import readers
 
@@ -33,7 +34,7 @@ class Packs(sp.TaskEncoder):
         return list(items)
 
 
-class Items(sp.ItemStage):
+class Items(custom.ItemStage):
     """Gives (number, length) for each of some lengths; remakes them by ref."""
 
     def __init__(self, lengths: list[Any]) -> None:

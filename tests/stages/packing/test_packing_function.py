@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.packing.packing_function import check_groups
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import LENGTHS, packer
@@ -46,7 +47,7 @@ class UpTo:
         return {"most": self.most}
 
 
-def numbers(stage: sp.Stage) -> list[list[int]]:
+def numbers(stage: custom.Stage) -> list[list[int]]:
     return [[number for number, _ in pack] for pack in stage]
 
 
@@ -82,7 +83,7 @@ def test_restored_after_any_packs_the_rest_is_the_same(
     assert given_items == [(number, length) for number, length in enumerate(lengths) if length <= 10]
 
 
-def of_toys(shards: str, lane: sp.Lane) -> sp.Stage:
+def of_toys(shards: str, lane: sp.Lane) -> custom.Stage:
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), ToyEncoder())
     packs = sp.OnlinePacker(items, max_length=20, policy=UpTo(20), open_packs=3)
     return sp.Batcher(packs, size=2)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.readers.dealt_order import DealtOrder
 from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
 
@@ -53,7 +54,7 @@ def read_in_turns(folder: Path, *, lanes: int, buffer: int, **settings: Any) -> 
     """An epoch of all lanes in one process, batch by batch in turn; and the row groups decoded per row group."""
     shared: dict[Any, Any] = {}
     readers = [
-        sp.ParquetReader(folder, sp.Lane(i, lanes, 7, shared=shared), epochs=1, **settings) for i in range(lanes)
+        custom.ParquetReader(folder, sp.Lane(i, lanes, 7, shared=shared), epochs=1, **settings) for i in range(lanes)
     ]
     going: list[Any] = [sp.ShuffleBuffer(reader, size=buffer) for reader in readers]
     ids = []
@@ -84,9 +85,9 @@ def test_row_groups_too_large_to_be_mixed_are_a_warning_with_the_size_to_write(
 ) -> None:
     write(tmp_path)
     with caplog.at_level(logging.WARNING):
-        sp.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 170 * (ROW + 30))
+        custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 170 * (ROW + 30))
     assert "samples of 1 of them at a time are mixed. Write row groups of at most 3.2 kB" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        sp.ParquetReader(tmp_path, sp.Lane())
+        custom.ParquetReader(tmp_path, sp.Lane())
     assert not caplog.text

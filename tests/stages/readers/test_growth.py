@@ -33,7 +33,7 @@ def grown(draw: Any) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def reader(sizes: list[int], lane: int, lanes: int, growth: Growth | None = None, epoch: int = 0, **how: Any) -> Any:
-    shared = {("dataset", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
+    shared = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
     return sp.TarShardReader("numbers", sp.Lane(lane, lanes, 7, epoch=epoch, shared=shared, growth=growth), **how)
 
 

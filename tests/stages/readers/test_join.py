@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
@@ -65,7 +66,7 @@ def reader(data: Path, lane: sp.Lane | None = None, **how: Any) -> sp.TarShardRe
 
 
 def test_joined_parts_stand_behind_the_name_of_their_store(data: Path) -> None:
-    samples = sp.Join(reader(data), {"more": data / "more", "captions": [data / "captions"]}, missing="skip")
+    samples = custom.Join(reader(data), {"more": data / "more", "captions": [data / "captions"]}, missing="skip")
     sample = next(samples)
     assert (sample.key, sample.ref.index) == ("s000001", 1)
     assert list(sample) == ["json", "captions.txt", "more.npy", "more.mask.png"]
@@ -96,15 +97,15 @@ def test_rows_of_a_table_are_found_by_the_column_of_their_keys(data: Path, tmp_p
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = sp.open_dataset(tmp_path / name, key="name")
-    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": store})]
+    found = [sample.text("new.caption") for sample in custom.Join(reader(data), {"new": store})]
     assert found == [f"caption of s{i:06d}" for i in range(60)]
     other = sp.open_dataset(tmp_path / name, key="other")  # has an index of its own
-    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": other})]
+    found = [sample.text("new.caption") for sample in custom.Join(reader(data), {"new": other})]
     assert found == [f"caption of s{59 - i:06d}" for i in range(60)]
-    assert sp.Join(reader(data), {"new": store}).settings() != sp.Join(reader(data), {"new": other}).settings()
+    assert custom.Join(reader(data), {"new": store}).settings() != custom.Join(reader(data), {"new": other}).settings()
     assert pickle.loads(pickle.dumps(other))["s000003"].text("caption") == "caption of s000056"
     with pytest.raises(sp.ShardError, match=r"A table's are FILE:ROW, unless sp\.open_dataset\(path, key=COLUMN\)"):
-        next(sp.Join(sp.TarShardReader(data / "shards", sp.Lane()), {"new": tmp_path / name}))
+        next(custom.Join(sp.TarShardReader(data / "shards", sp.Lane()), {"new": tmp_path / name}))
 
 
 def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
@@ -115,13 +116,13 @@ def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
 
 
 def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:
-    samples = sp.Join(reader(data), {"captions": data / "captions"})
+    samples = custom.Join(reader(data), {"captions": data / "captions"})
     assert [sample.json()["id"] for sample in samples] == [i for i in range(60) if i % 4]
     assert samples.counts == {"skipped/no such key in captions": 15, "source/0/skipped": 15}
 
 
 def test_or_it_has_no_such_parts(data: Path) -> None:
-    samples = sp.Join(reader(data), {"captions": data / "captions"}, missing="empty")
+    samples = custom.Join(reader(data), {"captions": data / "captions"}, missing="empty")
     found = list(samples)
     assert len(found) == count_of(samples, 0, 0) == 60
     assert list(found[4]) == ["json"]
@@ -133,9 +134,9 @@ def test_or_it_has_no_such_parts(data: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: int) -> None:
-    def captioned(lane: sp.Lane) -> sp.Stage:
+    def captioned(lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(data / "shards", lane, epochs=1)
-        samples = sp.Join(samples, {"captions": data / "captions"}, missing="empty")
+        samples = custom.Join(samples, {"captions": data / "captions"}, missing="empty")
         return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=10), Ids()), size=5)
 
     with sp.SavableLoader(captioned, seed=1, lanes=2, num_workers=workers, tail="pad") as loader:
@@ -145,20 +146,20 @@ def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: in
 
 def test_a_dataset_that_was_opened_may_be_given(data: Path) -> None:
     store = sp.open_dataset(data / "captions")
-    assert next(sp.Join(reader(data), {"captions": store}))["captions.txt"] == b"caption of s000001"
+    assert next(custom.Join(reader(data), {"captions": store}))["captions.txt"] == b"caption of s000001"
 
 
 def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> None:
     for shard in range(2):
         write_tar(tmp_path / f"{shard}.tar", [(f"own{shard}.txt", b""), ("s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"have the key 's000001', in 0\.tar and 1\.tar") as caught:
-        sp.Join(reader(data), {"captions": tmp_path})
+        custom.Join(reader(data), {"captions": tmp_path})
     assert caught.value.reason == "two samples with one key"
 
 
 def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_path: Path, data: Path) -> None:
     write_tar(tmp_path / "0.tar", [("s000001.captions.txt", b"its own")])
-    sample = next(sp.Join(sp.TarShardReader(tmp_path, sp.Lane()), {"captions": data / "captions"}))
+    sample = next(custom.Join(sp.TarShardReader(tmp_path, sp.Lane()), {"captions": data / "captions"}))
     with pytest.raises(sp.ShardError, match=r"has a part 'captions\.txt' of its own"):
         sample["captions.txt"]
 
@@ -175,14 +176,14 @@ def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_
 def test_wrong_settings(data: Path, wrong: dict[str, Any], message: str) -> None:
     arguments = {"stores": {"captions": data / "captions"}, **wrong}
     with pytest.raises(ValueError, match=f"Join.*{message}"):
-        sp.Join(reader(data), **arguments)
+        custom.Join(reader(data), **arguments)
 
 
 def test_keys_made_in_another_way_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.join.max_empty_samples", lambda population: 50)
     write_tar(tmp_path / "0.tar", [("shards/s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"of 50 samples in a row 'captions' has none, the last with the key"):
-        next(sp.Join(reader(data), {"captions": tmp_path}))
+        next(custom.Join(reader(data), {"captions": tmp_path}))
 
 
 def test_the_policy_for_damaged_shards_holds(data: Path, tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_the_policy_for_damaged_shards_holds(data: Path, tmp_path: Path) -> None
     sp.open_dataset(tmp_path)  # indexes the shards
     (tmp_path / "0001.tar").write_bytes(b"changed")
     samples = sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
-    items = sp.Encode(sp.Join(samples, {"captions": data / "captions"}), Captioned())
+    items = sp.Encode(custom.Join(samples, {"captions": data / "captions"}), Captioned())
     assert [item[0] for item in items] == [i for i in range(10) if i % 4]
     assert items.counts["skipped/changed shard"] == 10
 
@@ -200,12 +201,12 @@ def test_the_policy_for_damaged_shards_holds(data: Path, tmp_path: Path) -> None
 
 def pipeline(
     data: Path, lane: sp.Lane, *, join: bool = True, missing: Any = "skip", blend: bool = False, late: bool = False
-) -> sp.Stage:
-    def joined(samples: sp.SampleStage) -> sp.SampleStage:
+) -> custom.Stage:
+    def joined(samples: custom.SampleStage) -> custom.SampleStage:
         stores = {"captions": data / "captions", "more": data / "more"}
-        return sp.Join(samples, stores, missing=missing) if join else samples
+        return custom.Join(samples, stores, missing=missing) if join else samples
 
-    def source() -> sp.SampleStage:
+    def source() -> custom.SampleStage:
         samples = sp.TarShardReader(data / "shards", lane, block_size=3)
         if late:
             return joined(sp.ShuffleBuffer(samples, size=7))
@@ -235,7 +236,7 @@ def test_one_is_added_in_the_middle_and_the_order_stays(data: Path, blend: bool)
 
     make = partial(pipeline, data, missing="empty", blend=blend)
 
-    def unpacked(lane: sp.Lane, join: bool) -> sp.Stage:
+    def unpacked(lane: sp.Lane, join: bool) -> custom.Stage:
         packer = make(lane, join=join).source
         return sp.Batcher(packer.source, size=3)
 
@@ -269,14 +270,14 @@ def test_a_slice_or_what_has_a_transform_is_refused(data: Path) -> None:
     whole = sp.open_dataset(data / "captions")
     for part in (whole[:10], sp.open_dataset(data / "captions", transform=sp.Sample.decoded)):
         with pytest.raises(ValueError, match=r"'captions' is a slice, or has a transform: give all of open_dataset"):
-            sp.Join(reader(data), {"captions": part})
-    assert len(list(sp.Join(reader(data), {"captions": whole[:]}))) == 45
+            custom.Join(reader(data), {"captions": part})
+    assert len(list(custom.Join(reader(data), {"captions": whole[:]}))) == 45
 
 
 def test_an_array_in_a_store_is_read_as_one(tmp_path: Path, data: Path) -> None:
     file = io.BytesIO()
     np.save(file, np.arange(4))
     write_tar(tmp_path / "0.tar", [("s000001.npy", file.getvalue()), ("s000001.json", json.dumps([1]).encode())])
-    sample = next(sp.Join(reader(data), {"latents": tmp_path}))
+    sample = next(custom.Join(reader(data), {"latents": tmp_path}))
     assert sample.decoded()["latents.npy"].tolist() == [0, 1, 2, 3]
     assert sample.decoded()["latents.json"] == [1]

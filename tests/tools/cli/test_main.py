@@ -105,7 +105,6 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
-        (["plan", "no:such", "-o", "gone/page.html"], "there is no folder gone to write it into"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
         (
             ["ledger", "batch", "in", "no:such", "--slot=0", "--save=gone/a.pt"],

@@ -50,27 +50,22 @@ def plan(arguments: str) -> str:
     return f"{result.exit_code}\n{result.output}"
 
 
-def test_a_loader_is_planned_in_tables_and_on_a_page(train: str, tmp_path: Path) -> None:
-    page = tmp_path / "plan<b>.html"
-    printed = plan(f"{train}:loader --ranks 2 --samples 20 -o '{page}'")
+def test_a_loader_is_planned_in_tables(train: str) -> None:
+    printed = plan(f"{train}:loader --ranks 2")
     assert printed.startswith("0")
     assert re.search(r"steps an epoch +12 +counted", printed), printed  # 4 rounds of 6 batches
-    assert "as it is" in printed and "num_workers" not in printed
-    text = page.read_text()
-    assert text.count('class="shares"') == 3 and "<script" not in text and "steps an epoch" in text
-    assert f"{train}:loader" in text
+    assert "lanes=6, yours" in printed and "reads in a pass" in printed
 
 
 def test_json_holds_the_same_numbers(train: str) -> None:
-    result = CliRunner().invoke(app, ["plan", f"{train}:pipeline", "--ranks=3", "--lanes=3", "--samples=20", "--json"])
+    result = CliRunner().invoke(app, ["plan", f"{train}:pipeline", "--ranks=3", "--lanes=3", "--json"])
     found = json.loads(result.stdout)
     assert found["steps"]["how"] == "counted" and found["steps"]["steps"] == 9 and found["planned_lanes"] == 3
     assert found["steps"]["left_samples"] == 0  # 27 batches, the last of 3 samples
-    assert len(found["lengths"]["sizes"]) >= 20 and found["waits"]["ways"][0]["name"] == "as it is"
 
 
 def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:
-    assert "lanes=96, yours" in plan(f"{train}:pipeline --ranks 2 --samples 10")
+    assert "lanes=96, yours" in plan(f"{train}:pipeline --ranks 2")
 
 
 def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:

@@ -16,7 +16,7 @@ UNPACKED = ("jsonl.gz", "jsonl.zst", "array.xz", "csv", "tsv.gz")  # records, be
 AS_PLANNED = [kind for kind in SOURCES if kind not in (*UNPACKED, "packed")]
 # Files of a folder are read at once, each as it is then: of another size it is no longer the one that was planned.
 CHANGES = [(kind, way) for kind in AS_PLANNED for way in ("cut", "another") if (kind, way) != ("folder", "another")]
-READERS = [("folder", "cut"), *((k, "another") for k in ("jsonl", "mds.br", "litdata", "litdata.rows", "tars", "hf"))]
+READERS = [("folder", "cut"), *((k, "another") for k in ("jsonl", "mds.zstd", "litdata", "litdata.rows", "tars", "hf"))]
 OTHERS = [change for change in CHANGES if change not in READERS]
 
 
@@ -25,7 +25,7 @@ def last_file(source: Path) -> Path:
     if source.is_file():
         return source
     found = [path for path in source.rglob("*") if path.is_file() and ".nv-meta" not in path.parts]
-    data = (".tar", ".parquet", ".arrow", ".bin", ".mds", ".zstd", ".br", ".jpg", ".gz")
+    data = (".tar", ".parquet", ".arrow", ".bin", ".mds", ".zstd", ".jpg", ".gz")
     return max(path for path in found if path.suffix in data)
 
 

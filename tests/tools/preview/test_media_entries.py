@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.tools.preview import preview_dataset, preview_pipeline, room
@@ -117,9 +118,9 @@ def test_a_range_whose_part_is_named_like_a_file_of_sound_is_no_such_file(tmp_pa
     (tmp_path / "long.wav").write_bytes(audio_bytes(4.0, container="wav"))
     (tmp_path / "a.jsonl").write_text(json.dumps({"file": "long.wav", "from": 1.5, "to": 2.5}) + "\n")
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         ranges = {"said.wav": ("file", "from", "to")}
-        return sp.Batcher(sp.JsonlReader(tmp_path, lane, ranges=ranges, epochs=1), size=1)
+        return sp.Batcher(custom.JsonlReader(tmp_path, lane, ranges=ranges, epochs=1), size=1)
 
     ((kind, clip),) = played(Page(preview_pipeline(pipeline, "p").html))
     assert kind == "audio/mp4"

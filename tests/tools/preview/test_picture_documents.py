@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.tools.preview import preview_pipeline
 from savable_pipeline.tools.preview.image_entries import array_entry
 from savable_pipeline.tools.preview.picture_documents import with_documents
@@ -31,7 +32,7 @@ def test_pictures_are_linked_to_their_documents_where_one_has_two_and_one_has_no
     encoder = InterleavedEncoder(vision=Vision(NativeSize(patch=4, merge=2, min_pixels=64, max_pixels=4096), 300))
 
     def links(max_length: int) -> list[str]:
-        def pipeline(lane: sp.Lane) -> sp.Stage:
+        def pipeline(lane: sp.Lane) -> custom.Stage:
             items = sp.Encode(sp.TarShardReader(tmp_path, lane, shuffle=False, epochs=1), encoder)
             packs = sp.OnlinePacker(items, max_length=max_length)
             return sp.Batcher(packs, size=2, drop_last=False)

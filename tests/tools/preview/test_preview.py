@@ -21,6 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.core.named_object import names_object
 from savable_pipeline.stages.pipeline import named_pipeline
 from savable_pipeline.tools.cli.main import app
@@ -171,7 +172,7 @@ def test_nothing_that_a_dataset_holds_becomes_markup_or_is_passed_through(tmp_pa
     assert len(page.images) == 1 and "unreadable image: no format" in page.text
     assert page.images[0].size == (100, 80) and not page.images[0].info.keys() & {"comment", "icc_profile", "exif"}
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(tmp_path, lane), LanguageModelingEncoder()), size=1)
 
     page = Page(preview_pipeline(pipeline, EVIL, batches=1).html)
@@ -312,7 +313,7 @@ def test_other_arrays_are_told_in_numbers() -> None:
 def test_the_page_of_a_packed_pipeline_shows_its_path_its_packs_and_its_samples(captioned: Path) -> None:
     encoder = CaptioningEncoder(image_size=16, augment=False)
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(captioned, lane, shuffle=False, epochs=1), encoder)
         return sp.Batcher(sp.OnlinePacker(items, max_length=20, policy="sequential"), size=1)
 
@@ -333,7 +334,7 @@ def test_patches_are_put_together_as_the_image_that_they_were(tmp_path: Path) ->
     tiles = NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=4096)
     encoder = InterleavedEncoder(vision=Vision(tiles, 300))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(tmp_path, lane), encoder), size=1)
 
     page = Page(preview_pipeline(pipeline, "p", batches=1).html)
@@ -370,7 +371,7 @@ class Unprintable:
 def test_an_error_of_the_pipeline_stands_where_its_batch_would(make_shards: MakeShards) -> None:
     root = make_shards([4])
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane), LanguageModelingEncoder(part="json[id]")), size=2)
 
     page = Page(preview_pipeline(pipeline, "p").html)
@@ -414,5 +415,5 @@ def test_names_of_pipelines_and_paths_of_shards_are_told_apart(tmp_path: Path) -
         named_pipeline("tests.tools.preview.test_preview:ALLOWED")
 
 
-def toy_pipeline(lane: sp.Lane) -> sp.Stage:
+def toy_pipeline(lane: sp.Lane) -> custom.Stage:
     raise NotImplementedError

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import custom
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
@@ -24,7 +25,7 @@ from tests.support.toy_pipelines import ToyEncoder
 SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
 
 
-def packed(folder: str, lane: sp.Lane) -> sp.Stage:
+def packed(folder: str, lane: sp.Lane) -> custom.Stage:
     sources = {name: sp.TarShardReader(folder, lane) for name in ("a", "b")}
     items = sp.Encode(sp.Blend(sources, weights=SCHEDULE, stride=4), ToyEncoder(fan_out=0))
     packs = sp.OnlinePacker(items, max_length=20, max_cost=400, cost=lambda length, images: length * length)
@@ -38,7 +39,7 @@ def ledger(make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pipeline, folder = partial(packed, str(make_shards([60]))), tmp_path / "ledger"
     state: dict[str, Any] = {}
     for _ in range(2):
-        ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=i, world_size=2, ledger=folder) for i in range(2)]
+        ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(i, 2), ledger=folder) for i in range(2)]
         for own in ranks:
             if state:
                 own.load_state_dict(state)
@@ -86,7 +87,7 @@ def test_shares_follow_the_schedule(ledger: Path) -> None:
 def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> None:
     folder = str(make_shards([30]))
 
-    def pipeline(lane: sp.Lane) -> sp.Stage:
+    def pipeline(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(folder, lane) for name in ("a", "b")}
         return sp.Batcher(sp.Blend(sources, weights={"a": 3, "b": 1}), size=2)
 

@@ -12,6 +12,7 @@ from composer.core import Callback
 from composer.models import ComposerModel
 
 import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.trainers.composer import SavableData, eval_data
 
 
@@ -51,7 +52,7 @@ def test_a_checkpoint_without_the_data_is_refused(make: Any, tmp_path: Path) -> 
     saved = made.save_checkpoint(str(tmp_path / "saved.pt"))
     ignored = {"load_path": saved, "load_ignore_keys": ["state/callbacks"]}
     data = SavableData(make("endless"), batch_size=4)
-    with pytest.raises(sp.StateError, match="no state of the data"):
+    with pytest.raises(StateError, match="no state of the data"):
         trainer(data, [data], **ignored).fit()
 
 
@@ -74,7 +75,7 @@ def test_a_trainer_that_spins_beside_the_state_is_found(make: Any, tmp_path: Pat
 def test_a_callback_that_gives_the_state_of_one_of_several_ranks_is_refused_when_it_is_saved(
     make: Any, tmp_path: Path
 ) -> None:
-    bare = make("endless", rank=0, world_size=2)
+    bare = make("endless", ranks=(0, 2))
 
     class Own(Callback):
         def state_dict(self) -> dict[str, Any]:

@@ -25,14 +25,14 @@ def test_the_function_is_told_what_torchtitan_gives_and_its_rank_goes_on_from_it
 
     def make_loader(*, rank: int, world_size: int, **given: Any) -> sp.SavableLoader:
         told.update(given)
-        return make(rank=rank, world_size=world_size)
+        return make(ranks=(rank, world_size))
 
     config = with_torchtitan.SavableDataLoader.Config(make=make_loader, convert=lambda batch: (batch, batch["label"]))
     one, other = (config.build(**GIVEN, snapshot_every_n_steps=5) for _ in range(2))
     assert told == {"tokenizer": "words", "seq_len": 8, "local_batch_size": 4, "infinite": True}
     list(islice(one, 3))
     other.load_state_dict(one.state_dict())
-    expected = [digest(batch) for batch in islice(make(rank=1, world_size=2), 3, 7)]
+    expected = [digest(batch) for batch in islice(make(ranks=(1, 2)), 3, 7)]
     assert [digest(batch) for batch, _ in islice(other, 4)] == expected
 
 

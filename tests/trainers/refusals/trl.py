@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
@@ -14,6 +17,9 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.hf import SavableData
 from tests.support.toy_training import LANES, write_training_shards
 from tests.trainers.drive import causal_model, pipeline_for
+from tests.trainers.hf_images import base, check, names_of
+
+__all__ = ["base"]  # a fixture
 
 
 class SavableSFTTrainer(SavableData, SFTTrainer):  # type: ignore[misc]
@@ -37,19 +43,13 @@ def make_loader(folder: Path, kind: str = "endless", *, seed: int = 7, **setting
     return sp.SavableLoader(pipeline_for("trl", folder, kind), seed=seed, lanes=LANES, **settings)
 
 
-def collate(_: Any) -> Any:
-    raise AssertionError("the loader makes the batches")
-
-
-def trainer(folder: Path, run: str, **given: Any) -> SavableSFTTrainer:
+def trainer(folder: Path, run: str, settings: dict[str, Any] | None = None, **given: Any) -> SavableSFTTrainer:
     torch.manual_seed(1)
     model, tokenizer = causal_model()
     limits = {"max_steps": 8, "save_steps": 3, "use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False}
-    prepared = {"skip_prepare_dataset": True}
-    arguments = SFTConfig(str(folder / run), ignore_data_skip=True, dataset_kwargs=prepared, **limits)
-    unused = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-    parts = {"train_dataset": unused, "data_collator": collate, "processing_class": tokenizer}
-    return SavableSFTTrainer(model, arguments, train_loader=make_loader(folder), **parts, **given)
+    arguments = SFTConfig(str(folder / run), ignore_data_skip=True, **limits, **(settings or {}))
+    parts = {"processing_class": tokenizer, "train_loader": make_loader(folder), **given}
+    return SavableSFTTrainer(model, arguments, **parts)
 
 
 def weights(made: Any) -> str:
@@ -74,3 +74,30 @@ def test_sft_evaluates_by_name_and_on_what_it_is_given(tmp_path: Path) -> None:
     made.evaluate(one)
     expected = [digest(batch["input_ids"]) for loader in (one, other, one) for batch in loader]
     assert len(set(expected)) == 36 and made.evaluated == expected
+
+
+@pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True, "max_length": None}])
+def test_sft_its_own_packing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    write_training_shards(tmp_path / "shards")
+    with pytest.raises(ValueError, match=r"packing and padding_free are .* leave them out, and let the pipeline pack"):
+        trainer(tmp_path, "run", settings)
+
+
+def test_sft_a_dataset_beside_the_loader_and_settings_of_datasets_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_training_shards(tmp_path / "shards")
+    trainer(tmp_path, "run")
+    assert "without effect" not in caplog.text
+    texts = Dataset.from_dict({"text": ["a", "b"]})
+    made = trainer(tmp_path, "run", {"dataset_text_field": "said"}, train_dataset=texts, data_collator=list)
+    assert "without effect: dataset_text_field='said', train_dataset. " in caplog.text
+    assert made.train_dataset.column_names == ["text"], "which is not tokenized either"
+
+
+def test_sft_packed_images_have_the_losses_of_their_documents_and_a_resumed_run_repeats_them(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "images", shared := ModuleType("images"))
+    vars(shared).update(names_of("hf.md", "images.py", base))
+    check(names_of("trl.md", "images_sft.py", base), "SavableSFTTrainer", base, tmp_path, monkeypatch)

@@ -1,0 +1,48 @@
+"""What stages, stores and pipelines of one's own are made of; `savable_pipeline` has what `sp.read` and a loader need.
+
+Stages are derived from `SampleStage`, `ItemStage` or `BatchStage`, stores from `RecordStore`, which a `RecordReader`
+reads. A function of a lane builds a pipeline by hand of readers and stages, as a chain does.
+"""
+
+from savable_pipeline.data.dataset.ref import Ref
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.stages.blending.mixture import Mixture
+from savable_pipeline.stages.blending.mixture_file import read_mixture
+from savable_pipeline.stages.bucket_batcher import BucketBatcher
+from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_ref import ItemRef, as_ref
+from savable_pipeline.stages.packing.item_packer import ItemPacker
+from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
+from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.readers import JsonlReader, TokenReader
+from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
+from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
+from savable_pipeline.stages.stage_bases import PassThrough
+
+__all__ = [
+    "ArrowReader",
+    "BatchStage",
+    "BucketBatcher",
+    "HeldItems",
+    "ItemPacker",
+    "ItemRef",
+    "ItemStage",
+    "Join",
+    "JsonlReader",
+    "LitDataReader",
+    "MdsReader",
+    "Mixture",
+    "ParquetReader",
+    "PassThrough",
+    "RecordReader",
+    "RecordStore",
+    "Ref",
+    "SampleStage",
+    "ShardEntry",
+    "Stage",
+    "TokenReader",
+    "as_ref",
+    "read_mixture",
+]

@@ -1,0 +1,255 @@
+"""`Hub`: datasets on Hugging Face's Hub: their commits, the files in them, and where the bytes of a file come from.
+
+    hf://datasets/ORG/NAME@REVISION     dataset_info      ──▶ the commit            once by processes that ask together
+    hf://datasets/ORG/NAME@COMMIT/PATH  list_repo_tree    ──▶ names, sizes, hashes   once a node: CACHE/listings/HASH
+    …/FILE                              HEAD of /resolve/ ──▶ an address in a store on another host, signed for an hour
+                                                              or so; of a small file one on the Hub itself
+
+The library `huggingface_hub` asks all three, with the token, which goes to the Hub alone. Where the Hub answers 429 and
+when to come again, all processes of the node wait: CACHE/hub/wait holds until when, in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import re
+import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.own_files import own_file, own_folder
+from savable_pipeline.data.remote.shared_listing import shared_answer
+from savable_pipeline.data.shards.hub_address import HubAddress
+from savable_pipeline.data.shards.paths import NOT_THERE
+from savable_pipeline.errors import RemoteError, ShardError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_LONGEST_WAITS_S = 3600.0  # of one question, for a Hub that answers 429
+_RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # of the header RateLimit: seconds until its window ends
+_PLACES = 1024  # addresses that are kept
+
+
+class HubPlace(NamedTuple):
+    """Where the bytes of a file come from: an address, the token to send there if any, and the content's hash."""
+
+    url: str
+    token: str
+    content: str
+
+
+class Hub:
+    """Asks the Hub of `HF_ENDPOINT`, with `HF_TOKEN`. Its answers are kept in the folder of the cache.
+
+    Each method raises `ShardError` for what is not there, `RemoteError` for what may not be read, and what
+    `huggingface_hub` does where it is worth another try.
+    """
+
+    def __init__(self, cache: Path, timeout_s: float) -> None:
+        self._cache, self._timeout_s = cache, timeout_s
+        self._listings: dict[str, Listing] = {}
+        self._places: dict[tuple[str, str], HubPlace] = {}
+        self._asking: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+
+    def commit(self, dataset: str) -> str:
+        """The commit of a dataset at a branch or a tag."""
+        from huggingface_hub import HfApi  # here: most processes read nothing of the Hub, and it takes 0.3 s
+
+        address = HubAddress.of(dataset)
+
+        def found() -> str:
+            return str(HfApi().dataset_info(address.repo, revision=address.revision, timeout=self._timeout_s).sha)
+
+        return self._shared(dataset, found, str)
+
+    def listing(self, root: str) -> Listing:
+        """Every file below `root`, with names relative to it and hashes of contents as stamps."""
+        if root not in self._listings:
+            lasts = HubAddress.of(root).is_fixed
+            found = self._shared(root, lambda: _tree(root), Listing, lasts=lasts)
+            if not lasts:
+                return found
+            self._listings[root] = found
+        return self._listings[root]
+
+    def stat(self, root: str, name: str) -> tuple[int, str] | None:
+        """Size in bytes and hash of the content of a file; None if there is none."""
+        listing = self.listing(root)
+        names = listing.texts()
+        number = bisect_left(names, name)
+        if number == len(names) or names[number] != name:
+            return None
+        return int(listing.sizes_in_bytes()[number]), listing.stamp_texts()[number]
+
+    def place(self, root: str, name: str) -> HubPlace:
+        """Where the bytes of a file come from, asked for once until `forget`."""
+        with self._asking[root, name]:
+            found = self._places.get((root, name))
+            if found is None:
+                found = self._asked(f"{root}/{name}", lambda: self._located(root, name))
+                if len(self._places) >= _PLACES:
+                    self._places.clear()
+                self._places[root, name] = found
+            return found
+
+    def forget(self, root: str, name: str) -> None:
+        """Forgets where a file's bytes come from, since that is no longer answered."""
+        self._places.pop((root, name), None)
+
+    def _located(self, root: str, name: str) -> HubPlace:
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
+        stat = self.stat(root, name)
+        if stat is None:
+            raise _not_there(f"{root}/{name}")
+        address, (_, content) = HubAddress.of(root), stat
+        url = hf_hub_url(address.repo, address.below(name), repo_type="dataset", revision=address.revision)
+        found = get_hf_file_metadata(url, timeout=self._timeout_s)
+        if found.etag and len(found.etag) == len(content) and found.etag != content:
+            raise ShardError(
+                f"{root}/{name}: the Hub gives other content ({found.etag}) than it lists for this commit ({content}); "
+                "see that HF_ENDPOINT names the Hub, or a mirror that is whole",
+                reason="changed shard",
+            )
+        target = urljoin(url, found.location)
+        own = _origin(target) == _origin(constants.ENDPOINT)
+        token = build_hf_headers().get("authorization", "") if own else ""
+        return HubPlace(target, token, content)
+
+    def _shared(self, address: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+        from huggingface_hub import constants
+
+        question = f"{constants.ENDPOINT} {address}"
+        return shared_answer(self._cache, question, lambda: self._asked(address, ask), kind, lasts=lasts)
+
+    def _asked(self, address: str, ask: Callable[[], T]) -> T:
+        """What `ask` returns, asked when all processes of the node may, again where the Hub says when."""
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        waited = 0.0
+        while True:
+            self._wait()
+            try:
+                return ask()
+            except OfflineModeIsEnabled as error:
+                raise RemoteError(f"{address}: HF_HUB_OFFLINE is set, and this is not in the cache") from error
+            except HfHubHTTPError as error:
+                pause_s = _pause_of(error)
+                if pause_s is None:
+                    raise _fault(address, error) from error
+                waited += pause_s
+                if waited > _LONGEST_WAITS_S:
+                    raise RemoteError(
+                        f"{address}: the Hub answers 429, too many requests, and to come again in {pause_s:g} s, after "
+                        f"{waited - pause_s:g} s of waiting: set HF_TOKEN, with which it answers more, or download the "
+                        "dataset once. The loader's state is whole: save it or continue"
+                    ) from error
+                log.warning("%s: the Hub answers 429, too many requests: this node waits for %g s", address, pause_s)
+                self._hold_all(pause_s)
+
+    def _wait(self) -> None:
+        """Returns when the Hub may be asked."""
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                left_s = float(self._wait_file().read_text()) - time.time()
+                if not 0 < left_s <= _LONGEST_WAITS_S:
+                    return
+                time.sleep(left_s + random.uniform(0, min(1.0, left_s / 10)))  # not all in the same instant
+
+    def _hold_all(self, seconds: float) -> None:
+        """Has each process of the node wait for so long, or as long as it must already."""
+        until = time.time() + seconds
+        with os.fdopen(own_file(self._wait_file(), os.O_RDWR | os.O_CREAT), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(ValueError):
+                until = max(until, float(file.read()))
+            file.seek(0)
+            file.write(f"{until:.3f}")
+
+    def _wait_file(self) -> Path:
+        return own_folder(self._cache / "hub") / "wait"
+
+
+def _tree(root: str) -> Listing:
+    """The files below an address, as the Hub lists them page by page."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    address = HubAddress.of(root)
+    begin = len(address.path) + 1 if address.path else 0
+    found = HfApi().list_repo_tree(
+        address.repo, address.path or None, recursive=True, revision=address.revision, repo_type="dataset"
+    )
+    return Listing.of(
+        (each.path[begin:], each.size, each.lfs.sha256 if each.lfs else each.blob_id)
+        for each in found
+        if isinstance(each, RepoFile)
+    )
+
+
+def _pause_of(error: Any) -> float | None:
+    """The seconds after which the Hub wants to be asked again; None if it does not say so."""
+    if error.response.status_code != 429:
+        return None
+    after = error.response.headers.get("Retry-After", "").strip()
+    if after.isdecimal():
+        return float(after)
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    reset = _RESET.search(error.response.headers.get("RateLimit", ""))
+    return None if reset is None else float(reset[1])
+
+
+def _fault(address: str, error: Any) -> Exception:
+    """The error about an answer that another try would not change; the answer itself for any other."""
+    from huggingface_hub import constants, errors
+
+    named = HubAddress.of(address)
+    page, status = f"{constants.ENDPOINT}/datasets/{named.repo}", error.response.status_code
+    if isinstance(error, errors.GatedRepoError):
+        return RemoteError(
+            f"{address}: who reads it must have accepted its terms: do so at {page}, and set HF_TOKEN to a token of "
+            f"that account ({status})"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ShardError(
+            f"{address}: the dataset has no revision {named.revision!r} (any more); {page}/tree/main lists its "
+            "branches and tags",
+            reason=NOT_THERE,
+        )
+    if isinstance(error, errors.EntryNotFoundError):
+        return _not_there(address)
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return ShardError(
+            f"{address}: no such dataset at {page}, or a private one: see how it is spelled; of a private one set "
+            f"HF_TOKEN to a token that may read it ({status})",
+            reason=NOT_THERE,
+        )
+    if status == 403:
+        return RemoteError(
+            f"{address}: the Hub refuses it (403): accept the terms at {page} where it has some, and set HF_TOKEN to a "
+            "token that may read it"
+        )
+    return error  # type: ignore[no-any-return]
+
+
+def _not_there(address: str) -> ShardError:
+    return ShardError(f"{address}: nothing of this name in the dataset at this commit", reason=NOT_THERE)
+
+
+def _origin(url: str) -> tuple[str, str | None, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"https": 443, "http": 80}.get(parts.scheme, 0)

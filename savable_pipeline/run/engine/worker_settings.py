@@ -1,0 +1,52 @@
+"""`Workers`: how a loader's worker processes are started, awaited and replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The worker processes of a rank, for `SavableLoader(..., workers=)`. None of it changes a batch.
+
+    Args:
+        count: How many, in place of `num_workers=`.
+        start_method: "fork", "forkserver", "spawn" or a context of multiprocessing. None: "fork" if available.
+        timeout: Seconds for a batch before its worker is replaced.
+        max_restarts: Workers that may be replaced, in the run so far.
+        prefetch: Batches that a worker may be ahead.
+
+    Raises:
+        ValueError: A number is out of range, or this platform lacks the start method.
+
+    Example:
+        >>> sp.Workers(8, start_method="spawn", timeout=60).prefetch
+        2
+    """
+
+    count: int | None = None
+    start_method: str | BaseContext | None = None
+    timeout: float = 600.0
+    max_restarts: int = 100
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 0:
+            raise ValueError(f"the number of workers must be at least 0: {self.count}")
+        if self.prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1: {self.prefetch}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
+        self.context()
+
+    def context(self) -> BaseContext:
+        """How worker processes are started."""
+        method = self.start_method
+        if isinstance(method, BaseContext):
+            return method
+        methods = multiprocessing.get_all_start_methods()
+        if method is not None and method not in methods:
+            raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}")
+        return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))

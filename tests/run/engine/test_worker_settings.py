@@ -1,0 +1,51 @@
+"""`sp.Workers`: what a loader takes beside the number of its workers, checked where it is written."""
+
+from __future__ import annotations
+
+import multiprocessing
+from functools import partial
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader.savable_loader import settings_of
+from tests.support.streams import take
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"count": -1}, "the number of workers must be at least 0: -1"),
+        ({"prefetch": 0}, "prefetch must be at least 1: 0"),
+        ({"timeout": 0}, "timeout must be more than 0 seconds, not 0"),
+        ({"timeout": float("nan")}, "timeout must be more than 0 seconds"),
+        ({"start_method": "threads"}, "start_method='threads': this platform has fork"),
+        ({"start_method": 3}, "start_method=3: this platform has"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_at_its_line(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        sp.Workers(**wrong)
+
+
+def test_a_start_method_is_a_name_or_a_context() -> None:
+    context = multiprocessing.get_context("spawn")
+    assert sp.Workers(start_method=context).context() is context
+    assert sp.Workers(start_method="spawn").context().get_start_method() == "spawn"
+
+
+def test_the_number_of_workers_is_given_once_here_or_there(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40])))
+    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=4), 6)
+    with sp.SavableLoader(pipeline, seed=3, lanes=4, workers=sp.Workers(2)) as loader:
+        assert settings_of(loader).num_workers == 2
+        assert take(loader, 6) == expected
+    with pytest.raises(ValueError, match=r"num_workers=3 and sp\.Workers\(2\): give one of them"):
+        sp.SavableLoader(pipeline, seed=3, num_workers=3, workers=sp.Workers(2))
+
+
+def test_a_bound_of_rows_in_flight_is_at_least_one() -> None:
+    with pytest.raises(ValueError, match="max_in_flight counts rows that are not acknowledged, at least 1: 0"):
+        sp.Acknowledge(max_in_flight=0)
