@@ -51,20 +51,20 @@ def packed_pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) ->
     return sp.Batcher(sp.OnlinePacker(items, max_length=32, open_packs=3), size=2)
 
 
-def find_groups(how: str, layout: str) -> tuple[dict[str, Any], Any]:
-    """What says to a loader which data-parallel rank it is of, and the group of the peers that share it."""
+def find_groups(how: str, layout: str) -> tuple[Any, Any]:
+    """A loader's `ranks`, for the data-parallel rank it is of, and the group of the peers that share it."""
     if how == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", layout))
-        return {"mesh": mesh["dp"]}, mesh.get_group(layout)
+        return mesh["dp"], mesh.get_group(layout)
     group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     peers, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    return {"group": group}, peers
+    return group, peers
 
 
 def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
     """Train a while, save, go on; then a finite run, in "pp" by the first stage alone."""
-    place, peers = find_groups(how, layout)
-    loader = sp.SavableLoader(partial(packed_pipeline, shards), **place, **SETTINGS)
+    ranks, peers = find_groups(how, layout)
+    loader = sp.SavableLoader(partial(packed_pipeline, shards), ranks=ranks, **SETTINGS)
     seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": take(loader, STEPS)}
     seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
     if how == "mesh":
@@ -75,7 +75,7 @@ def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
     seen["after"] = [digest(batch) for batch in batches]
     if layout == "cp":
         seen["joined"] = [digest(exchanged(batch, peers)) for batch in batches]
-    finite = sp.SavableLoader(partial(packed_pipeline, shards, epochs=1), **place, **SETTINGS)
+    finite = sp.SavableLoader(partial(packed_pipeline, shards, epochs=1), ranks=ranks, **SETTINGS)
     seen["epoch"] = take(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
     return seen
 
