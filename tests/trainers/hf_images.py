@@ -17,7 +17,6 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
-import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
 from tests.project.pages import ROOT, blocks_of

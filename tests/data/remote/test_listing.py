@@ -27,15 +27,15 @@ def test_objects_come_in_the_order_of_their_names_with_sizes_and_stamps() -> Non
     assert list(listing) == OBJECTS
     assert len(listing) == len(OBJECTS)
     assert listing == Listing.of(OBJECTS)
-    assert list(listing.without_stamps()) == [(name, size, "") for name, size, _ in OBJECTS]
     assert list(Listing.of([])) == []
+    assert [listing.find(name) for name, _, _ in OBJECTS] == [(size, stamp) for _, size, stamp in OBJECTS]
+    assert [listing.find(name) for name in ("", "a", "a.tar2", "zz")] == [None] * 4
 
 
 def test_those_to_keep_are_kept_with_their_sizes_and_stamps() -> None:
     listing = Listing.of(OBJECTS)
     assert listing.only(lambda name: True) is listing
     assert list(listing.only(lambda name: "b" in name)) == [OBJECTS[0], OBJECTS[2]]
-    assert not listing.without_stamps().only(lambda name: "/" in name).stamps
 
 
 def test_a_name_with_a_zero_byte_is_an_error() -> None:
