@@ -12,6 +12,8 @@ import numpy as np
 from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
+SECOND_OF = "at "  # begins a stamp that is a time: what replaced the object within this second has the same
+
 
 class Listing(msgspec.Struct, frozen=True):
     """Objects in the order of their names.

@@ -16,6 +16,7 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote import index_parts
+from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.session import Session
@@ -158,9 +159,9 @@ def _download_files(root: str, local: Path, names: Sequence[str], session: Sessi
 
 
 def _is_copy(path: Path, stamp: str) -> bool:
-    """Whether the object with this stamp was copied to this path. One that has no ETag may be another all the same."""
+    """Whether the object with this stamp was copied to this path: nobody knows of one that has no ETag."""
     noted = _stamp_file(path)
-    return path.exists() and noted.exists() and noted.read_text() == stamp and not stamp.startswith("None ")
+    return path.exists() and noted.exists() and noted.read_text() == stamp and not stamp.startswith(SECOND_OF)
 
 
 def _stamp_file(path: Path) -> Path:

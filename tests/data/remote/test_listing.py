@@ -58,9 +58,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
 
 def test_a_bucket_is_listed_page_by_page(server: ToyServer, tmp_path: Path) -> None:
     files = {file.relative_to(tmp_path / "bucket").as_posix() for file in (tmp_path / "bucket").rglob("*.tar")}
-    names = [name for first in range(0, 25, 4) for name, _ in server.page("bucket", "", first)[0]]
+    names = [name for first in range(0, 25, 4) for name, _, _ in server.page("bucket", "", first)[0]]
     assert sorted(names) == sorted(files) != names
-    assert [name for name, _, _ in ObjectStore(1.0).listing("s3://bucket")] == sorted(files)
+    store = ObjectStore(1.0)
+    listed = store.listing("s3://bucket")
+    assert [name for name, _, _ in listed] == sorted(files)
+    assert [store.stat("s3://bucket", name) for name, _, _ in listed] == [each[1:] for each in listed]
     assert open_any("s3://bucket").manifest() == open_any(str(tmp_path / "bucket")).manifest()
 
 
