@@ -14,6 +14,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import child_process
+from savable_pipeline.data.dataset.kinds import open_source
+from savable_pipeline.data.dataset.source import recognize
+from savable_pipeline.data.remote.scratch import job_session, scratch
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.energon_metadata import META
 from tests.conftest import write_numbered_shards
@@ -114,6 +117,24 @@ def test_metadata_without_an_etag_are_read_at_each_opening(
 
 def ids(sample: sp.Sample) -> int:
     return int(sample.json()["id"])
+
+
+def test_a_source_that_is_opened_again_is_looked_at_again(server: ToyServer, tmp_path: Path) -> None:
+    source = recognize("s3://b/tars/")
+    assert len(open_source(source).entries) == SHARDS
+    write_numbered_shards(tmp_path / "more", [3])
+    (tmp_path / "more" / "0000.tar").rename(tmp_path / "www" / "b" / "tars" / "0009.tar")
+    assert len(open_source(source).entries) == SHARDS + 1
+
+
+def test_a_job_asks_anew_for_what_the_one_before_it_asked_for(server: ToyServer, tmp_path: Path) -> None:
+    url, found = f"{server.url}/b/tars", set()
+    for size in (3, 4):
+        (tmp_path / "www" / "b" / "tars" / "a.txt").write_bytes(bytes(size))
+        found.add(job_session().stat(url, "a.txt"))
+        with scratch() as (_, session):
+            found.add(session.stat(url, "a.txt"))
+    assert len(found) == 2
 
 
 def test_datasets_of_one_cache_share_a_process_that_ends_with_the_last(
