@@ -19,6 +19,7 @@ from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
+from savable_pipeline.data.remote.version_pins import drop_whole, pin_whole, whole_version, write_pin
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.hub_address import without_commit
@@ -133,16 +134,14 @@ def _download_metadata(root: str, local: Path, downloader: Downloader, *, whole:
 def _download_table(root: str, local: Path, name: str, downloader: Downloader) -> None:
     """The same of the table of media, which may be large: where the server has another one than before."""
     path = local / name
-    stat, pointer = downloader.call("stat", root, name), path.with_name(f"{path.name}.stamp")
+    stat = downloader.call("stat", root, name)
     if stat is None:
-        path.unlink(missing_ok=True)
+        drop_whole(path)
         return
     size, stamp = stat
-    if not (path.exists() and pointer.exists() and pointer.read_text() == stamp):
-        fresh = path.with_name(f"{path.name}.tmp")
-        downloader.call("whole", root, name, size, str(fresh))
-        fresh.replace(path)
-        pointer.write_text(stamp)
+    if whole_version(path) != stamp:
+        downloader.call("whole", root, name, size, str(path))
+        pin_whole(path, stamp)
 
 
 def _download_files(root: str, local: Path, names: Iterable[str], downloader: Downloader) -> None:
@@ -175,7 +174,7 @@ def _own_index(root: str, form: FileFormat, folder: Path, downloader: Downloader
     except (ShardError, ValueError) as error:
         log.warning("%s/%s: %s; making another", root, form.index_name, error)
         return None
-    for path in (folder / "changed", folder / "reindexed", *folder.glob("made-*.json")):  # of the index before
+    for path in folder.glob("made-*.json"):  # of the index before
         path.unlink(missing_ok=True)
     return point(pointer, Version(version, form.index_at(version / "index"), stamp))
 
@@ -190,7 +189,7 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
     version = folder / index.identity.hex()
     version.mkdir(exist_ok=True)
     if pin:
-        replace_file(version / "parts.pin", [pin.encode()])
+        write_pin(version / "parts.pin", pin)
     if pin and _has(version / "index", index, form):  # the same, with what was fetched of it
         fresh.unlink()
         return version
@@ -213,28 +212,6 @@ def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return form.index_at(path).identity == index.identity
     return False
-
-
-def note_changed(folder: Path, name: str) -> None:
-    """Notes in a dataset's folder that a shard is other than it was indexed, so that the next start indexes it."""
-    with open_own(folder / "changed", "a") as file:
-        file.write(f"{name}\n")
-
-
-def changed_shards(folder: Path) -> tuple[set[str], set[str]]:
-    """The names of the shards that were noted so; those that are not indexed again, and all."""
-    waiting, done = (
-        set(path.read_text().splitlines()) if path.exists() else set()
-        for path in (folder / "changed", folder / "reindexed")
-    )
-    return waiting, waiting | done
-
-
-def note_reindexed(folder: Path) -> None:
-    """Notes that the shards which were other than the dataset's own index says are indexed again, here."""
-    names = sorted(changed_shards(folder)[1])
-    replace_file(folder / "reindexed", [f"{name}\n".encode() for name in names])
-    (folder / "changed").unlink(missing_ok=True)
 
 
 def point(pointer: Path, version: Version) -> Version:

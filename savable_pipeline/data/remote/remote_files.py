@@ -13,13 +13,7 @@ import numpy as np
 from savable_pipeline.data.remote.cache_layout import open_layout
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.lookup import (
-    METADATA_FOLDER,
-    changed_shards,
-    dataset_folder,
-    locked_folder,
-    note_reindexed,
-)
+from savable_pipeline.data.remote.lookup import METADATA_FOLDER, dataset_folder, locked_folder
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -80,10 +74,8 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
     except (OSError, ValueError, ShardError):
         entries = zip(found.names, found.sizes.tolist(), strict=True)
         write_index(version / "index", (ShardTable(ShardEntry(*each, 0, 0), b"") for each in sorted(entries)), _UNREAD)
-    cached, changed = held(version), changed_shards(folder)[0]
-    for shard, name in enumerate(cached.shards.names) if changed else ():
-        if name in changed:
-            cached.forget(shard)
+    cached = held(version)
+    cached.forget_changed()
     return cached
 
 
@@ -154,8 +146,6 @@ def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]
     folder = dataset_folder(cache, f"{url} object")
     with locked_folder(folder):
         cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
-        if changed_shards(folder)[0]:
-            note_reindexed(folder)
     return RemotePlace(root, cached, cache, cache_bytes(None, cache)), stamp
 
 

@@ -91,11 +91,12 @@ class IndexedFiles:
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
-        """The error for a damaged index; `shard` names the file that it was needed for."""
-        return ShardError(
-            f"{self.address}: the index of {shard} is damaged; remove {self.index_path} and start again",
-            reason="damaged index",
-        )
+        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        cure = f"remove {self.index_path} and start again"
+        if self.remote is not None:
+            self.index_path.unlink(missing_ok=True)
+            cure = "start again: it is downloaded, or made, again then"
+        return ShardError(f"{self.address}: the index of {shard} is damaged; {cure}", reason="damaged index")
 
 
 def open_indexed(
