@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import mmap
+import operator
 import os
 import threading
 import time
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 WANTED, USED, LEFT_OUT = 0, 1, 2  # of rows: LEFT_OUT were announced, but there was no space
 _FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
 _HEAD = 64
+_TOGETHER, _SHORT = 16, 1 << 16  # rows, and bytes, that are verified together
 BLOCK = 4096  # bytes of a block of the disk
 
 Flags = NDArray[np.uint8]
@@ -181,8 +184,7 @@ class ShardCache:
         """Marks rows of a shard that were absent and have been written as present; the caller holds the lock on their
         bytes, and has pinned the shard.
         """
-        seed = self._seed(shard)
-        self._sums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
+        self._sums[row:stop] = [*self._checksums(fd, self._cuts(row, stop), self._seed(shard))]
         self.used[row:stop] = WANTED
         self.touched[shard] = time.time()
         self.present[row:stop] |= 1
@@ -190,33 +192,54 @@ class ShardCache:
     def is_right(self, shard: int, fd: int, row: int, stop: int) -> bool:
         """Whether rows of a shard, in an open file, are present and as they were downloaded.
 
-        Those that are not are marked as evicted, and the first of a file is warned about.
+        Those that are not are marked as evicted, and the first of a file is warned about. Short rows behind them are
+        verified with them.
         """
-        right = True
-        for each in range(row, stop):
-            seen = self.present[each]
-            if seen & 1 and self._fits(shard, fd, each):
-                self.verified[each] = seen
-                continue
-            right = False
-            if seen & 1:
-                self._drop_damaged(shard, each)
+        most = max(stop, min(row + _TOGETHER, int(self.firsts[shard + 1])))
+        cuts = self._cuts(row, most)
+        while most > stop and cuts[most - row] > cuts[0] + _SHORT:
+            most -= 1
+        seen, right = self.present[row:most].tolist(), True
+        fitting = self._fitting(shard, fd, row, cuts[: most - row + 1])
+        for each, was, fits in zip(range(row, most), seen, fitting, strict=True):
+            if was & 1 and fits:
+                self.verified[each] = was
+            elif each < stop:
+                right = False
+                if was & 1:
+                    self._drop_damaged(shard, each)
         return right
 
-    def _fits(self, shard: int, fd: int, row: int) -> bool:
-        if shard in self._seeds and self._checksum(fd, row, self._seeds[shard]) == self._sums[row]:
-            return True
+    def _fitting(self, shard: int, fd: int, row: int, cuts: list[int]) -> list[bool]:
+        """Which rows from `row` on, that end at these cuts, are as they were downloaded."""
+        sums = self._sums[row : row + len(cuts) - 1].tolist()
+        if shard in self._seeds:
+            fitting = [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
+            if fitting[0]:
+                return fitting
         self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
-        return bool(self._checksum(fd, row, self._seeds[shard]) == self._sums[row])
+        return [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
 
     def _seed(self, shard: int) -> int:
         return xxh3_64_intdigest(self.pin(shard).encode())
 
-    def _checksum(self, fd: int, row: int, seed: int) -> int:
-        (start, past), summed = self.extent(row, row + 1), xxh3_64(seed=seed)
-        for begin in range(start, past, PIECE):
-            summed.update(os.pread(fd, min(PIECE, past - begin), begin))
-        return summed.intdigest() & 0xFFFFFFFF
+    def _cuts(self, row: int, stop: int) -> list[int]:
+        """Where these rows of one shard begin, and where the last one ends."""
+        return [*self.layout.begins(np.arange(row, stop)).tolist(), self.extent(stop - 1, stop)[1]]
+
+    def _checksums(self, fd: int, cuts: list[int], seed: int) -> Iterator[int]:
+        """The checksums of what is in a file between each of these offsets and the next."""
+        data, start = memoryview(b""), 0
+        for begin, end in itertools.pairwise(cuts):
+            if end > start + len(data):
+                data, start = memoryview(os.pread(fd, min(PIECE, cuts[-1] - begin), begin)), begin
+            if end <= start + len(data):
+                yield xxh3_64_intdigest(data[begin - start : end - start], seed) & 0xFFFFFFFF
+                continue
+            summed = xxh3_64(data, seed)
+            for more in range(start + len(data), end, PIECE):
+                summed.update(os.pread(fd, min(PIECE, end - more), more))
+            yield summed.intdigest() & 0xFFFFFFFF
 
     def _drop_damaged(self, shard: int, row: int) -> None:
         """Marks a row as evicted, if it is present and is not as it was downloaded; another may be at it just now."""
@@ -224,7 +247,7 @@ class ShardCache:
         try:
             extent = self.extent(row, row + 1)
             with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
-                if self.present[row] & 1 and not self._fits(shard, fd, row):
+                if self.present[row] & 1 and not self._fitting(shard, fd, row, self._cuts(row, row + 1))[0]:
                     if shard not in self._warned:
                         log.warning(
                             "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another "
