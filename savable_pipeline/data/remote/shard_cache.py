@@ -22,6 +22,7 @@ spoiled is downloaded again. The pin is in the checksum: rows of another version
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import logging
@@ -101,10 +102,12 @@ class ShardCache:
         if not (found := read_pin(path)) and version:
             aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
             write_pin(aside, version)
-            path.unlink(missing_ok=True)  # it is damaged
-            with contextlib.suppress(FileExistsError):
+            try:
                 path.hardlink_to(aside)  # the first of several processes wins
-            aside.unlink()
+            except FileExistsError:
+                if not read_pin(path):  # it is damaged
+                    aside.replace(path)
+            aside.unlink(missing_ok=True)
             found = read_pin(path)
         return found
 
@@ -130,7 +133,7 @@ class ShardCache:
 
     def shard_of(self, row: int) -> int:
         """The number of a row's shard."""
-        return int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return bisect.bisect_right(self.firsts.data, row) - 1
 
     def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each row's shard."""
@@ -192,28 +195,33 @@ class ShardCache:
 
         Those that are not are marked as evicted, and the first of a file is warned about.
         """
-        right = True
+        right, present = True, self.present.data  # of numbers that need no wrapping
         for each in range(row, stop):
-            seen = self.present[each]
-            if seen & 1 and self._fits(shard, fd, each):
-                self.verified[each] = seen
-                continue
-            right = False
-            if seen & 1:
+            seen = present[each]
+            if not seen & 1:
+                right = False
+            elif self._fits(shard, fd, each):
+                self.verified.data[each] = seen
+            else:
+                right = False
                 self._drop_damaged(shard, each)
         return right
 
     def _fits(self, shard: int, fd: int, row: int) -> bool:
-        if shard in self._seeds and self._checksum(fd, row, self._seeds[shard]) == self._sums[row]:
+        seed, expected = self._seeds.get(shard), self._sums.data[row]
+        if seed is not None and self._checksum(fd, row, seed) == expected:
             return True
-        self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
-        return bool(self._checksum(fd, row, self._seeds[shard]) == self._sums[row])
+        seed = self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
+        return self._checksum(fd, row, seed) == expected
 
     def _seed(self, shard: int) -> int:
         return xxh3_64_intdigest(self.pin(shard).encode())
 
     def _checksum(self, fd: int, row: int, seed: int) -> int:
-        (start, past), summed = self.extent(row, row + 1), xxh3_64(seed=seed)
+        start, past = self.extent(row, row + 1)
+        if past - start <= PIECE:
+            return xxh3_64_intdigest(os.pread(fd, past - start, start), seed) & 0xFFFFFFFF
+        summed = xxh3_64(seed=seed)
         for begin in range(start, past, PIECE):
             summed.update(os.pread(fd, min(PIECE, past - begin), begin))
         return summed.intdigest() & 0xFFFFFFFF
