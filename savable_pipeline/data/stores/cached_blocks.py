@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, runs
 from savable_pipeline.data.remote.version_pins import pin_whole, whole_version
@@ -55,13 +55,12 @@ class CachedBlocks(DownloadedFiles):
         indexed: IndexedBytes | None = None,
         *,
         all_used: bool = False,
-        downloader: Downloader | DownloadedFiles | None = None,
     ) -> None:
         numbers = np.arange(len(place.cached.shards)) if indexed is None else indexed.numbers
-        super().__init__(place, numbers, downloader)
+        super().__init__(place, numbers)
         self._indexed = indexed
         size = int(self._cached.shards.sizes[self._numbers].sum())
-        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
+        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
         self._noted: set[int] = set()  # that are not as they were indexed
         self._beside: set[Path] = set()  # that were found to be as they were downloaded

@@ -17,7 +17,7 @@ import numpy as np
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.remote_files import stamps_of
-from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.remote.scratch import job_session
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.model import Files, Input, Part, Reject, SampleReader
 from savable_pipeline.tools.convert.named_files import RowColumns
@@ -52,9 +52,9 @@ class StoreReader:
         """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
         if not self.stamps:
             return self
-        from savable_pipeline.data.dataset.kinds import format_of
+        from savable_pipeline.data.dataset.source import recognize
 
-        dataset, form = self._dataset(), format_of(self.path)
+        dataset, form = self._dataset(), recognize(self.path).kind.form
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
         table: Any = dataset.store.table  # type: ignore[attr-defined]  # as all stores have that are read here
         files = (
@@ -183,7 +183,7 @@ def _newest_ns(dataset: Dataset, path: Path | str) -> int:
 
 def _stamps(dataset: Dataset) -> tuple[str, ...]:
     names = [entry.name for entry in dataset.entries]
-    found = stamps_of(dataset.address, names, shared_downloader())
+    found = stamps_of(dataset.address, names, job_session())
     return tuple(found[name][1] for name in names)
 
 
