@@ -203,8 +203,8 @@ def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
             except RemoteError as error:
                 assert "No space left on device; see that its disk has room" in str(error)
     assert right == 0 if not disk else right > 20
-    del dataset
-    gc.collect()
+    files: Any = dataset.store
+    files.files.place.session.connected().close()
     assert read(kind) == expected[kind]
 
 
