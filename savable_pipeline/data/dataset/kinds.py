@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
@@ -21,17 +25,21 @@ from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it, spelled_out
+from savable_pipeline.data.shards.paths import ALL, Shards, Unlistable, is_remote, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.unfinished import unfinished
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.data.stores.file_kinds import stored_behind, stored_in
-from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
+from savable_pipeline.data.stores.file_kinds import CONTAINERS, stored_behind, stored_in
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.sample_names import is_hidden
 from savable_pipeline.errors import ShardError
 
 OpenStore: TypeAlias = Callable[[bool, Unlistable], RecordStore]  # tolerant of damage?; told of unlistable folders
+_BESIDE = ("csv", "json")  # kinds of files that lie beside others
+_FOR_PEOPLE = ("/readme", "/license", "/notice", "/citation", "/changelog")
+_HEAD, _LIST = 64, re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +53,7 @@ def format_of_file(root: Path, name: str) -> FileFormat | None:
 
     None for what is of no kind.
     """
-    kind = STORES.get(stored_in(root)) or STORES.get(_kind_of_name(name))
+    kind = STORES.get("folder" if name == ALL else stored_in(root)) or STORES.get(_kind_of_name(name))
     return None if kind is None else kind.form
 
 
@@ -90,13 +98,13 @@ def open_any(
             others = listed([each.name for each in STORES.values() if name in each.settings])
             raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
 
-    if "ranges" in given:
-        kind = _ranged(kind)
+    kind = _variant(kind, given)
     if "unpacked_bytes" in kind.settings:
         given["unpacked_bytes"] = unpacked_bytes
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-        return seen(_indexed(kind, files, tolerant, unlistable, cache, cache_size), partial=partial, **given)
+        found = kind.indexed(files, tolerant, unlistable, cache=cache, cache_size=cache_size)
+        return seen(found, kind, partial=partial, **given)
 
     return dataset_of(open_it, on_error=on_error, unpacked_bytes=unpacked_bytes)
 
@@ -151,16 +159,24 @@ def open_store(
         raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")
     if settings.get("ranges") is None:
         settings.pop("ranges", None)
-    if "ranges" in settings:
-        kind = _ranged(kind)
+    if (other := _variant(kind, settings)) is not kind:
+        kind = other
     elif kind.also and _folder_kind(files) == kind.also:
         kind = STORES[kind.also]
-    return kind.store(_indexed(kind, files, tolerant, unlistable, cache, cache_size), **settings)
+    return kind.store(kind.indexed(files, tolerant, unlistable, cache=cache, cache_size=cache_size), **settings)
 
 
-def _ranged(kind: Kind) -> Kind:
-    """The kind of the same files, whose rows name ranges of others."""
-    return STORES[f"{kind.name}-ranges"]
+def _variant(kind: Kind, settings: dict[str, Any]) -> Kind:
+    """The kind of the same files with these settings: rows that name ranges of others, folders by where keys end."""
+    name = kind.name
+    if "ranges" in settings:
+        name = f"{name}-ranges"
+    elif name == "jsonl" and not settings.keys().isdisjoint(("file_fields", "files_from")):
+        name = "jsonl-files"
+    elif name == "folder":
+        name += "-outside" if settings.pop("allow_outside", False) else ""
+        name += "-last" if settings.get("key_end") == "last" else ""
+    return STORES[name]
 
 
 def _folder_kind(files: Shards) -> str:
@@ -178,21 +194,9 @@ def _folder_kind(files: Shards) -> str:
         return stored_behind(url, downloader)
 
 
-def _indexed(
-    kind: Kind,
-    files: Shards,
-    tolerant: bool,
-    unlistable: Unlistable,
-    cache: str | os.PathLike[str] | None,
-    cache_size: int | None,
-) -> IndexedFiles:
-    named = kind.named(files)
-    return open_indexed(named, kind.form, tolerant=tolerant, unlistable=unlistable, cache=cache, cache_size=cache_size)
-
-
-def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:
+def seen(found: IndexedFiles, kind: Kind | None = None, *, partial: bool = False, **settings: Any) -> RecordStore:
     """The store of indexed files, for whoever looks at them: with settings where they cannot be read without any."""
-    kind = STORES[found.form.name]
+    kind = kind or STORES[found.form.name]
     if partial:
         settings |= kind.in_order()
     try:
@@ -225,6 +229,10 @@ def index_any(
         from savable_pipeline.data.stores.remote_indexing import index_remote
 
         return index_remote(files, kind.form, progress, engine)
+    if kind.open_at:
+        from savable_pipeline.data.stores.raw_folder import open_folder  # here, as in `store_kinds`
+
+        return open_folder(files, kind.form, looked_at=True).index_path, []
     each = None if engine is None else each_shard_by(engine)
     return index_files(kind.named(files), kind.form, processes=processes, each=each, progress=progress)
 
@@ -235,13 +243,65 @@ def _kinds_at(spec: str) -> set[str]:
         return {kind}
     if not path.is_dir():
         return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
-    kinds = set()
+    if _is_known_folder(path):
+        return {"folder"}
+    kinds: set[str] = set()
     for _, folders, files in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         kinds |= {_kind_of_name(name) for name in files} - _of_parts(files)
         if "tar" in kinds:
             break
-    return kinds
+    return kinds - {"", *_BESIDE} or _of_raw_files(path)
+
+
+def _is_known_folder(folder: Path) -> bool:
+    """Whether a folder is known to hold files that are parts of samples, and no others since."""
+    if not any((folder / META).glob("savable.folder*.index")):  # most
+        return False
+    from savable_pipeline.data.stores.raw_folder import is_known
+
+    return is_known(folder.absolute())
+
+
+def _of_raw_files(folder: Path) -> set[str]:
+    """{"folder"} for files that are parts of samples, or {"csv"} for tables alone; nothing for an empty folder.
+
+    Raises `ShardError` for both, and for files with many samples each, where another program reads them.
+    """
+    names: list[str] = []
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        below = os.path.relpath(here, folder)
+        names += [name if below == "." else f"{below}/{name}" for name in sorted(files) if not is_hidden(name)]
+    stems = Counter(_stem(name) for name in names)
+    alone = [name for name in names if stems[_stem(name)] == 1]
+    tables = [name for name in alone if _kind_of_name(name) == "csv" or _holds_list(folder / name)]
+    if tables and all(_kind_of_name(name) == "csv" or _stem(name).lower().endswith(_FOR_PEOPLE) for name in names):
+        return {"csv"}
+    for name in tables:
+        raise ShardError(
+            f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it away "
+            "to read each file as a part of a sample"
+        )
+    for name in alone:
+        if cure := CONTAINERS.get(Path(name).suffix.lower()):
+            raise ShardError(f"{folder} holds {name}, and {Path(name).suffix} is not read here: {cure}")
+    return {"folder"} if names else set()
+
+
+def _stem(name: str) -> str:
+    """The path of a file up to its first dot."""
+    here, _, base = name.rpartition("/")
+    return f"{here}/{base.partition('.')[0]}"
+
+
+def _holds_list(path: Path) -> bool:
+    """Whether a file is called JSON, and begins as a list of objects."""
+    if path.suffix.lower() != ".json":
+        return False
+    with contextlib.suppress(OSError), open(path, "rb", opener=regular_file) as file:
+        return bool(_LIST.match(file.read(_HEAD)))
+    return False
 
 
 def _of_parts(files: list[str]) -> set[str]:

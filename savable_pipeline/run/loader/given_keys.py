@@ -23,6 +23,9 @@ _KINDS = {
     "ParquetReader": "parquet",
     "ArrowReader": "arrow",
     "JsonlReader": "jsonl",
+    "CsvReader": "csv",
+    "JsonReader": "json",
+    "FolderReader": "folder",
     "TokenReader": "tokens",
     "MdsReader": "mds",
     "LitDataReader": "litdata",
@@ -103,7 +106,7 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any]) -> Dataset:
     kind = _KINDS[reader]
     known = {
         name: settings.get(name)
-        for name in ("key", "ranges", "length", "stride", "dtype")
+        for name in ("key", "ranges", "length", "stride", "dtype", "key_end", "classes")
         if name in STORES[kind].settings
     }
     return dataset_of(lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, **known))
