@@ -50,8 +50,8 @@ def read(
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
 ) -> SamplePipeline:
-    """Begin a pipeline: the samples of tars, tables (Parquet, Arrow, JSONL, CSV, lists of JSON), token files, folders of
-    MDS or LitData, or of a folder of photos or other files as they are.
+    """Begin a pipeline: the samples of tars, of tables (Parquet, Arrow, JSONL, CSV, lists of JSON), of token files, of
+    folders of MDS or LitData, or of a folder of photos or other files as they are.
 
     Which it is is recognized by the names of the files, and they are opened when the pipeline is used.
 

@@ -280,8 +280,8 @@ def _of_raw_files(folder: Path) -> set[str]:
         return {"csv"}
     for name in tables:
         raise ShardError(
-            f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it away "
-            "to read each file as a part of a sample"
+            f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it "
+            "away to read each file as a part of a sample"
         )
     for name in alone:
         if cure := CONTAINERS.get(Path(name).suffix.lower()):

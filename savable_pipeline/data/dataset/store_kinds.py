@@ -9,7 +9,14 @@ from typing import Any
 from savable_pipeline.data.shards.file_format import FileFormat, found_at
 from savable_pipeline.data.shards.index_file import TAR
 from savable_pipeline.data.shards.paths import TAR_FILES, ShardKind, Shards, Unlistable
-from savable_pipeline.data.stores.file_kinds import ARROW_FILES, CSV_FILES, JSON_FILES, JSONL_FILES, PARQUET_FILES, TOKEN_FILES
+from savable_pipeline.data.stores.file_kinds import (
+    ARROW_FILES,
+    CSV_FILES,
+    JSON_FILES,
+    JSONL_FILES,
+    PARQUET_FILES,
+    TOKEN_FILES,
+)
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.record_store import RecordStore
 
@@ -98,7 +105,13 @@ STORES = {
             in_order=_partial,
             named=_data_files,
         ),
-        Kind("jsonl", "stores.jsonl:JSONL", "stores.jsonl:JsonlStore", JSONL_FILES, ("key", "ranges", "file_fields", "files_from")),
+        Kind(
+            "jsonl",
+            "stores.jsonl:JSONL",
+            "stores.jsonl:JsonlStore",
+            JSONL_FILES,
+            ("key", "ranges", "file_fields", "files_from"),
+        ),
         Kind("jsonl-files", "stores.jsonl:JSONL", "stores.table_store:LinesStore", None, _TABLES),
         Kind("csv", "stores.csv_table:CSV", "stores.csv_table:CsvStore", CSV_FILES, _TABLES),
         Kind("json", "stores.json_array:JSON", "stores.json_array:JsonArrayStore", JSON_FILES, _TABLES),

@@ -172,9 +172,7 @@ def _wide_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-CSV = FileFormat(
-    "csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_places=1
-)
+CSV = FileFormat("csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_places=1)
 
 
 class CsvStore(TableStore):
@@ -182,7 +180,7 @@ class CsvStore(TableStore):
 
     def usual_fields(self) -> Iterable[str]:
         """Those that `file_columns` finds in the first file."""
-        return file_columns(self)[0]
+        return file_columns(self, self.entries.names[0].rpartition("/")[2])[0]
 
     def header(self, shard: int) -> Row:
         """The names of the columns of a file."""
@@ -241,13 +239,14 @@ class _Column:
         return {PurePosixPath(path).suffix.lower() for path in self.paths}
 
 
-def file_columns(store: CsvStore) -> tuple[list[str], list[str], str]:
+def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
     """The columns that name files, as `file_fields`, warnings, and a column of URLs where no column names files.
 
     Judged by the first rows of the first file: those with one of the usual names, and those where half of the cells
-    that are not empty are paths of files, or more. Raises ValueError if a name of a column is the path of a file.
+    that are not empty are paths of files, or more. Messages call the table `name`. Raises ValueError if a name of a
+    column is the path of a file.
     """
-    name, root, head = store.entries.names[0].rpartition("/")[2], store.root_of(0), list(_first_rows(store))
+    root, head = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
     refuse_row(name, (cell for cell in store.header(0) if _is_file(root, cell)))

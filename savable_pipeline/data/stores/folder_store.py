@@ -120,6 +120,11 @@ class FolderStore(RecordStore):
         """The numbers of a sample's files, by part."""
         return self._sample(row)[2]
 
+    @cached_property
+    def file_sizes(self) -> list[int]:
+        """The bytes of each file, by its number."""
+        return self._sizes.tolist()
+
     def path(self, number: int) -> str:
         """A file's name, relative to the folder."""
         return self._names[number]
@@ -127,11 +132,11 @@ class FolderStore(RecordStore):
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes, by their number."""
-        return sorted({_class_of(self.key(0, row)) for row in range(len(self._firsts) - 1)} - {""})
+        return sorted({class_of(self.key(0, row)) for row in range(len(self._firsts) - 1)} - {""})
 
     def _class(self, row: int) -> str:
         """The class of a sample; "" for one without."""
-        return _class_of(self._sample(row)[1]) if self.has_classes and CLASS not in self._sample(row)[2] else ""
+        return class_of(self._sample(row)[1]) if self.has_classes and CLASS not in self._sample(row)[2] else ""
 
     def _sample(self, row: int) -> tuple[int, str, dict[str, int]]:
         if self._row[0] != row:
@@ -186,11 +191,11 @@ class FolderStore(RecordStore):
         )
 
     def _forget(self) -> None:
-        """Drop the index, so that the next start looks at all files; not where a run goes on without those that changed."""
+        """Drop the index, so that the next start looks at all files; not where a run goes on without a few."""
         if not self.found.tolerant:
             self.found.index_path.unlink(missing_ok=True)
 
 
-def _class_of(key: str) -> str:
+def class_of(key: str) -> str:
     """The name of the deepest folder of a sample; "" without one."""
     return key.rpartition("/")[0].rpartition("/")[2]

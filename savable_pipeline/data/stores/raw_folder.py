@@ -84,7 +84,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
 
     def is_fresh(self, root: Path) -> bool:
-        """Whether no folder has changed since two seconds before they were listed, and files are too many to look at."""
+        """Whether no folder has changed since two seconds before they were listed; of few files all are looked at."""
         if len(self.sizes) // 8 <= _LOOKED_AT:
             return False
         with contextlib.suppress(OSError):

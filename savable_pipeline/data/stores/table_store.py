@@ -10,6 +10,7 @@ path or a link leads.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import stat
@@ -73,7 +74,7 @@ class TableStore(FileStore):
     ) -> None:
         super().__init__(found)
         self.key_column, self._allow_outside = key, allow_outside
-        self._files_from = None if files_from is None else os.path.realpath(files_from)
+        self._files_from = files_from and os.path.realpath(files_from)
         self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
         self._roots: dict[int, str] = {}
         self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
@@ -137,7 +138,7 @@ class TableStore(FileStore):
         self.files[shard]
         ends = [*self.places(shard).tolist(), int(self.entries.sizes[shard])]
         block, first = b"", 0
-        for begin, end in zip(ends[:-1], ends[1:], strict=True):
+        for begin, end in itertools.pairwise(ends):
             if end > first + len(block):
                 wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
                 block, first = self.files.read(shard, begin, wanted), begin
@@ -162,7 +163,7 @@ class TableStore(FileStore):
         """The folder that the files of a table are in, a real path; "" where there can be none."""
         if shard not in self._roots:
             here = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
-            self._roots[shard] = self._files_from or here
+            self._roots[shard] = here if self._files_from is None else self._files_from
         return self._roots[shard]
 
     def _row(self, shard: int, row: int) -> TableRow:
@@ -227,9 +228,12 @@ class TableStore(FileStore):
     def _open(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
-            found = with_handles(lambda: open(path, "rb", buffering=0, opener=regular_file))
+            descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}; {self.place(shard)} names it", reason="missing file") from error
+            raise ShardError(
+                f"{path}: {error.strerror}; {self.place(shard)} names it", reason="missing file"
+            ) from error
+        found = os.fdopen(descriptor, "rb")
         if self._newest_ns is not None and os.fstat(found.fileno()).st_mtime_ns > self._newest_ns:
             found.close()
             if not self.found.tolerant:

@@ -36,14 +36,15 @@ from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
 from savable_pipeline.data.stores.file_kinds import CONTAINERS, INDEX, OTHER, kind_behind
+from savable_pipeline.data.stores.jsonl import MARK
+from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
-from savable_pipeline.tools.convert.jsonl import BOM
-from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
 from savable_pipeline.tools.convert.source_words import WORDS
 
 BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
+TEXTS = ("jsonl", "json", "csv")  # tables, whose rows may name files
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
@@ -165,7 +166,7 @@ def _of_file(path: Path | str) -> str:
 def _of_json(path: Path | str) -> str:
     try:
         with opened(path) as file:
-            head = file.read(_PEEK).removeprefix(BOM).lstrip()
+            head = file.read(_PEEK).removeprefix(MARK).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     fault = text_fault(head, name_of(path))
@@ -281,7 +282,7 @@ def _is_array(path: Path) -> bool:
     """Whether a file, perhaps compressed, begins as a list of objects."""
     try:
         with opened(path) as file:
-            head = file.read(_HEAD).removeprefix(BOM).lstrip()
+            head = file.read(_HEAD).removeprefix(MARK).lstrip()
     except (DamagedError, OSError):  # what is no file is rejected when the folder is read
         return False
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
