@@ -38,6 +38,7 @@ from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
+_WIDE = 1 << 17  # bytes of a cell that Python reads
 _LOOKED_AT = 1000  # rows by which columns that name files are told
 
 Row: TypeAlias = list[str]
@@ -188,17 +189,21 @@ class CsvStore(TableStore):
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
+        return self.parsed(shard, raw, begin)[1]
+
+    def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
+        """See `TableStore.parsed`."""
         header, separator = self._headers(shard)
-        rows = []
-        with _wide_fields(), contextlib.suppress(UnicodeDecodeError, csv.Error):
-            rows = [row for row in csv.reader(_text_lines(raw), delimiter=separator, strict=True) if row]
-        if len(rows) != 1:
-            raise self.damaged(shard, f"byte {begin}", "not the one row that was indexed", reason="changed shard")
-        if len(rows[0]) != len(header):
-            width = f"{counted(len(rows[0]), 'cell')}, where it has {counted(len(header), 'column')}"
+        try:
+            with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
+                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=separator, strict=True)
+        except (ValueError, csv.Error) as error:
+            raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
+        if len(row) != len(header):
+            width = f"{counted(len(row), 'cell')}, where it has {counted(len(header), 'column')}"
             raise RecordError(f"not as wide as the header: {width}")
-        record = dict(zip(header, (cell or None for cell in rows[0]), strict=True))
-        return json.dumps(record, ensure_ascii=False).encode()
+        record = dict(zip(header, (cell or None for cell in row), strict=True))
+        return record, json.dumps(record, ensure_ascii=False).encode()
 
     def _headers(self, shard: int) -> tuple[Row, str]:
         """The names of the columns of a file, and what parts its cells."""

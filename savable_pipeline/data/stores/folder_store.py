@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import io
 import os
-from functools import cached_property, partial
+from functools import cached_property
 from typing import BinaryIO, Literal
 
 import numpy as np
 
-from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.part_types import find_part
@@ -26,6 +25,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import ShardError
 
 CLASS = "cls"
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe put in place of a file is not waited for
 
 
 class FolderStore(RecordStore):
@@ -43,9 +43,8 @@ class FolderStore(RecordStore):
         self.found, self.root, self.address, self.entries = found, found.root, found.address, found.entries
         found.check_rows(0)
         self.table = FolderTable.of(found.places(0))
-        self._names, self._sizes, self._times, self._firsts = (
-            self.table.files,
-            *(np.frombuffer(each, "<i8") for each in (self.table.sizes, self.table.times, self.table.firsts)),
+        self._sizes, self._times, self._firsts, self._ends = (
+            each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
         self._last, self.has_classes = LAST in found.form.name, classes
         self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the sample asked for last: key, and files by part
@@ -96,7 +95,7 @@ class FolderStore(RecordStore):
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """See `RecordStore.sizes`."""
-        sizes = {extension: int(self._sizes[number]) for extension, number in self.files(row).items()}
+        sizes = {extension: self._sizes[number] for extension, number in self.files(row).items()}
         found = self._class(row)
         return dict(sorted({**sizes, CLASS: len(str(self.classes.index(found)))}.items())) if found else sizes
 
@@ -120,14 +119,14 @@ class FolderStore(RecordStore):
         """The numbers of a sample's files, by part."""
         return self._sample(row)[2]
 
-    @cached_property
-    def file_sizes(self) -> list[int]:
-        """The bytes of each file, by its number."""
-        return self._sizes.tolist()
+    def size(self, number: int) -> int:
+        """The bytes of a file."""
+        return self._sizes[number]
 
     def path(self, number: int) -> str:
         """A file's name, relative to the folder."""
-        return self._names[number]
+        begin = self._ends[number - 1] if number else 0
+        return str(self.table.names[begin : self._ends[number] - 1], "utf-8")
 
     @cached_property
     def classes(self) -> list[str]:
@@ -142,7 +141,7 @@ class FolderStore(RecordStore):
         if self._row[0] != row:
             key, files = "", {}
             for number in range(self._firsts[row], self._firsts[row + 1]):
-                name = self._names[number]
+                name = self.path(number)
                 found = split_name(without_dots(name) if self._last else name)
                 assert found is not None, name
                 key, files[found[1]] = found[0], number
@@ -152,7 +151,7 @@ class FolderStore(RecordStore):
     def _bytes(self, number: int) -> bytes:
         descriptor = self._opened(number)
         try:
-            wanted = int(self._sizes[number])
+            wanted = self._sizes[number]
             data = os.read(descriptor, wanted)
             while len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):  # Linux gives 2 GB at once
                 data += more
@@ -164,20 +163,21 @@ class FolderStore(RecordStore):
         return data
 
     def _opened(self, number: int) -> int:
+        path = f"{self.root}/{self.path(number)}"
         try:
-            return with_handles(partial(regular_file, f"{self.root}/{self._names[number]}", os.O_RDONLY))
+            return os.open(path, _FLAGS)
         except OSError as error:
-            if is_out_of_handles(error):
-                raise
-            raise self._unreadable(number, error) from error
+            if not is_out_of_handles(error):
+                raise self._unreadable(number, error) from error
+        return with_handles(lambda: os.open(path, _FLAGS))
 
     def _check(self, number: int, descriptor: int) -> None:
         """Raises `ShardError` unless the file is as it was when the folder was indexed."""
-        stat, size = os.fstat(descriptor), int(self._sizes[number])
+        stat, size = os.fstat(descriptor), self._sizes[number]
         if stat.st_size != size or stat.st_mtime_ns != self._times[number]:
             self._forget()
             raise ShardError(
-                f"{self.root}/{self._names[number]}: {size} bytes when the folder was indexed, {stat.st_size} now, "
+                f"{self.root}/{self.path(number)}: {size} bytes when the folder was indexed, {stat.st_size} now, "
                 "written since; put the old file back, or start again, which indexes the folder again",
                 reason="changed shard",
             )
@@ -186,7 +186,7 @@ class FolderStore(RecordStore):
         if isinstance(error, FileNotFoundError):
             self._forget()
         return ShardError(
-            f"{self.root}/{self._names[number]}: {error.strerror}; it was there when the folder was indexed",
+            f"{self.root}/{self.path(number)}: {error.strerror}; it was there when the folder was indexed",
             reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
         )
 

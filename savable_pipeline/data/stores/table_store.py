@@ -77,6 +77,7 @@ class TableStore(FileStore):
         self._files_from = files_from and os.path.realpath(files_from)
         self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
         self._roots: dict[int, str] = {}
+        self._begins: dict[int, memoryview] = {}  # by shard
         self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
         self.fields = tuple(self.usual_fields() if file_fields is None else file_fields)
         self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
@@ -108,8 +109,8 @@ class TableStore(FileStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The JSON, or the bytes of a file."""
-        if extension == LINE:
-            return self._row(shard, row).body
+        if extension == LINE:  # most: its files need not be looked at
+            return self.body(shard, *self._raw(shard, row)).strip()
         with self.open(shard, row, extension) as file:
             return file.read()
 
@@ -170,11 +171,9 @@ class TableStore(FileStore):
         last = self._last
         if last is not None and last[:2] == (shard, row):
             return last[2]
-        self.files[shard]  # checks the file, and what the index says of it
-        places = self.places(shard)
-        begin, end = int(places[row]), int(places[row + 1])
+        raw, begin = self._raw(shard, row)
         try:
-            fields, body = self.parsed(shard, self.files.read(shard, begin, end - begin), begin)
+            fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
             parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
             if fault := parts_fault("key", parts)[0]:
@@ -185,6 +184,15 @@ class TableStore(FileStore):
         found = TableRow(fields, body, {each.part: each for each in files})
         self._last = shard, row, found
         return found
+
+    def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
+        """The bytes of a row, and where they begin."""
+        places = self._begins.get(shard)
+        if places is None:
+            self.files[shard]  # checks the file, and what the index says of it
+            places = self._begins[shard] = self.places(shard).data
+        begin = places[row]
+        return self.files.read(shard, begin, places[row + 1] - begin), begin
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
@@ -256,7 +264,7 @@ class LinesStore(TableStore):
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
-        line, _, rest = raw.partition(b"\n")
+        line, end, rest = raw.partition(b"\n")
         if rest.strip():  # but for blank lines there is nothing before the next row
             raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
-        return without_mark(line + b"\n", begin)
+        return without_mark(line + end, begin)

@@ -8,8 +8,10 @@ MDS, LitData     records of their index.json    key: a number, or a field     `r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
 from savable_pipeline.data.stores.folder_store import FolderStore
+from savable_pipeline.data.stores.jsonl import without_mark
 from savable_pipeline.data.stores.raw_folder import merged_fault
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
@@ -43,13 +46,12 @@ def read_folder(root: Path, options: Options, work: Path) -> Input:
     found.classes = store.classes if options.classes else []
     for row in range(store.entries[0].samples):
         key, files = store.key(0, row), store.files(row)
-        sizes = store.file_sizes
-        parts = tuple(Part(extension, store.path(n), sizes[n]) for extension, n in files.items())
+        parts = tuple(Part(extension, store.path(number), store.size(number)) for extension, number in files.items())
         found.samples.append(Files(key, parts, row, of_files=True))
     return found
 
 
-@dataclass(slots=True)
+@dataclass
 class _Table:
     """A table on its way into samples: its name, how its rows are called, and what they have in common."""
 
@@ -61,10 +63,18 @@ class _Table:
     digest: Any = field(default_factory=hashlib.sha256)  # of all bytes
     narrow: list[Reject] = field(default_factory=list)  # rows of another width than the header
 
-    @property
+    @cached_property
     def address(self) -> str:
         """The file that holds the rows, as parts name it."""
         return self.store.place(0)
+
+    def key(self, fields: dict[str, Any]) -> str:
+        """The key in the fields of a row. Raises `RecordError`, also for that of a sample before it."""
+        assert self.key_field is not None
+        key = _key(fields.get(self.key_field), self.key_field)
+        if key in self.keys:
+            raise RecordError(f"duplicate key: {key!r} is the key of line {self.keys[key]} already")
+        return key
 
 
 def read_table(
@@ -124,52 +134,51 @@ class _Row(NamedTuple):
 
 def _rows(table: _Table, kind: str) -> Iterator[_Row]:
     """The rows that are not blank; of lines also those behind a fault, which are none of the store's."""
-    store, digest = table.store, table.digest
+    store, lines = table.store, _LINES[kind]
     places = store.places(0).tolist()
     head = store.files.read(0, 0, places[0])
-    digest.update(head)
-    number, line = 0, 1 + _lines(head, kind)
+    table.digest.update(head)
+    number, line = 0, 1 + lines(head)
     for row, (begin, raw) in enumerate(zip(places, store.rows_in_order(0), strict=True)):
-        digest.update(raw)
-        for part in [raw] if begin < places[-1] else raw.splitlines(keepends=True) if kind == "jsonl" else []:
-            if part.strip():
+        table.digest.update(raw)
+        for part in [raw] if begin < places[-1] else io.BytesIO(raw) if kind == "jsonl" else ():
+            if without_mark(part, begin).strip():
                 number += 1
-                place = line if kind != "json" else number
-                yield _Row(row, place if kind == "jsonl" else number, place, part, begin)
-            line += _lines(part, kind)
+                yield _Row(row, line if kind == "jsonl" else number, line if kind != "json" else number, part, begin)
+            line += lines(part)
 
 
-def _lines(raw: bytes, kind: str) -> int:
-    return raw.count(b"\n") if kind == "jsonl" else len(raw.splitlines())
+# How many lines there are in the bytes of rows.
+_LINES: dict[str, Callable[[bytes], int]] = {
+    "jsonl": lambda raw: raw.count(b"\n"),
+    "csv": lambda raw: len(raw.splitlines()),
+    "json": lambda raw: 0,
+}
 
 
 def _add_row(found: Input, table: _Table, row: _Row) -> None:
     """Add the sample of a row, or its reject."""
-    store, place, key = table.store, f"{table.name}:{row.line}", ""
+    store, key = table.store, ""
     try:
         fields, body = store.parsed(0, row.raw, row.begin)
-        key = f"{row.number:09d}" if table.key_field is None else _key(fields.get(table.key_field), table.key_field)
-        if key in table.keys:
-            raise RecordError(f"duplicate key: {key!r} is the key of line {table.keys[key]} already")
+        key = f"{row.number:09d}" if table.key_field is None else table.key(fields)
         files = store.files_of(0, fields)
     except RecordError as error:
-        reject = Reject.of(place, key, str(error))
+        reject = Reject.of(f"{table.name}:{row.line}", key, str(error))
         (table.narrow if reject.reason == "not as wide as the header" else found.rejected).append(reject)
         return
-    parts = [
-        Part("json", table.address, len(body), offset=0),
-        *(Part(each.part, each.path, each.size) for each in files),
-    ]
-    parts.sort(key=lambda part: part.extension)
-    fault, path = parts_fault(key, [(part.extension, part.path, part.size, "") for part in parts])
-    if fault:
-        reason, _, detail = fault.partition(": ")
-        detail = detail if path == table.address else f"{printable(path)}: {detail}".removesuffix(": ")
-        found.rejected.append(Reject(place, printable(key), reason, detail))
-        return
-    if table.key_field is not None:
+    parts = [Part("json", table.address, len(body), 0), *(Part(each.part, each.path, each.size) for each in files)]
+    if files or table.key_field is not None:
+        parts.sort(key=lambda part: part.extension)
+        fault, path = parts_fault(key, [(part.extension, part.path, part.size, "") for part in parts])
+        if fault:
+            reason, _, detail = fault.partition(": ")
+            detail = detail if path == table.address else f"{printable(path)}: {detail}".removesuffix(": ")
+            found.rejected.append(Reject(f"{table.name}:{row.line}", printable(key), reason, detail))
+            return
         table.keys[key] = row.line
-    table.texts.intersection_update(name for name in TEXT_FIELDS if isinstance(fields.get(name), str))
+    if table.texts:
+        table.texts.intersection_update(name for name in TEXT_FIELDS if isinstance(fields.get(name), str))
     found.samples.append(Files(key, tuple(parts), row.row, of_files=True))
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -84,47 +85,58 @@ class StoreReader:
     def read(self, sample: Files) -> dict[str, PartData]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
         dataset = self.dataset()
+        if self.kind:
+            return self._read_raw(dataset, sample)
         shards, rows = dataset.locate(np.array([sample.record]))
         shard, row = int(shards[0]), int(rows[0])
-        self._check(dataset, shard)  # before, since a map of a file that was cut ends the process
-        parts = {
-            part.extension: self._file(dataset, shard, row, part)
-            if sample.of_files and part.offset is None
-            else dataset.read(shard, row, part.extension)
-            for part in sample.parts
-        }
-        self._check(dataset, shard)
+        file, size = Path(dataset.address, dataset.entries[shard].name), dataset.entries[shard].size
+        self._check(str(file), size)  # before, since a map of a file that was cut ends the process
+        parts = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+        self._check(str(file), size)
         return parts
 
-    def _file(self, dataset: Dataset, shard: int, row: int, part: Part) -> PartData:
-        """A part that is a file as a whole."""
-        path = Path(dataset.address if self.kind.startswith("folder") else dataset.store.root_of(shard), part.path)
-        if is_long(part.extension, part.size) and path.stat().st_size == part.size:
-            return LongPart(functools.partial(dataset.open, shard, row, part.extension), 0, part.size, str(path))
+    def _read_raw(self, dataset: Dataset, sample: Files) -> dict[str, PartData]:
+        """The parts of a sample of raw files: of a row, or files as a whole."""
+        if self.newest_ns:  # of a table
+            self._check(self.path, dataset.entries.sizes[0])
+        return {
+            part.extension: dataset.read(0, sample.record, part.extension)
+            if part.offset is not None
+            else self._file(dataset, sample.record, part)
+            for part in sample.parts
+        }
+
+    def _file(self, dataset: Dataset, row: int, part: Part) -> PartData:
+        if is_long(part.extension, part.size):
+            return LongPart(functools.partial(dataset.open, 0, row, part.extension), 0, part.size, part.path)
         try:
-            data = dataset.read(shard, row, part.extension)
+            data = dataset.read(0, row, part.extension)
         except ShardError as error:
             if error.reason != "changed shard":
                 raise
-            raise changed(path, f"{part.size} bytes when planned, {path.stat().st_size} now, written since") from error
+            raise changed(part.path, str(error).partition("; ")[0]) from error
         if len(data) != part.size:
-            raise changed(path, f"expected {part.size} bytes, found {len(data)}")
+            raise changed(part.path, f"expected {part.size} bytes, found {len(data)}")
         return data
 
-    def _check(self, dataset: Dataset, shard: int) -> None:
-        if self.stamps or self.kind.startswith("folder"):  # each byte is asked for with them; each file has its own
+    def _check(self, path: str, size: int) -> None:
+        if self.stamps:  # with which each byte is asked for
             return
-        file, size = Path(dataset.address, dataset.entries[shard].name), dataset.entries[shard].size
-        stat = file.stat()
+        stat = os.stat(path)  # noqa: PTH116  # a Path for each sample is slow
         if stat.st_size != size or stat.st_mtime_ns > self.newest_ns:
-            raise changed(file, f"{size} bytes when planned, {stat.st_size} now, written since")
+            raise changed(path, f"{size} bytes when planned, {stat.st_size} now, written since")
 
     def dataset(self) -> Dataset:
         """The samples. Raises `SavableError` if they are not those that were planned."""
-        dataset, digest = _opened(self.path, self.kind, self.settings, self.index, self.stamps if self.kind else ())
-        if digest != self.digest:
-            raise changed(self.path, "it holds other files, or other samples in them, than when planned")
-        return dataset
+        if not _last or _last[0] is not self:
+            dataset, digest = _opened(self.path, self.kind, self.settings, self.index, self.stamps if self.kind else ())
+            if digest != self.digest:
+                raise changed(self.path, "it holds other files, or other samples in them, than when planned")
+            _last[:] = self, dataset
+        return cast("Dataset", _last[1])
+
+
+_last: list[Any] = []  # the reader that was asked last in this process, and its dataset
 
 
 @functools.lru_cache(maxsize=1)
@@ -182,6 +194,7 @@ def _digest(entries: Iterable[ShardEntry]) -> str:
 
 def close_stores() -> None:
     """Close what was opened last in this process."""
+    _last.clear()
     _opened.cache_clear()
 
 
@@ -192,7 +205,8 @@ def raw_input(path: Path | str, kind: str, settings: Settings, work: Path) -> tu
     index.unlink(missing_ok=True)
     place, stamps, newest_ns = str(path), (), 0
     if isinstance(path, Path):
-        place, newest_ns = str(path.resolve()), path.stat().st_mtime_ns  # before it is read
+        place = str(path.resolve())
+        newest_ns = path.stat().st_mtime_ns if path.is_file() else 0  # before it is read
     else:
         stamps = (_stamp(path),)
     store = open_raw(place, kind, settings, index)
