@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import socket
 import struct
 import tempfile
@@ -48,7 +49,7 @@ class ToyServer(ThreadingHTTPServer):
         self.link_bytes = 0  # that the limited link has carried
         self._link_free_at = 0.0
         self.changes = True  # whether objects come and go: if not, a bucket is looked at once
-        self._listed: dict[tuple[str, str], list[tuple[str, int]]] = {}  # by bucket and prefix, when last begun
+        self._listed: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # by bucket and prefix, when last begun
         self.lock = threading.Lock()
 
     @property
@@ -59,14 +60,14 @@ class ToyServer(ThreadingHTTPServer):
         """Bytes sent of files with this ending."""
         return sum(stop - start for path, start, stop in self.ranges if path.endswith(suffix))
 
-    def page(self, bucket: str, prefix: str, first: int) -> tuple[list[tuple[str, int]], bool]:
-        """Names and sizes of the objects from the number `first` on, and whether there are more behind them."""
+    def page(self, bucket: str, prefix: str, first: int) -> tuple[list[tuple[str, int, str]], bool]:
+        """Names, sizes and ETags of the objects from the number `first` on, and whether there are more behind them."""
         rows = self._listed.get((bucket, prefix))
         if rows is None or (self.changes and not first):
             root = self.folder / bucket
             found = [file for file in sorted(root.rglob("*")) if file.is_file()]
-            keys = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
-            rows = [(key, size) for key, size in keys if key.startswith(prefix)]
+            keys = [(file.relative_to(root).as_posix(), file.stat()) for file in found]
+            rows = [(key, stat.st_size, _tag(stat)) for key, stat in keys if key.startswith(prefix)]
             self._listed[bucket, prefix] = rows
         return rows[first : first + PAGE], first + PAGE < len(rows)
 
@@ -80,6 +81,10 @@ class ToyServer(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that go away are no news."""
+
+
+def _tag(stat: os.stat_result) -> str:
+    return f'"{stat.st_mtime_ns:x}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -126,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, path: Path, name: str, fault: str | None, *, with_body: bool) -> None:
         size = path.stat().st_size
-        headers = {"ETag": f'"{path.stat().st_mtime_ns:x}"', "Last-Modified": formatdate(1e9, usegmt=True)}
+        headers = {"ETag": _tag(path.stat()), "Last-Modified": formatdate(1e9, usegmt=True)}
         wanted = self.headers.get("Range")
         start, stop = 0, size
         if wanted:
@@ -168,9 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         first = int(query.get("continuation-token", ["0"])[0])
         rows, more = self.server.page(path.strip("/"), query.get("prefix", [""])[0], first)
         objects = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>x</ETag>"
+            f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>{escape(tag)}</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for key, size in rows
+            for key, size, tag in rows
         )
         token = f"<NextContinuationToken>{first + PAGE}</NextContinuationToken>" if more else ""
         truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"

@@ -504,7 +504,7 @@ def run_all(cases: list[Case]) -> None:
 def run_tests(file: str) -> None:
     import pytest
 
-    if status := pytest.main(["-q", "-p", "no:cacheprovider", file]):
+    if status := pytest.main(["-q", "-p", "no:cacheprovider", "--disable-warnings", file]):
         raise SystemExit(int(status))
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
-import savable_pipeline as sp
+from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
 from tests.project.pages import ROOT, blocks_of
 from tests.support.toy_chats import chats, save_small_qwen, write_chats
@@ -153,7 +153,7 @@ def test_hf_weights_by_the_names_of_the_first_release_are_refused_where_the_trai
     alone = read(base / "qwen")
     alone.load_state_dict(weights)
     alone.save_pretrained("run/checkpoint-2")  # as a trainer without the mixin does
-    with pytest.raises(sp.StateError, match=r"lacks \d+ weights, such as 'model\.visual\.\S+ and has 'visual\."):
+    with pytest.raises(StateError, match=r"lacks \d+ weights, such as 'model\.visual\.\S+ and has 'visual\."):
         names["main"]()
     read("run/checkpoint-2").save_pretrained("run/checkpoint-2", save_original_format=False)
     names["settings"] |= {"max_steps": 2}  # no more, for the weights that are loaded

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.paths import Shards, spelled_out
 from savable_pipeline.errors import RemoteError
 
+if TYPE_CHECKING:
+    from savable_pipeline.data.remote.session import Session
 
-def at_commit(files: Shards, pinned: dict[str, bytes] | None = None) -> Shards:
+
+def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shards:
     """The same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned.
 
     Raises `ShardError` for a dataset or a revision that is not there, `RemoteError`.
@@ -25,17 +29,13 @@ def at_commit(files: Shards, pinned: dict[str, bytes] | None = None) -> Shards:
         return files
     if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
         raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
-    known = {} if pinned is None else pinned
-    fixed = [_fixed(HubAddress.of(spec), known) if is_hub(spec) else spec for spec in specs]
+    fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
     return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
 
 
-def _fixed(address: HubAddress, known: dict[str, bytes]) -> str:
+def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> str:
     if address.is_fixed:
         return address.at(address.revision)
     if address.dataset not in known:
-        from savable_pipeline.data.remote.remote_files import short_downloader  # here: most files lie on a disk
-
-        with short_downloader() as downloader:
-            known[address.dataset] = downloader.call("commit", address.dataset).encode()
+        known[address.dataset] = session.call("commit", address.dataset).encode()
     return address.at(known[address.dataset].decode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
 
@@ -84,7 +84,7 @@ def dataset_info(shards: Shards) -> Info:
         _parts(sizes),
         dataset.key(shard, row),
         dataset.store.sizes(shard, row),
-        split_counts(dataset.root, dataset.entries),
+        split_counts(dataset),
         looked_at,
         nulls,
         media,
@@ -136,12 +136,14 @@ def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
     }
 
 
-def split_counts(root: Path | None, entries: Sequence[ShardEntry]) -> dict[str, int]:
+def split_counts(dataset: Dataset) -> dict[str, int]:
     """The number of samples of each split in `.nv-meta/split.yaml` or `split.json`; empty without either."""
+    root, store = dataset.root, dataset.store
     if root is None:
         return {}
-    counts = {entry.name: entry.samples for entry in entries}
-    known = {*counts, *(read_counts(root) or ())}
+    counts = {entry.name: entry.samples for entry in dataset.entries}
+    indexed = store.found.index.shards.names if isinstance(store, FileStore | TarStore) else ()
+    known = {*counts, *indexed, *(read_counts(root) or ())}
     splits = {name: read_split(root, name, known) for name in split_names(root)}
     return {
         name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)

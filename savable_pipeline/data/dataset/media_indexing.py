@@ -19,8 +19,9 @@ import numpy as np
 
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
+from savable_pipeline.data.dataset.kinds import seen
 from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.media_table import (
     KIND,
@@ -65,8 +66,9 @@ def index_media(
     PyAV, if there is audio or video.
     """
     refuse_remote(files)
-    form = format_of(files)
-    found = open_files(named_files(files), form, tolerant=True)
+    source = recognize(files)
+    form = source.kind.form
+    found = open_files(source.read, form, tolerant=True)
     indexed = IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=True)
 
     def make(path: Path) -> Path:

@@ -14,7 +14,6 @@ import numpy as np
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.key_index import KeyIndex, key_index
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
@@ -132,8 +131,9 @@ class _Opened:
 
     def _open(self) -> Dataset:
         shards, cache, cache_bytes, most, given = self._arguments
-        shards = at_commit(shards, self._commits)
-        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, unpacked_bytes=most, **given)
+        dataset = open_any(
+            shards, cache=cache, cache_size=cache_bytes, pinned=self._commits, unpacked_bytes=most, **given
+        )
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:

@@ -8,7 +8,7 @@ from typing import Any
 
 from savable_pipeline.data.shards.file_format import FileFormat, found_at
 from savable_pipeline.data.shards.index_file import TAR
-from savable_pipeline.data.shards.paths import TAR_FILES, ShardKind, Shards, Unlistable
+from savable_pipeline.data.shards.paths import TAR_FILES, ShardKind, Shards
 from savable_pipeline.data.stores.file_kinds import (
     ARROW_FILES,
     CSV_FILES,
@@ -17,7 +17,7 @@ from savable_pipeline.data.stores.file_kinds import (
     PARQUET_FILES,
     TOKEN_FILES,
 )
-from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
 
 
@@ -49,12 +49,10 @@ class Kind:
         form: FileFormat = found_at(_DATA + self.form_at)
         return form
 
-    def indexed(self, files: Shards, tolerant: bool, unlistable: Unlistable, **cached: Any) -> IndexedFiles:
-        """Such files, indexed; those behind a URL are `cached`. Raises `ShardError`, `RemoteError`."""
-        if self.open_at:
-            found: IndexedFiles = found_at(_DATA + self.open_at)(files, self.form, tolerant=tolerant)
-            return found
-        return open_indexed(self.named(files), self.form, tolerant=tolerant, unlistable=unlistable, **cached)
+    def indexed(self, files: Shards, **settings: Any) -> IndexedFiles:
+        """Such files by the index that `open_at` opens."""
+        found: IndexedFiles = found_at(_DATA + self.open_at)(files, self.form, **settings)
+        return found
 
     def store(self, files: IndexedFiles, **settings: Any) -> RecordStore:
         """The store of such files."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from savable_pipeline.data.remote.cache_space import cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Session
 
 SCHEMES = ("s3", "gs", "az")
 
@@ -37,36 +37,34 @@ class Bucket:
 
     def listing(self) -> list[Found]:
         """All objects."""
-        return [Found(*found) for found in _process().call("dated", self.url)]
+        return [Found(*found) for found in _session().call("dated", self.url)]
 
     def fetch(self, found: list[Found], folder: Path) -> None:
         """Copy objects into a folder, under their names."""
         for each in found:
             (folder / each.name).parent.mkdir(parents=True, exist_ok=True)
-        tickets = [_process().submit("fetch", self.url, f.name, f.size, str(folder / f.name)) for f in found]
-        for ticket in tickets:
-            _process().result(ticket)
+        _session().each("fetch", [(self.url, each.name, each.size, str(folder / each.name)) for each in found])
 
     def upload(self, name: str, path: Path) -> None:
         """Write a file as the object `name`."""
-        _process().call("upload", self.url, name, str(path))
+        _session().call("upload", self.url, name, str(path))
 
     def erase(self, names: list[str]) -> None:
         """Remove objects."""
-        _process().call("erase", self.url, names)
+        _session().call("erase", self.url, names)
 
 
 def close_buckets() -> None:
     """End the downloading process that this process began for its buckets."""
     if _opened.cache_info().currsize:
-        _process().close()
+        _session().connected().close()
     _opened.cache_clear()
 
 
-def _process() -> Downloader:
-    return _opened(os.getpid())  # one that was inherited in a fork answers its owner alone
+def _session() -> Session:
+    return _opened(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(pid: int) -> Downloader:
-    return Downloader(cache_folder(None), 0)
+def _opened(pid: int) -> Session:
+    return Session(cache_folder(None), 0)

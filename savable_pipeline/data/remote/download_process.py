@@ -62,15 +62,11 @@ class Downloads:
         self._same = SameContent()
         self._lock = threading.Lock()
 
-    def listing(self, root: str, stamps: bool) -> Listing:
-        """Every object below a URL, with their stamps or not; one listing for processes that ask at the same time.
-
-        One of the Hub has its stamps in any case.
-        """
+    def listing(self, root: str) -> Listing:
+        """Every object below a URL; one listing for processes that ask at the same time."""
         if is_hub(root):
             return self._store.listing(root)
-        found = shared_answer(self._cache, root, lambda: self._store.listing(root), Listing)
-        return found if stamps else found.without_stamps()
+        return shared_answer(self._cache, root, lambda: self._store.listing(root), Listing)
 
     def commit(self, dataset: str) -> str:
         """The commit of a dataset of the Hub at a branch or a tag."""
@@ -78,22 +74,16 @@ class Downloads:
 
     def card(self, root: str) -> bytes:
         """The README.md of a dataset of the Hub, read once a node; empty without one."""
-        return shared_answer(
-            self._cache, f"{root} card", lambda: self.read(root, "README.md") or b"", bytes, lasts=True
-        )
+
+        def read() -> bytes:
+            size, _ = self._store.stat(root, "README.md") or (0, "")
+            return self.part(root, "README.md", size, 0, size) if 0 < size <= PIECE else b""
+
+        return shared_answer(self._cache, f"{root} card", read, bytes, lasts=True)
 
     def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
         """Size and stamp of an object; None if there is none. One that is `needed` is not taken for missing."""
         return self._store.stat(root, name, needed=needed)
-
-    def read(self, root: str, name: str) -> bytes | None:
-        """The bytes of a small object; None if there is none. Raises `ShardError` if it is large."""
-        stat = self._store.stat(root, name)
-        if stat is None or not stat[0]:
-            return None
-        if stat[0] > PIECE:
-            raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
-        return self.part(root, name, stat[0], 0, stat[0])
 
     def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
         """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
@@ -187,7 +177,7 @@ class Downloads:
         return first, max(first + 1, min(behind, end) - 1)
 
     def forget(self, folder: str) -> None:
-        """Closes the versions in a folder that is about to be removed."""
+        """Closes the versions in a folder that is about to be removed, or was written anew."""
         with self._lock:
             for version in [version for version in self._cached if Path(version).is_relative_to(folder)]:
                 del self._cached[version]
@@ -339,7 +329,7 @@ def _cache_error(error: OSError) -> RemoteError:
 
 
 def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:
-    """The process: serves until the reader closes the connection or is gone. A cache that cannot be is each answer."""
+    """The process: serves until the reader closes the connection or is gone; of a cache that cannot be it says so."""
     downloads = _result(Downloads, (cache, limit, retry_s))
     served = Requests(downloads, connection) if isinstance(downloads, Downloads) else None
     for urgency, request in requests:
@@ -347,4 +337,5 @@ def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: in
             served.put(urgency, *request)
         elif request[0]:
             connection.send((request[0], downloads))
+            break
     os._exit(0)  # ends the threads

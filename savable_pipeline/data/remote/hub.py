@@ -19,7 +19,6 @@ import random
 import re
 import threading
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
@@ -86,12 +85,7 @@ class Hub:
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
         """Size in bytes and hash of the content of a file; None if there is none."""
-        listing = self.listing(root)
-        names = listing.texts()
-        number = bisect_left(names, name)
-        if number == len(names) or names[number] != name:
-            return None
-        return int(listing.sizes_in_bytes()[number]), listing.stamp_texts()[number]
+        return self.listing(root).find(name)
 
     def place(self, root: str, name: str) -> HubPlace:
         """Where the bytes of a file come from, asked for once until `forget`."""

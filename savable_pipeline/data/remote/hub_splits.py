@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.hub_address import HubAddress
 from savable_pipeline.data.shards.yaml_limits import load_yaml
 from savable_pipeline.errors import ShardError
@@ -25,10 +25,10 @@ _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _SHOWN = 12
 
 
-def check_one_split(root: str, names: Iterable[str], suffix: str, downloader: Downloader) -> None:
+def check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
     """Raises `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
     whole = not HubAddress.of(root).path
-    found = _of_card(downloader.call("card", root), suffix) if whole else {}
+    found = _of_card(session.call("card", root), suffix) if whole else {}
     found = found or _of_names(names, suffix)
     if len(found) > 1:
         shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_SHOWN])

@@ -10,7 +10,6 @@ written. So processes that fetch the same rows at once write the same bytes.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +20,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from savable_pipeline.core.files import replace_file, replacing
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.own_files import open_own
-from savable_pipeline.data.shards.index_file import ShardIndex, head_bytes
+from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import RemoteError, ShardError
@@ -33,8 +31,6 @@ Get: TypeAlias = Callable[[int, int], bytes]  # bytes `start` to `stop - 1` of t
 Write: TypeAlias = Callable[[int, bytes, int], None]  # to a descriptor, bytes at an offset
 
 WHOLE_BYTES = 256 << 20  # of an index, up to which all of it is fetched
-_FIRST = 1 << 20  # bytes of an index that are fetched to see how long its head is
-_PIECE = 8 << 20  # bytes of one request for the head
 _ROWS = 1 << 19  # fetched by one request, at most, unless a shard has more
 _AT_ONCE = 32  # requests for rows: small ones, which wait for the way to the server
 _FAULTS = {"changed shard": "it has another size or version than before", "missing shard": "it is gone"}
@@ -107,27 +103,6 @@ def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
     if parts.stat().st_size != len(index.shards):  # a crash of the machine has cut it
         begin_parts(folder, len(index.shards))
     return IndexParts(folder, index)
-
-
-def download_head(root: str, name: str, size: int, path: Path, downloader: Downloader) -> str:
-    """Makes a file of `size` bytes with the head of the index `name` below `root`; gives the server's version of it.
-
-    Raises `ShardError`, `RemoteError`.
-    """
-    needed = min(_FIRST, size)
-    begin, pin = downloader.call("part_of", root, name, size, "", 0, needed)
-    needed = min(head_bytes(f"{root}/{name}", begin), size)
-    while len(begin) < needed:
-        cuts = [*range(len(begin), needed, _PIECE), needed]
-        asked = [("part_of", root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
-        tickets = [downloader.submit(*each) for each in asked]
-        begin += b"".join(downloader.result(ticket)[0] for ticket in tickets)
-        needed = min(head_bytes(f"{root}/{name}", begin), size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(begin[:needed])
-        file.truncate(size)
-    return str(pin)
 
 
 def begin_parts(folder: Path, shards: int) -> None:

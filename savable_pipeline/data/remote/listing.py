@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -11,12 +12,14 @@ import numpy as np
 from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
+SECOND_OF = "at "  # begins a stamp that is a time: what replaced the object within this second has the same
+
 
 class Listing(msgspec.Struct, frozen=True):
     """Objects in the order of their names.
 
     `names` and `stamps` are UTF-8, with a zero byte after each; `sizes` is int64 (objects,), in bytes. A stamp changes
-    when the object is replaced. Without stamps, `stamps` is empty.
+    when the object is replaced.
     """
 
     names: bytes
@@ -41,8 +44,7 @@ class Listing(msgspec.Struct, frozen=True):
         return len(self.sizes) // 8
 
     def __iter__(self) -> Iterator[tuple[str, int, str]]:
-        stamps = _texts(self.stamps) if self.stamps else [""] * len(self)
-        return zip(_texts(self.names), self.sizes_in_bytes().tolist(), stamps, strict=True)
+        return zip(_texts(self.names), self.sizes_in_bytes().tolist(), _texts(self.stamps), strict=True)
 
     def sizes_in_bytes(self) -> Rows:
         """The size of each object, int64 (objects,)."""
@@ -53,20 +55,23 @@ class Listing(msgspec.Struct, frozen=True):
         return _texts(self.names)
 
     def stamp_texts(self) -> ShardNames:
-        """The stamps, if there are any."""
+        """The stamps."""
         return _texts(self.stamps)
+
+    def find(self, name: str) -> tuple[int, str] | None:
+        """Size and stamp of the object with this name; None if there is none."""
+        names = self.texts()
+        number = bisect_left(names, name)
+        if number == len(names) or names[number] != name:
+            return None
+        return int(self.sizes_in_bytes()[number]), self.stamp_texts()[number]
 
     def only(self, keep: Callable[[str], bool]) -> Listing:
         """Those of the objects whose names are to `keep`."""
         kept = np.fromiter(map(keep, self.texts()), bool, len(self))
         if kept.all():
             return self
-        some = Listing.of(each for each, keep_it in zip(self, kept, strict=True) if keep_it)
-        return some if self.stamps else some.without_stamps()
-
-    def without_stamps(self) -> Listing:
-        """The same objects; half as many bytes."""
-        return Listing(self.names, self.sizes, b"")
+        return Listing.of(each for each, keep_it in zip(self, kept, strict=True) if keep_it)
 
 
 def _ended(text: str) -> bytes:

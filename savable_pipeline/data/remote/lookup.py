@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote import index_parts
-from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.own_files import open_own, own_folder
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
+from savable_pipeline.data.shards.energon_metadata import COUNT_FILES, META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.hub_address import without_commit
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.index_file import ShardIndex, head_bytes
 from savable_pipeline.data.shards.index_place import media_table_name
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
@@ -32,16 +34,13 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 _ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or one or two dots, in a text of names
+_FIRST = 1 << 20  # bytes of an index that are fetched to see how long its head is
 METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
 
 
-def look_up(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+def look_up(files: Shards, form: FileFormat, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
     """The files of these URLs, a local folder with their metadata, and the entries of their own index by name."""
-    cache = cache_folder(None)
-    with (
-        contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader,
-        looked_up(files, form, cache, downloader) as (found, folder, own),
-    ):
+    with looked_up(files, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
@@ -67,17 +66,22 @@ class _Pointer(msgspec.Struct):
 
 @contextlib.contextmanager
 def looked_up(
-    files: Shards, form: FileFormat, cache: Path, downloader: Downloader
+    files: Shards, form: FileFormat, session: Session, *, counts: bool = True
 ) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
-    """The files, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile."""
-    found = find_remote(files, downloader, form.kind, stamps=not form.whole)
-    folder = dataset_folder(cache, f"{found.root} {form.index_name}")
+    """The files, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile.
+
+    Unless all metadata are wanted, Energon's `counts` are left where a web server has an index, which has them too.
+    """
+    found = find_remote(files, session, form.kind, stamps=not form.whole)
+    folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        own = _own_index(found.root, form, folder, downloader)
-        _download_metadata(found.root, folder / METADATA_FOLDER, downloader, whole=own is not None)
-        _download_table(found.root, folder / METADATA_FOLDER, media_table_name(form.name), downloader)
+        own = _own_index(found.root, form, folder, session)
+        without_counts = not counts and own is not None and found.root.startswith("http")
+        names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]
+        _download_metadata(found.root, folder / METADATA_FOLDER, names, session, whole=own is not None)
+        _download_table(found.root, folder / METADATA_FOLDER, media_table_name(form.name), session)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
         _check_names(found)
@@ -119,46 +123,55 @@ def _check_names(found: RemoteShards) -> None:
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
-def _download_metadata(root: str, local: Path, downloader: Downloader, *, whole: bool) -> None:
-    """Copies the metadata beside the shards to `local`, where a dataset looks for it."""
+def _download_metadata(root: str, local: Path, names: Sequence[str], session: Session, *, whole: bool) -> None:
+    """Copies these metadata beside the shards to `local`, where a dataset looks for them."""
     (local / META).mkdir(parents=True, exist_ok=True)
-    _download_files(root, local, METADATA_FILES, downloader)
     if whole:  # a conversion writes the index at its end
         (local / CONVERTED).unlink(missing_ok=True)
     else:
-        _download_files(root, local, [Path(CONVERTED).name], downloader)
-    _download_files(root, local, named_files(local), downloader)
+        names = [*names, Path(CONVERTED).name]
+    _download_files(root, local, names, session)
+    _download_files(root, local, named_files(local), session)
 
 
-def _download_table(root: str, local: Path, name: str, downloader: Downloader) -> None:
-    """The same of the table of media, which may be large: where the server has another one than before."""
-    path = local / name
-    stat, pointer = downloader.call("stat", root, name), path.with_name(f"{path.name}.stamp")
-    if stat is None:
+def _download_table(root: str, local: Path, name: str, session: Session) -> None:
+    """The same of the table of media, which may be large."""
+    path, stat = local / name, session.stat(root, name)
+    if stat is None or not _is_copy(path, stat[1]):
         path.unlink(missing_ok=True)
-        return
-    size, stamp = stat
-    if not (path.exists() and pointer.exists() and pointer.read_text() == stamp):
+    if stat is not None and not path.exists():
         fresh = path.with_name(f"{path.name}.tmp")
-        downloader.call("whole", root, name, size, str(fresh))
+        session.call("whole", root, name, stat[0], str(fresh))
         fresh.replace(path)
-        pointer.write_text(stamp)
+        _stamp_file(path).write_text(stat[1])
 
 
-def _download_files(root: str, local: Path, names: Iterable[str], downloader: Downloader) -> None:
-    tickets = {name: downloader.submit("read", root, f"{META}/{name}") for name in names}
-    for name, ticket in tickets.items():
-        raw = downloader.result(ticket)
-        if raw is None:
-            (local / META / name).unlink(missing_ok=True)
-        else:
-            (local / META / name).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(local / META / name, [raw])
+def _download_files(root: str, local: Path, names: Sequence[str], session: Session) -> None:
+    stats = session.stats(root, [f"{META}/{name}" for name in names])
+    for name in names:
+        path, (size, stamp) = local / META / name, stats.get(f"{META}/{name}", (0, ""))
+        if not size:
+            path.unlink(missing_ok=True)
+        elif not _is_copy(path, stamp):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, [session.read(root, f"{META}/{name}", PIECE) or b""])
+            _stamp_file(path).write_text(stamp)
 
 
-def _own_index(root: str, form: FileFormat, folder: Path, downloader: Downloader) -> Version | None:
+def _is_copy(path: Path, stamp: str) -> bool:
+    """Whether the object with this stamp was copied to this path: nobody knows of one that has no ETag."""
+    noted = _stamp_file(path)
+    return path.exists() and noted.exists() and noted.read_text() == stamp and not stamp.startswith(SECOND_OF)
+
+
+def _stamp_file(path: Path) -> Path:
+    """Where the stamp of a local copy is noted."""
+    return path.with_name(f"{path.name}.stamp")
+
+
+def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> Version | None:
     """The version of the dataset's own index, downloaded if it was replaced; None without an index."""
-    stat = downloader.call("stat", root, form.index_name)
+    stat = session.stat(root, form.index_name)
     if stat is None:
         return None
     (size, stamp), pointer = stat, folder / "own.json"
@@ -168,9 +181,9 @@ def _own_index(root: str, form: FileFormat, folder: Path, downloader: Downloader
     fresh, pin = folder / "downloaded.index", ""
     try:
         if size > index_parts.WHOLE_BYTES:
-            pin = index_parts.download_head(root, form.index_name, size, fresh, downloader)
+            pin = _download_head(root, form.index_name, size, fresh, session)
         else:
-            downloader.call("whole", root, form.index_name, size, str(fresh))
+            session.call("whole", root, form.index_name, size, str(fresh))
         version = _installed(folder, fresh, form, pin)
     except (ShardError, ValueError) as error:
         log.warning("%s/%s: %s; making another", root, form.index_name, error)
@@ -178,6 +191,26 @@ def _own_index(root: str, form: FileFormat, folder: Path, downloader: Downloader
     for path in (folder / "changed", folder / "reindexed", *folder.glob("made-*.json")):  # of the index before
         path.unlink(missing_ok=True)
     return point(pointer, Version(version, form.index_at(version / "index"), stamp))
+
+
+def _download_head(root: str, name: str, size: int, path: Path, session: Session) -> str:
+    """Makes a file of `size` bytes with the head of the index `name` below `root`; gives the server's version of it.
+
+    Raises `ShardError`, `RemoteError`.
+    """
+    needed = min(_FIRST, size)
+    begin, pin = session.call("part_of", root, name, size, "", 0, needed)
+    needed = min(head_bytes(f"{root}/{name}", begin), size)
+    while len(begin) < needed:
+        cuts = [*range(len(begin), needed, PIECE), needed]
+        asked = [(root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
+        begin += b"".join(part for part, _ in session.each("part_of", asked))
+        needed = min(head_bytes(f"{root}/{name}", begin), size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(begin[:needed])
+        file.truncate(size)
+    return str(pin)
 
 
 def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:

@@ -21,7 +21,7 @@ import obstore.store
 
 from savable_pipeline.core.wording import short_error
 from savable_pipeline.data.remote.hub import Hub, HubPlace
-from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.listing import SECOND_OF, Listing
 from savable_pipeline.data.remote.pace import Pace
 from savable_pipeline.data.remote.redirects import check_endpoint
 from savable_pipeline.data.shards.hub_address import is_hub
@@ -76,13 +76,13 @@ class ObjectStore:
         def objects() -> Iterator[tuple[str, int, str]]:
             nonlocal most
             for number, meta in enumerate(meta for chunk in obstore.list(self._store(root)) for meta in chunk):
-                yield meta["path"], meta["size"], _stamp(meta)
+                yield meta["path"], meta["size"], _version(meta)
                 most = max(most, number)
 
         return self._retried(root, lambda: Listing.of(objects()), lambda: most)
 
     def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
-        """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.
+        """Size in bytes, and the server's version of an object; None if there is no object.
 
         A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
         that means that there is none, unless it is `needed`: then it raises `RemoteError`.
@@ -98,7 +98,7 @@ class ObjectStore:
             if refused and not needed:
                 return None
             raise
-        return meta["size"], _stamp(meta)
+        return meta["size"], _version(meta)
 
     def commit(self, dataset: str) -> str:
         """The commit of a dataset of the Hub at a branch or a tag."""
@@ -163,7 +163,7 @@ class ObjectStore:
                 found = obstore.get(self._store(root), name, options=options)
             except obstore.exceptions.PreconditionError as error:
                 raise _other_version(root, name) from error
-            version = str(found.meta["e_tag"] or found.meta["last_modified"])
+            version = _version(found.meta)
         if found.meta["size"] != size:
             raise ShardError(
                 f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
@@ -251,9 +251,12 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, _FINAL) or _REFUSED.search(str(error)) is not None
 
 
-def _stamp(meta: Any) -> str:
-    """What changes when an object is replaced."""
-    return f"{meta['e_tag']} {meta['last_modified']}"
+def _version(meta: Any) -> str:
+    """The server's version of an object, the same in a listing as in an answer: its ETag, or when it was changed."""
+    tag = meta["e_tag"]
+    if not tag:
+        return f"{SECOND_OF}{meta['last_modified']:%Y-%m-%d %H:%M:%S}"
+    return str(tag) if tag.startswith(('"', "W/")) else f'"{tag}"'  # which listings of some servers do not quote
 
 
 def _wrong(found: Any, url: str, sent: str) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,8 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from savable_pipeline.data.remote.cache_layout import open_layout
-from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.lookup import (
     METADATA_FOLDER,
     changed_shards,
@@ -20,12 +17,12 @@ from savable_pipeline.data.remote.lookup import (
     locked_folder,
     note_reindexed,
 )
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.paths import NOT_THERE
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -34,12 +31,11 @@ _UNREAD = "files"  # the kind of an index that says nothing but names and sizes
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Where files behind a URL are read: the version `cached` in the cache `folder` of at most `limit` bytes."""
+    """Where files behind a URL are read: the version `cached` in the cache of a `session`, which downloads it."""
 
     url: str
     cached: ShardCache
-    folder: Path
-    limit: int
+    session: Session
 
     @property
     def metadata(self) -> Path:
@@ -98,7 +94,7 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 
 
 def asked(
-    found: RemoteShards, downloader: Downloader, numbers: Iterable[int], form: FileFormat | None = None
+    found: RemoteShards, session: Session, numbers: Iterable[int], form: FileFormat | None = None
 ) -> RemoteShards:
     """The same files with the sizes and stamps of those with these numbers: as listed, or as the server says now.
 
@@ -111,52 +107,33 @@ def asked(
         own = form.beside[0]
         companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].endswith(own)}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
-    stats = asked_stamps_of(found.root, [found.names[number] for number in unknown], downloader)
+    stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
     sizes = found.sizes.copy()
     for number in unknown:
         sizes[number], stamps[number] = stats[found.names[number]]
-    stats = asked_stamps_of(found.root, sorted({*companions.values()}), downloader, needed=False)
+    stats = session.stats(found.root, sorted({*companions.values()}))
     for number, name in companions.items():
         stamps[number] += f" {stats.get(name, '')}"
     return replace(found, sizes=sizes, stamps=stamps)
 
 
-def stamps_of(url: str, names: list[str], downloader: Downloader) -> dict[str, tuple[int, str]]:
+def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[int, str]]:
     """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
-    if url.startswith("http"):
-        return asked_stamps_of(url, names, downloader)
-    listed = {name: (size, stamp) for name, size, stamp in downloader.call("listing", url, True)}
-    gone = next((name for name in names if name not in listed), None)
-    if gone is not None:
-        raise _gone(url, gone)
-    return {name: listed[name] for name in names}
+    if not url.startswith("http"):
+        session.listing(url)
+    return session.stats(url, names, needed=True)
 
 
-def asked_stamps_of(
-    url: str, names: list[str], downloader: Downloader, *, needed: bool = True
-) -> dict[str, tuple[int, str]]:
-    """Size and stamp of objects below a URL, each asked for. Unless all are `needed`, those not there are left out.
-
-    Raises `ShardError` for one that is needed and gone, `RemoteError`.
-    """
-    tickets = {name: downloader.submit("stat", url, name, needed) for name in names}
-    stats = {name: downloader.result(ticket) for name, ticket in tickets.items()}
-    gone = next((name for name, stat in stats.items() if stat is None), None)
-    if gone is not None and needed:
-        raise _gone(url, gone)
-    return {name: stat for name, stat in stats.items() if stat is not None}
-
-
-def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]:
+def place_of_object(url: str, session: Session) -> tuple[RemotePlace, str]:
     """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
     root, _, name = url.rpartition("/")
-    cache, (size, stamp) = cache_folder(None), asked_stamps_of(root, [name], downloader)[name]
-    folder = dataset_folder(cache, f"{url} object")
+    size, stamp = session.stats(root, [name], needed=True)[name]
+    folder = dataset_folder(session.cache, f"{url} object")
     with locked_folder(folder):
         cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
         if changed_shards(folder)[0]:
             note_reindexed(folder)
-    return RemotePlace(root, cached, cache, cache_bytes(None, cache)), stamp
+    return RemotePlace(root, cached, session), stamp
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:
@@ -169,19 +146,6 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
         )
 
 
-def short_downloader() -> contextlib.closing[Downloader]:
-    """A downloading process for a few questions, to be closed after them."""
-    folder = cache_folder(None)
-    return contextlib.closing(Downloader(folder, cache_bytes(None, folder)))
-
-
-def names_behind(url: str, index_names: list[str]) -> list[str]:
+def names_behind(url: str, index_names: list[str], session: Session) -> list[str]:
     """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
-    with short_downloader() as downloader:
-        if not url.startswith("http"):
-            return [name for name, _, _ in downloader.call("listing", url, True)]
-        return [*asked_stamps_of(url, index_names, downloader, needed=False)]
-
-
-def _gone(root: str, name: str) -> ShardError:
-    return ShardError(f"{root}/{name}: no such object on the server", reason=NOT_THERE)
+    return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]

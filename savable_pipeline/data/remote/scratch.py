@@ -14,44 +14,45 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from savable_pipeline.data.remote.cache_space import cache_bytes
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.errors import RemoteError
 
 # By process: one that was inherited in a fork answers its owner alone.
-_begun: dict[int, tuple[Path, Downloader]] = {}
+_begun: dict[int, Session] = {}
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[tuple[Path, Downloader]]:
-    """A new folder, removed with the block, and a process that downloads into it, which serves the next ones too."""
-    root, downloader = _running()
-    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as name:
+def scratch() -> Iterator[tuple[Path, Session]]:
+    """A new folder, removed with the block, and a session that downloads into it, by one process for all of them."""
+    session = job_session()
+    with tempfile.TemporaryDirectory(dir=session.cache, ignore_cleanup_errors=True) as name:
         try:
-            yield Path(name), downloader
+            yield Path(name), session
         finally:
             with contextlib.suppress(RemoteError):  # it may have died, or be gone already
-                downloader.call("forget", name)
+                session.call("forget", name)
 
 
-def shared_downloader() -> Downloader:
-    """The downloading process of the jobs of this process, for what needs one for a moment."""
-    return _running()[1]
+def job_session() -> Session:
+    """A session of the jobs of this process, for what needs one for a moment."""
+    found = _running()
+    return Session(found.cache, found.limit)
 
 
 def close_scratch() -> None:
     """End the downloading process that this process began for its jobs, and remove the folder."""
     begun = _begun.pop(os.getpid(), None)
     if begun is not None:
-        root, downloader = begun
-        downloader.close()
-        shutil.rmtree(root, ignore_errors=True)
+        begun.connected().close()
+        shutil.rmtree(begun.cache, ignore_errors=True)
 
 
-def _running() -> tuple[Path, Downloader]:
+def _running() -> Session:
     found = _begun.get(os.getpid())
-    if found is None or found[1].ended or not found[0].is_dir():
+    if found is None or not found.cache.is_dir():
         close_scratch()
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-        found = _begun[os.getpid()] = root, Downloader(root, cache_bytes(None, root))
+        found = _begun[os.getpid()] = Session(root, cache_bytes(None, root))
+        found.connected()
     return found

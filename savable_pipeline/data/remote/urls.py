@@ -10,16 +10,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES
 from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
-
-_listings: dict[tuple[str, str, int, str], bytes] = {}  # the one read last: it is asked for several times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +39,7 @@ class RemoteShards:
         return cls(root, names, np.full(len(names), -1, np.int64))
 
 
-def find_remote(
-    shards: Shards, downloader: Downloader, kind: ShardKind = TAR_FILES, *, stamps: bool = False
-) -> RemoteShards:
+def find_remote(shards: Shards, session: Session, kind: ShardKind = TAR_FILES, *, stamps: bool = False) -> RemoteShards:
     """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
 
     The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
@@ -51,11 +47,12 @@ def find_remote(
     if one is named twice.
     """
     specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
+    stamps = stamps or any(map(is_hub, specs))
     if kind.listing:
-        return _listed_behind(specs, downloader, kind)
+        return _listed_behind(specs, session, kind)
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
     if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
-        return _in_folder(root, downloader, kind, stamps)
+        return _in_folder(root, session, kind, stamps)
     urls: list[str] = []
     listed: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
@@ -64,12 +61,12 @@ def find_remote(
         if pattern is None and spec.endswith(kind.suffixes):
             urls.append(spec)
             continue
-        objects = _listed(folder, downloader, kind, stamps)
+        objects = _listed(folder, session, kind)
         if not objects:
             raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
         wanted = "**" if pattern is None else pattern
         matching = {
-            f"{folder}/{name}": (size, stamp)
+            f"{folder}/{name}": (size, stamp if stamps else "")
             for name, size, stamp in objects
             if _matches(name.split("/"), wanted.split("/"))
         }
@@ -85,41 +82,28 @@ def find_remote(
     return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
 
 
-def _in_folder(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) -> RemoteShards:
+def _in_folder(root: str, session: Session, kind: ShardKind, stamps: bool) -> RemoteShards:
     """All shards of a folder; of one of the Hub they are of one split."""
     _check_readable(root, kind)
-    found = _listed(root, downloader, kind, stamps)
-    if is_hub(root) and downloader.call("stat", root, f"{META}/{METADATA_FILES[2]}") is None:
+    found = _listed(root, session, kind)
+    if is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
         from savable_pipeline.data.remote.hub_splits import check_one_split  # here: it takes PyYAML
 
-        check_one_split(root, found.texts(), kind.suffixes[0], downloader)
-    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts())
+        check_one_split(root, found.texts(), kind.suffixes[0], session)
+    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
 
 
-def listing_behind(root: str, name: str, downloader: Downloader) -> bytes | None:
-    """A file below a URL that says what the others are; None if there is none."""
-    stat = downloader.call("stat", root, name)
-    if stat is None:
-        return None
-    place = root, name, *stat
-    if place not in _listings:
-        _listings.clear()
-        _listings[place] = downloader.call("part", root, name, stat[0], 0, stat[0])
-    return _listings[place]
-
-
-def _listed_behind(specs: list[str], downloader: Downloader, kind: ShardKind) -> RemoteShards:
+def _listed_behind(specs: list[str], session: Session, kind: ShardKind) -> RemoteShards:
     root = specs[0].rstrip("/")
-    listing = listing_behind(root, kind.listing, downloader) if len(specs) == 1 else None
+    if not root.startswith("http"):
+        session.listing(root)
+    listing = session.read(root, kind.listing) if len(specs) == 1 else None
     if listing is None:
         raise ShardError(f"{root}/{kind.listing}: not there; name the one folder that it lies in", reason=NOT_THERE)
     if root.startswith("http"):
-        names = {name for several in kind.names(root, listing) for name in several}
-        tickets = {name: downloader.submit("stat", root, name) for name in sorted(names)}
-        stats = {name: downloader.result(ticket) for name, ticket in tickets.items()}
-        there = {name: stat for name, stat in stats.items() if stat is not None}
+        there = session.stats(root, sorted({name for several in kind.names(root, listing) for name in several}))
     else:
-        there = {name: (size, stamp) for name, size, stamp in downloader.call("listing", root, True)}
+        there = {name: (size, stamp) for name, size, stamp in session.listing(root)}
     found = kind.names_in(root, listing, there.__contains__, False)
     sizes = np.array([there[name][0] for name in found], np.int64)
     return RemoteShards(root, found, sizes, [there[name][1] for name in found])
@@ -157,12 +141,11 @@ def _check_readable(spec: str, kind: ShardKind) -> None:
         raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
 
 
-def _listed(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) -> Listing:
+def _listed(root: str, session: Session, kind: ShardKind) -> Listing:
     """The shards below a folder; none on a web server, which cannot be listed."""
     if root.startswith("http"):
         return Listing.of([])
-    listed: Listing = downloader.call("listing", root, stamps)
-    found = listed.only(lambda name: _is_shard(name, kind))
+    found = session.listing(root).only(lambda name: _is_shard(name, kind))
     if not found:
         copied = f"; what else lies there is read from a copy: `{HubAddress.of(root).download}`" if is_hub(root) else ""
         raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix{copied}")

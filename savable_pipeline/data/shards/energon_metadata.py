@@ -27,12 +27,13 @@ from savable_pipeline.errors import ShardError
 
 META = ".nv-meta"
 INDEX_NAME = f"{META}/savable.index"  # our own index of tars lies there too
-METADATA_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
+COUNT_FILES = (".info.json", ".info.yaml")
+METADATA_FILES = (*COUNT_FILES, "split.yaml", "split.json", "dataset.yaml")
 FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside the part
 FieldMap: TypeAlias = dict[str, list[FieldPath]]  # by field name: alternatives, the first that a sample has is taken
 
 _CODE = ("sample_loader", "part_filter")  # settings of dataset.yaml that are code, or come with it
-_INFOS, _SPLITS, _FIELDS = METADATA_FILES[:2], METADATA_FILES[2:4], METADATA_FILES[4]
+_SPLITS, _FIELDS = METADATA_FILES[2:4], METADATA_FILES[4]
 _LIMIT = 1 << 28  # bytes of one of these files
 _LONGEST_PATTERN = 8192  # characters of an entry of a split
 _MOST_NAMES = 2_000_000  # that the entries of a split stand for
@@ -54,7 +55,7 @@ class Split:
 
 def read_counts(root: Path) -> dict[str, int] | None:
     """Samples of each shard from `.info.json` or `.info.yaml`; None without either. Raises `ShardError`."""
-    path = _first(root, "info_config", _INFOS)
+    path = _first(root, "info_config", COUNT_FILES)
     if path is None:
         return None
     counts = _convert(path, _load(path).get("shard_counts"), dict[str, int], "`shard_counts`, samples by shard")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.lookup import note_changed
 from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
@@ -57,13 +57,12 @@ class CachedBlocks(DownloadedFiles):
         indexed: IndexedBytes | None = None,
         *,
         all_used: bool = False,
-        downloader: Downloader | DownloadedFiles | None = None,
     ) -> None:
-        super().__init__(place, downloader)
+        super().__init__(place)
         self._indexed = indexed
         self._numbers = np.arange(len(self._cached.shards)) if indexed is None else indexed.numbers
         size = int(self._cached.shards.sizes[self._numbers].sum())
-        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
+        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
         self._noted: set[int] = set()  # that are not as they were indexed
         self._opened: set[int] = set()

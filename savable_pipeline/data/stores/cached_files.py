@@ -64,7 +64,7 @@ class CachedFiles(DownloadedFiles):
 
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
-        super().__init__(found.remote, found.downloader)
+        super().__init__(found.remote)
         self._url, self._found = self.place.url, found
         fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=fits)

@@ -1,10 +1,7 @@
-"""`DownloadedFiles`: shards behind a URL, brought into the node's cache by a process that is replaced when it dies."""
+"""`DownloadedFiles`: shards behind a URL, brought into the node's cache by the downloading process of a session."""
 
 from __future__ import annotations
 
-import logging
-import os
-import weakref
 from typing import Any
 
 import numpy as np
@@ -13,30 +10,23 @@ from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.shard_files import ShardFiles
-from savable_pipeline.errors import RemoteError
 
-log = logging.getLogger(__name__)
-
-_DEATHS = 3  # of the downloading process over one request, after which it fails
 _PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
 _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 
 
 class DownloadedFiles(ShardFiles):
-    """The base of files at a place in the cache. A `downloader` that is given is used as long as it lives, and stays
-    open; that of other files, which outlive these, is shared with them.
-    """
+    """The base of files at a place in the cache."""
 
     behind_url = True
 
-    def __init__(self, place: RemotePlace, downloader: Downloader | DownloadedFiles | None = None) -> None:
+    def __init__(self, place: RemotePlace) -> None:
         super().__init__()
-        self.place, self._cached, self._limit = place, place.cached, place.limit
-        self._shared = weakref.ref(downloader) if isinstance(downloader, DownloadedFiles) else None
-        self._downloader = self._given = downloader if isinstance(downloader, Downloader) else None
+        self.place, self._cached, self._limit = place, place.cached, place.session.limit
+        self._asked: Downloader | None = None  # the process that knows what was announced
 
     def _forget_announced(self) -> None:
-        """Called for each new downloader: it knows nothing of what was announced before."""
+        """Called for each new downloading process: it knows nothing of what was announced before."""
 
     def refs_ahead(self, mean_bytes: float) -> int:
         """The number of refs to announce ahead, of samples of this size."""
@@ -56,36 +46,16 @@ class DownloadedFiles(ShardFiles):
         return parts is None or not len(parts.all_absent())
 
     def _call(self, kind: str, *arguments: Any) -> Any:
-        """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
-        for deaths in range(1, _DEATHS + 1):
-            try:
-                return self.connected().call(kind, *arguments)
-            except RemoteError as error:
-                if not self._died():
-                    raise
-                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
-        return self.connected().call(kind, *arguments)
+        answer = self.place.session.call(kind, *arguments)
+        self._look_whom_was_asked()
+        return answer
 
     def _prefetch(self, urgency: Urgency, *request: Any) -> None:
-        """Sends a request that nobody waits for; if the downloader is gone, whoever waits will have another started."""
-        try:
-            self.connected().prefetch(urgency, *request)
-        except RemoteError:
-            if not self._died():
-                raise
+        self._look_whom_was_asked()
+        self.place.session.prefetch(urgency, *request)
 
-    def _died(self) -> bool:
-        return self._downloader is not None and self._downloader.ended
-
-    def connected(self) -> Downloader:
-        """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
-        if self._shared is not None:
-            files = self._shared()
-            assert files is not None, "they outlive these"
-            self._downloader = files.connected()
-        elif self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
-            if self._downloader is not None and self._downloader is not self._given:
-                self._downloader.close()
-            self._downloader = Downloader(self.place.folder, self._limit)
+    def _look_whom_was_asked(self) -> None:
+        found = self.place.session.connected()
+        if found is not self._asked:
+            self._asked = found
             self._forget_announced()
-        return self._downloader

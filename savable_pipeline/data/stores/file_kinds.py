@@ -12,7 +12,7 @@ from savable_pipeline.core.files import read_regular
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX, ShardKind
 
 if TYPE_CHECKING:
-    from savable_pipeline.data.remote.downloader import Downloader
+    from savable_pipeline.data.remote.session import Session
 
 INDEX = "index.json"
 OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
@@ -70,11 +70,9 @@ def kind_in(folder: Path) -> str:
         return ""
 
 
-def kind_behind(url: str, downloader: Downloader) -> str:
+def kind_behind(url: str, session: Session) -> str:
     """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
-    from savable_pipeline.data.remote.urls import listing_behind  # here: most files lie on a disk
-
-    index = listing_behind(url, INDEX, downloader)
+    index = session.read(url, INDEX)
     return "" if index is None else folder_kind(index)
 
 
@@ -86,12 +84,10 @@ def stored_in(folder: Path) -> str:
         return ""
 
 
-def stored_behind(url: str, downloader: Downloader) -> str:
+def stored_behind(url: str, session: Session) -> str:
     """The same of what lies below a URL. Raises `RemoteError`."""
-    from savable_pipeline.data.remote.urls import listing_behind
-
-    found = kind_behind(url, downloader)
-    info = None if found else listing_behind(url, LEROBOT_INFO, downloader)
+    found = kind_behind(url, session)
+    info = None if found else session.read(url, LEROBOT_INFO)
     return found if info is None else _kind_of_info(info)
 
 

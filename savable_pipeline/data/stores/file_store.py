@@ -38,7 +38,7 @@ class FileStore(RecordStore):
             return LocalFiles(found)
         from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # here: most files lie on a disk
 
-        return CachedBlocks(found.remote, found, all_used=self.all_used, downloader=found.downloader)
+        return CachedBlocks(found.remote, found, all_used=self.all_used)
 
     def verify(self, slot: int) -> None:
         """See `RecordStore.verify`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +13,20 @@ from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.indexing import check_faults, open_files
-from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it
+from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:
-    from savable_pipeline.data.remote.downloader import Downloader
     from savable_pipeline.data.remote.remote_files import RemotePlace
+    from savable_pipeline.data.remote.session import Session
 
 
 class IndexedFiles:
     """The files `names` of an index of this format, None: all. `root` has their metadata.
 
-    Those behind a URL are at `remote`; a `downloader` that is given reads them, if not one of their own. `tolerant`:
-    the samples before a damage are taken. Sample `i` is the `i`-th when they are read one after the other.
+    Those behind a URL are at `remote`. `tolerant`: the samples before a damage are taken. Sample `i` is the `i`-th when
+    they are read one after the other.
     """
 
     def __init__(
@@ -40,10 +39,9 @@ class IndexedFiles:
         remote: RemotePlace | None = None,
         *,
         tolerant: bool = False,
-        downloader: Downloader | None = None,
     ) -> None:
         self.form, self.index, self.index_path = form, index, index_path
-        self.root, self.remote, self.downloader, self.tolerant = root, remote, downloader, tolerant
+        self.root, self.remote, self.tolerant = root, remote, tolerant
         self.address = str(root) if remote is None else remote.url
         numbers = None if names is None else index.numbers(names)
         if numbers is None or np.array_equal(numbers, np.arange(len(index.shards))):
@@ -101,23 +99,20 @@ class IndexedFiles:
 def open_indexed(
     files: Shards,
     form: FileFormat,
+    session: Session | None,
     *,
     tolerant: bool = False,
     unlistable: Unlistable = raise_it,
-    cache: str | os.PathLike[str] | None = None,
-    cache_size: int | None = None,
 ) -> IndexedFiles:
-    """The files that a user names, indexed; those behind a URL are read through the folder `cache`, of so many bytes.
+    """The files that a user names, indexed; those behind a URL, which have a `session`, are read through its cache.
 
     Raises `ShardError`, also for damage unless `tolerant`, `RemoteError`.
     """
-    if not is_remote(files):
+    if session is None:
         found = open_files(files, form, tolerant=tolerant, unlistable=unlistable)
         return IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=tolerant)
-    from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder  # here: most files lie on a disk
-    from savable_pipeline.data.stores.remote_indexing import open_remote
+    from savable_pipeline.data.stores.remote_indexing import open_remote  # here: most files lie on a disk
 
-    folder = cache_folder(cache)
-    place, names = open_remote(files, form, folder, cache_bytes(cache_size, folder), tolerant=tolerant)
+    place, names = open_remote(files, form, session, tolerant=tolerant)
     check_faults(place.url, place.index, names, tolerant)
     return IndexedFiles(form, place.index, place.index_path, names, place.metadata, place, tolerant=tolerant)

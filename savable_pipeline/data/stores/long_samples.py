@@ -86,7 +86,7 @@ class LongSamples:
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
             place = replace(place, cached=held(folder))
-        return CachedBlocks(place, _OfTars(self._found), downloader=self._files)
+        return CachedBlocks(place, _OfTars(self._found))
 
     def _look(self, shard: int, row: int) -> None:
         """Raises `ShardError` unless the first header of a sample says what the index does."""

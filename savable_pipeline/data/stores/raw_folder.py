@@ -270,10 +270,22 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
             firsts.append(len(kept))
     rejected.sort(key=lambda reject: (reject.file, reject.key))
     names = ShardNames.of(file.name for file in kept)
-    sizes, times = (np.array(each, "<i8") for each in ([f.size for f in kept], [f.time_ns for f in kept]))
-    arrays = (np.asarray(names.ends, "<i8"), sizes, times, np.array(firsts, "<i8"))
-    columns = [memoryview(each).cast("B") if len(each) else memoryview(b"") for each in arrays]
-    return FolderTable(names.text, *columns, rejected, walk.hidden, merged, walk.folders, began)
+    ends, sizes, times, starts = (
+        np.asarray(each, "<i8").tobytes()
+        for each in (names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts)
+    )
+    return FolderTable(
+        names=names.text,
+        ends=memoryview(ends),
+        sizes=memoryview(sizes),
+        times=memoryview(times),
+        firsts=memoryview(starts),
+        rejected=rejected,
+        hidden=walk.hidden,
+        merged=merged,
+        folders=walk.folders,
+        began_ns=began,
+    )
 
 
 def _merged(samples: dict[str, list[str]]) -> Merged | None:

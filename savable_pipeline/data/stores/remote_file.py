@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from savable_pipeline.data.remote.remote_files import place_of_object
-from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.remote.scratch import job_session
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
 
@@ -14,7 +14,7 @@ _AHEAD = 64 << 20  # bytes that are announced ahead
 
 def open_object(url: str) -> tuple[CachedBytes, str]:
     """An object of any kind, and its stamp, which changes when it is replaced. Raises `ShardError`, `RemoteError`."""
-    place, found = place_of_object(url, shared_downloader())
+    place, found = place_of_object(url, job_session())
     return CachedBytes(CachedBlocks(place, all_used=True), 0), found
 
 

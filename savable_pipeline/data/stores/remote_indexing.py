@@ -19,8 +19,6 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.index_parts import open_parts
 from savable_pipeline.data.remote.lookup import (
     Version,
@@ -33,6 +31,7 @@ from savable_pipeline.data.remote.lookup import (
     pointed_version,
 )
 from savable_pipeline.data.remote.remote_files import RemotePlace, asked, hash_of, held
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -51,8 +50,7 @@ log = logging.getLogger(__name__)
 def open_remote(
     files: Shards,
     form: FileFormat,
-    cache: Path,
-    limit: int,
+    session: Session,
     *,
     tolerant: bool,
     anew: bool = False,
@@ -66,15 +64,12 @@ def open_remote(
     read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
     damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
-    with (
-        contextlib.closing(Downloader(cache, limit)) as downloader,
-        looked_up(files, form, cache, downloader) as (found, folder, own),
-    ):
+    with looked_up(files, form, session, counts=anew) as (found, folder, own):
         all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
-        if all_below and form.splits and downloader.call("stat", found.root, form.splits) is not None:
+        if all_below and form.splits and session.stat(found.root, form.splits) is not None:
             raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
         if anew:
-            found = replace(found, sizes=asked(found, downloader, range(len(found.names))).sizes)
+            found = replace(found, sizes=asked(found, session, range(len(found.names))).sizes)
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
@@ -85,14 +80,17 @@ def open_remote(
         if own is not None and _knows(own.index, found, tolerant, ever, sizes=not stays):
             cached = held(own.folder)
         else:
-            making = _Making(form, folder, limit, downloader, tolerant, anew, changed, ever, engine, progress)
+            making = _Making(form, folder, session, tolerant, anew, changed, ever, engine, progress)
             found, cached = making.index_of(files, found, own)
-        return RemotePlace(found.root, cached, cache, limit), found.names
+        session.call("forget", str(cached.folder))  # another opening of it has perhaps left what was replaced since
+        session.forget()
+        return RemotePlace(found.root, cached, session), found.names
 
 
 def index_remote(
     files: Shards,
     form: FileFormat,
+    session: Session,
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
@@ -100,9 +98,7 @@ def index_remote(
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    cache = cache_folder(None)
-    limit = cache_bytes(None, cache)
-    place, names = open_remote(files, form, cache, limit, tolerant=True, anew=True, engine=engine, progress=progress)
+    place, names = open_remote(files, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
     shards, wanted = place.index.shards, set(names)
     return place.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
 
@@ -154,8 +150,7 @@ class _Making:
 
     form: FileFormat
     folder: Path
-    limit: int
-    downloader: Downloader
+    session: Session
     tolerant: bool
     anew: bool
     changed: set[str]
@@ -174,7 +169,7 @@ class _Making:
         if not self.form.whole:
             known = () if own is None else set(own.index.shards.names)
             unknown = [number for number, name in enumerate(found.names) if name not in known]
-            found = asked(found, self.downloader, unknown, self.form)
+            found = asked(found, self.session, unknown, self.form)
         stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, self.changed):
@@ -199,14 +194,14 @@ class _Making:
     def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
         if base is None:  # perhaps fewer files were indexed, to which others were added since
-            found = asked(found, self.downloader, range(len(found.names)))
+            found = asked(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
         known = {} if base is None else self._known(base, found, self.ever if base is own else self.changed)
         left = [number for number in range(len(found.names)) if number not in known]
-        found = asked(found, self.downloader, left)
+        found = asked(found, self.session, left)
         if base is not None:
             found.sizes[[*known]] = base.index.shards.sizes[[*known.values()]]
-        scans = scans_of(found, self.form, self.folder, self.limit, self.downloader)
+        scans = scans_of(found, self.form, self.folder, self.session)
         scans.aside.mkdir(parents=True, exist_ok=True)
         fresh = self.folder / "downloaded.index"
         with ScannedTables(scans.aside / "index") as scanned:
@@ -230,13 +225,13 @@ class _Making:
         if parts is not None and known:
             create_flags(base.folder)
             absent = parts.absent(np.array([*known.values()], dtype=np.int64))
-            self.downloader.call("index_rows", found.root, str(base.folder), absent.tolist())
+            self.session.call("index_rows", found.root, str(base.folder), absent.tolist())
         return {number: there for number, there in known.items() if base.index.is_whole(there)}
 
     def _scan(self, scans: RemoteScans, found: RemoteShards, left: list[int], scanned: ScannedTables) -> None:
         """Adds the tables of these files to those that an interrupted call has left."""
         form, size = self.form, int(found.sizes[left].sum())
-        fits = self.engine is None and size <= self.limit
+        fits = self.engine is None and size <= self.session.limit
         to_scan = {found.names[n]: n for n in left if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
         if form.whole:
             log.warning(

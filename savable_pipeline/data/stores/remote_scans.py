@@ -23,10 +23,9 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.remote.cache_space import cache_bytes
-from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_files import RemotePlace, held, unread_version
 from savable_pipeline.data.remote.scratch import scratch
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -62,16 +61,16 @@ class RemoteScans(ABC):
 class WholeScans(RemoteScans):
     """Files that are downloaded whole to be scanned: NAME, and the server's version as NAME.pin, below `aside`."""
 
-    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, downloader: Downloader) -> None:
+    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
         self.aside = folder / "scan"
-        self._found, self._form, self._downloader = found, form, downloader
+        self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
         """See `RemoteScans.scan`."""
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if not self.pin(number) or not path.exists() or path.stat().st_size != size:
             self._path(number, ".pin").unlink(missing_ok=True)
-            self.pin(number, self._downloader.call("whole", self._found.root, name, size, str(path)))
+            self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
         return self._form.scan(self.aside, name)
 
     def drop(self, number: int) -> None:
@@ -115,14 +114,14 @@ class WholeScans(RemoteScans):
 class PartScans(RemoteScans):
     """Files that are read through the cache: of a version without an index, which becomes that of the index."""
 
-    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, limit: int, downloader: Downloader) -> None:
+    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
-        self._place = RemotePlace(found.root, self._cached, folder.parent, limit)
-        self._form, self._downloader, self.aside = form, downloader, self._cached.folder
+        self._place = RemotePlace(found.root, self._cached, session)
+        self._form, self.aside = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
         """See `RemoteScans.scan`."""
-        files = CachedBlocks(self._place, downloader=self._downloader)  # of this thread
+        files = CachedBlocks(self._place)  # of this thread
         return self._form.read(CachedBytes(files, number), self._cached.shards.names[number])
 
     def drop(self, number: int) -> None:
@@ -154,11 +153,11 @@ def _with_index(version: Path, fresh: Path) -> ShardCache:
     return held(version)
 
 
-def scans_of(found: RemoteShards, form: FileFormat, folder: Path, limit: int, downloader: Downloader) -> RemoteScans:
+def scans_of(found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> RemoteScans:
     """What scans these files, in the `folder` of their dataset in a cache of `limit` bytes."""
     if form.whole:
-        return WholeScans(found, form, folder, downloader)
-    return PartScans(found, form, folder, limit, downloader)
+        return WholeScans(found, form, folder, session)
+    return PartScans(found, form, folder, session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +173,9 @@ class RemoteScan:
 
 def scan_there(file: RemoteScan) -> tuple[ShardTable, str]:
     """The table of a file, and the server's version of it. Raises `ShardError` if it has another size by now."""
-    with scratch() as (folder, downloader):
+    with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
-        scans = scans_of(found, file.form, folder / "dataset", cache_bytes(None, folder), downloader)
+        scans = scans_of(found, file.form, folder / "dataset", session)
         return scans.scan(0), scans.pin(0)
 
 

@@ -74,7 +74,7 @@ class TableStore(FileStore):
     ) -> None:
         super().__init__(found)
         self.key_column, self._allow_outside = key, allow_outside
-        self._files_from = files_from and os.path.realpath(files_from)
+        self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
         self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
         self._roots: dict[int, str] = {}
         self._begins: dict[int, memoryview] = {}  # by shard

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.dataset.store_kinds import STORES
@@ -70,8 +69,8 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     fields = saved.fields
     reader = _reader_of(ledger, source, fields)
     settings = {name.rpartition(".")[2]: value for name, value in fields.items() if name.rpartition(".")[0] == reader}
-    files = at_commit(data or source.files or source.address, commits_of(saved.addresses))
-    dataset = _opened(reader.rpartition("/")[2], files, settings)
+    files = data or source.files or source.address
+    dataset = _opened(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
     if not begin_with(dataset.entries, settings["shards"]):
         raise SavableError(
             f"{files}: these are not the samples that the run read, so that it is not known which were given: "
@@ -102,14 +101,16 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
     )
 
 
-def _opened(reader: str, files: Shards, settings: dict[str, Any]) -> Dataset:
+def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
     kind = _KINDS[reader]
     known = {
         name: settings.get(name)
         for name in ("key", "ranges", "length", "stride", "dtype", "key_end", "classes")
         if name in STORES[kind].settings
     }
-    return dataset_of(lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, **known))
+    return dataset_of(
+        lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, pinned=pinned, **known)
+    )
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:

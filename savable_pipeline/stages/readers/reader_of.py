@@ -9,13 +9,12 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.hub_commits import at_commit
-from savable_pipeline.data.dataset.kinds import kind_of
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
 from savable_pipeline.stages.readers.raw_readers import CsvReader, FolderReader, JsonReader
 from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.reader_settings import source_at
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
 from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
 
@@ -46,6 +45,8 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
         return RecordReader(path, lane, **_checked("a store", RecordReader, options))
     names, kind = as_names(path), kind_at(path, lane)
     reader: Any = _READERS[kind]
+    if not options.keys() & {"cache", "cache_bytes"}:  # the listing that told the kind is used to open them
+        lane.shared(("source", names, "parquet" if kind == "lerobot" else kind), lambda: source_at(names, "", lane, {}))
     made: RecordReader = reader(names, lane, **_checked(f"{names}: {kind} files", reader, options))
     return made
 
@@ -53,7 +54,7 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
 def kind_at(path: Shards, lane: Lane) -> str:
     """The kind of the files at `path`, which is looked up once a process."""
     names = as_names(path)
-    return lane.shared(("kind", names), lambda: kind_of(at_commit(names, lane.pinned)))
+    return source_at(names, "", lane, {}).kind.name
 
 
 def _checked(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -13,7 +13,8 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.hub_commits import at_commit
-from savable_pipeline.data.dataset.kinds import dataset_of, open_store
+from savable_pipeline.data.dataset.kinds import dataset_of, open_source
+from savable_pipeline.data.dataset.source import Source, recognize
 from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.file_kinds import RangeColumns
@@ -76,8 +77,13 @@ class ReaderData:
     ) -> ReaderData:
         """The data of files of a kind, whose store has these settings; of the Hub at the commit that the run pins."""
 
+        cache = {name: settings.pop(name, None) for name in ("cache", "cache_size")}
+
         def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-            return open_store(kind, at_commit(files, lane.pinned), tolerant, unlistable, **settings)
+            source = source_at(files, kind, lane, {name: each for name, each in cache.items() if each is not None})
+            if source.session is not None:  # the run may have another commit of the Hub pinned since
+                source = replace(source, files=at_commit(files, lane.pinned, source.session))
+            return open_source(source, tolerant, unlistable, **settings)
 
         return cls(kind, files, partial(dataset_of, opened), options)
 
@@ -86,6 +92,12 @@ class ReaderData:
         """The data of a store that is open."""
         pinned_as = f"store {store.address} {_number_of(store, lane)}"
         return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
+
+
+def source_at(files: str | tuple[str, ...], kind: str, lane: Lane, cache: dict[str, Any]) -> Source:
+    """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
+    known = "source", files, kind, *cache.items()
+    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.pinned, **cache))
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:

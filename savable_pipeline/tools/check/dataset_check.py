@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.wording import counted, listed
-from savable_pipeline.data.dataset.hub_commits import at_commit
-from savable_pipeline.data.dataset.kinds import format_of, named_files
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
@@ -111,15 +110,15 @@ def check(
 
 
 def _find(shards: Shards) -> _Dataset:
-    shards = at_commit(shards)
-    form = format_of(shards)
-    if is_remote(shards):
-        found, metadata, indexed = look_up(shards, form)
-        whole = isinstance(shards, str) and shards.rstrip("/") == found.root
+    source = recognize(shards)
+    form = source.kind.form
+    if source.session is not None:
+        found, metadata, indexed = look_up(source.files, form, source.session)
+        whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
         return _Dataset(found.root, list(found.names), whole, metadata, indexed)
     problems: list[Problem] = []
     root, names = find_shards(
-        named_files(shards),
+        source.read,
         form.kind,
         missing_too=True,
         unlistable=lambda error: problems.append(Problem(error.reason, str(error))),

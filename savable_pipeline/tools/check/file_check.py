@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -15,11 +14,11 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.image_doubts import ALPHA, DEEP, TURNED, image_doubts
-from savable_pipeline.data.dataset.kinds import format_of_file, seen
+from savable_pipeline.data.dataset.kinds import seen
+from savable_pipeline.data.dataset.source import format_of_file
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.media_check import media_fault
-from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import Links, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
@@ -166,15 +165,14 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
 def check_remote_file(url: str, folder: Path, name: str, share: float = 1.0) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
     beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
-    cache = cache_folder(None)
+    session = Session.of()
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # what lies beside it lies beside those of others too
         own = Path(aside)
         try:
-            with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
-                for each in [name, *sorted(beside)]:
-                    stat = downloader.call("stat", url, each, each == name)
-                    if stat is not None:
-                        downloader.call("whole", url, each, stat[0], str(own / each))
+            names = [name, *sorted(beside)]
+            for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
+                if stat is not None:
+                    session.call("whole", url, each, stat[0], str(own / each))
             return check_file(own, name, share)
         except SavableError as error:
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])

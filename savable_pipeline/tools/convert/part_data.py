@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -67,7 +66,7 @@ def file_data(path: Path, extension: str, size: int) -> PartData:
     """A file of this size as a part. Raises `SavableError` if it has another, OSError."""
     with path.open("rb", buffering=0) as file:
         if is_long(extension, size) and os.fstat(file.fileno()).st_size == size:
-            return LongPart(partial(path.open, "rb"), 0, size, str(path))
+            return LongPart(lambda: path.open("rb"), 0, size, str(path))
         data = file.read()
     if len(data) != size:
         raise changed(path, f"expected {size} bytes, found {len(data)}")

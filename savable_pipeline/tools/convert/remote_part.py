@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.remote.cache_space import cache_bytes
-from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, held, stamps_of
 from savable_pipeline.data.remote.scratch import scratch
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
@@ -108,21 +107,21 @@ def close_part() -> None:
     _open = None
 
 
-def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Dataset:
+def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
     from savable_pipeline.data.dataset.kinds import seen
     from savable_pipeline.data.dataset.store_kinds import STORES
     from savable_pipeline.data.stores.indexed_files import IndexedFiles
 
-    found = stamps_of(reader.url, [file.name for file in reader.files], downloader)
+    found = stamps_of(reader.url, [file.name for file in reader.files], session)
     for file in reader.files:
         check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
     kind, version = STORES[reader.form], folder / "version"
     form = kind.form
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
     write_index(version / "index", tables, form.name)
-    place = RemotePlace(reader.url, held(version), folder, cache_bytes(None, folder))
-    files = IndexedFiles(form, place.index, place.index_path, None, folder, place, downloader=downloader)
+    place = RemotePlace(reader.url, held(version), session)
+    files = IndexedFiles(form, place.index, place.index_path, None, folder, place)
     given = dict(reader.settings)
     unpacked_bytes = given.get("unpacked_bytes", UNPACKED_BYTES)
     known = {name: value for name, value in given.items() if name in kind.settings}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[F
 def _members(tar: Path, fd: int, extent: Extent) -> Parts:
     members = zip(extent.extensions, extent.members, strict=True)
     return {
-        extension: LongPart(partial(tar.open, "rb"), member.payload, member.size, str(tar))
+        extension: LongPart(lambda: tar.open("rb"), member.payload, member.size, str(tar))
         if is_long(extension, member.size)
         else os.pread(fd, member.size, member.payload)
         for extension, member in members

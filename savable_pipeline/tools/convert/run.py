@@ -223,8 +223,8 @@ def _refuse_other_shards(target: Target) -> None:
 
 def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:
     folder, reader, bucket = target.folder, plan.input.reader, target.bucket
-    for name in RECORDS.values() if engine is not None and bucket is not None else ():
-        if (folder / name).exists():
+    for name in RECORDS.values():
+        if engine is not None and bucket is not None and (folder / name).exists():
             bucket.upload(name, folder / name)
             reader = records_behind(f"{bucket.url}/{name}", reader)
     jobs = [

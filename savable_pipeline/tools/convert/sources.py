@@ -30,7 +30,7 @@ from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.remote.remote_files import names_behind
-from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.remote.scratch import job_session
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import is_remote
@@ -80,7 +80,7 @@ def recognize(path: Path | str, kind: str | None = None) -> Source:
     if kind is not None and kind not in WORDS:
         raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
     if isinstance(path, str) and is_remote(path):
-        path = str(at_commit(path))
+        path = str(at_commit(path, {}, job_session()))
         return Source(path, _behind_url(path, kind))
     path = Path(path)
     if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
@@ -118,8 +118,9 @@ def _below_url(url: str) -> str:
     if any(c in url for c in _PATTERN):
         return _of_file(expand_braces(url)[0])
     marks = FolderMarks()
-    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES])
-    form = kind_behind(url.rstrip("/"), shared_downloader()) if INDEX in names else ""
+    session = job_session()
+    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES], session)
+    form = kind_behind(url.rstrip("/"), session) if INDEX in names else ""
     if form:
         return _of_index(url, form)
     indexed = [kind for name, kind in _INDEXES.items() if name in names]
@@ -132,9 +133,7 @@ def _below_url(url: str) -> str:
             f"{url.rstrip('/')}/{{000..099}}.tar"
         )
     folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
-    _refuse_several(
-        url, [folder for folder in folders if kind_behind(f"{url.rstrip('/')}/{folder}", shared_downloader())]
-    )
+    _refuse_several(url, [folder for folder in folders if kind_behind(f"{url.rstrip('/')}/{folder}", session)])
     found = _of_names(url, marks)
     if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
         raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")

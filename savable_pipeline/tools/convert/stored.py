@@ -19,7 +19,7 @@ import numpy as np
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.remote_files import check_stamp, place_of_object, stamps_of
-from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.remote.scratch import job_session
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.paths import ALL
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -66,7 +66,7 @@ class StoreReader:
         """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
         if not self.stamps:
             return self
-        from savable_pipeline.data.dataset.kinds import format_of
+        from savable_pipeline.data.dataset.source import recognize
 
         dataset = self.dataset()
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
@@ -80,7 +80,7 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, self.kind or format_of(self.path).name, tuple(files), self.settings)
+        return PartReader(dataset.address, self.kind or recognize(self.path).kind.name, tuple(files), self.settings)
 
     def read(self, sample: Files) -> dict[str, PartData]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
@@ -91,7 +91,7 @@ class StoreReader:
         shard, row = int(shards[0]), int(rows[0])
         file, size = Path(dataset.address, dataset.entries[shard].name), dataset.entries[shard].size
         self._check(str(file), size)  # before, since a map of a file that was cut ends the process
-        parts = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+        parts: dict[str, PartData] = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
         self._check(str(file), size)
         return parts
 
@@ -162,7 +162,7 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
     form, root, remote = STORES[kind].form, Path(path), None
     name = ALL if kind.startswith("folder") else root.name
     if "://" in path:
-        remote, _ = place_of_object(path, shared_downloader())
+        remote, _ = place_of_object(path, job_session())
         here = _stamp(path)
         check_stamp(path, stamp or here, here)
     with tempfile.TemporaryDirectory() as aside:
@@ -175,17 +175,14 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
                 else form.read(CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
             )
             write_index(index, [table], form.name)
-        root = (Path(path) if name == ALL else Path(path).parent) if remote is None else remote.folder
-        downloader = None if remote is None else shared_downloader()
-        found = IndexedFiles(
-            form, form.index_at(index), index, None, root, remote, tolerant=True, downloader=downloader
-        )
+        root = (Path(path) if name == ALL else Path(path).parent) if remote is None else remote.metadata
+        found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
         return STORES[kind].store(found, **dict(settings))
 
 
 def _stamp(url: str) -> str:
     root, _, name = url.rpartition("/")
-    return stamps_of(root, [name], shared_downloader())[name][1]
+    return stamps_of(root, [name], job_session())[name][1]
 
 
 def _digest(entries: Iterable[ShardEntry]) -> str:
@@ -203,7 +200,8 @@ def raw_input(path: Path | str, kind: str, settings: Settings, work: Path) -> tu
     close_stores()
     index = work / f"source.{kind}{INDEX}"
     index.unlink(missing_ok=True)
-    place, stamps, newest_ns = str(path), (), 0
+    place, newest_ns = str(path), 0
+    stamps: tuple[str, ...] = ()
     if isinstance(path, Path):
         place = str(path.resolve())
         newest_ns = path.stat().st_mtime_ns if path.is_file() else 0  # before it is read
@@ -295,7 +293,7 @@ def _newest_ns(dataset: Dataset, path: Path | str) -> int:
 
 def _stamps(url: str, entries: Iterable[ShardEntry]) -> tuple[str, ...]:
     names = [entry.name for entry in entries]
-    found = stamps_of(url, names, shared_downloader())
+    found = stamps_of(url, names, job_session())
     return tuple(found[name][1] for name in names)
 
 

@@ -98,7 +98,7 @@ def _numbers(dataset: Dataset) -> dict[str, Any]:
 def _splits(dataset: Dataset) -> dict[str, str]:
     """The number of samples of each split, in words; or the fault of the file of splits."""
     try:
-        return {name: f"{count:,} samples" for name, count in split_counts(dataset.root, dataset.entries).items()}
+        return {name: f"{count:,} samples" for name, count in split_counts(dataset).items()}
     except ShardError as error:
         return {"not readable": first_line(error)}
 

@@ -148,7 +148,7 @@ def test_more_shards_than_handles_are_read_and_closed(make_shards: Any, few_hand
         assert open_files() <= few_handles + 3 + 1  # and the index
     del dataset, samples
     gc.collect()
-    assert open_files() == few_handles
+    assert open_files() <= few_handles
 
 
 def test_an_error_at_opening_leaves_no_file_open(shards: Path, few_handles: int) -> None:

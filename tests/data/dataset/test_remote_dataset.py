@@ -27,6 +27,7 @@ from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores import cached_files
@@ -104,12 +105,12 @@ def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> 
     child = os.fork()
     if not child:
         right = b'"id": 19' in dataset.read(0, 19, "json")
-        os.write(tell, f"{right} {files_of(dataset).connected().pid}".encode())
+        os.write(tell, f"{right} {files_of(dataset).place.session.connected().pid}".encode())
         os._exit(0)
     right, downloader = os.read(told, 100).split()
     os.waitpid(child, 0)
     assert right == b"True"
-    assert int(downloader) != files_of(dataset).connected().pid
+    assert int(downloader) != files_of(dataset).place.session.connected().pid
     assert b'"id": 18' in dataset.read(0, 18, "json")
 
 
@@ -404,7 +405,7 @@ def test_a_downloader_that_is_killed_is_replaced(
         got = batches(loader, 3)
         for _ in range(4):
             dataset = next(one for one in loader._run.local._shared.values() if isinstance(one, Dataset))
-            child = files_of(dataset).connected()._child.process
+            child = files_of(dataset).place.session.connected()._child.process
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
             got += batches(loader, 3)
@@ -420,7 +421,7 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
         self.ended = True
         raise RemoteError("the process that downloads remote shards ended with code -9")
 
-    monkeypatch.setattr(Downloader, "call", death)
+    monkeypatch.setattr(Downloader, "submit", death)
     with pytest.raises(RemoteError, match="ended with code -9"):
         dataset.open_samples(all_refs(dataset)[:1])[0].json()
     assert "ended with code -9: replaced, 3 of 3" in caplog.text
@@ -587,7 +588,8 @@ def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexe
     before = open_any(f"{server.url}/shards/")
     (sample,) = before.open_samples(all_refs(before)[:1])
     assert first_ids(before)[0] == 0  # all are here: what is being written is not evicted
-    files_of(before).connected()._child.kill()  # it may fetch ahead once more, and tell of the other version
+    # It may fetch ahead once more, and tell of the other version.
+    files_of(before).place.session.connected()._child.kill()
     rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
     evict(before, 0)
     other = open_any(f"{server.url}/shards/")
@@ -646,7 +648,7 @@ def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
         with pytest.raises(sp.ShardError, match=r"bytes, but \d+ when it was indexed"):
             first_ids(dataset)
     else:
-        assert index_remote(url, TARS)[1] == []
+        assert index_remote(url, TARS, Session.of())[1] == []
     assert open_any(url).count == sum(SIZES) + 40
     assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 

@@ -16,7 +16,8 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.remote import index_parts
+from savable_pipeline.data.remote import index_parts, lookup
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
@@ -63,8 +64,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def served_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """A server of this folder, of which every index is fetched by the part."""
     monkeypatch.setattr(index_parts, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(index_parts, "_FIRST", 100)
-    monkeypatch.setattr(index_parts, "_PIECE", 1000)
+    monkeypatch.setattr(lookup, "_FIRST", 100)
+    monkeypatch.setattr(lookup, "PIECE", 1000)
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**7))  # few refs are announced ahead
     monkeypatch.setenv("SAVABLE_RETRY_S", "1")
@@ -238,10 +239,10 @@ def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_li
     entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
     index = tmp_path / "many" / form.index_name
     write_index(index, (ShardTable(entry, places) for entry in entries), form.name)
-    monkeypatch.setattr(index_parts, "_PIECE", 8 << 20)
+    monkeypatch.setattr(lookup, "PIECE", 8 << 20)
     tracemalloc.start()
     try:
-        store = JsonlStore(open_indexed(f"{parts_server.url}/many/", form))
+        store = JsonlStore(open_indexed(f"{parts_server.url}/many/", form, Session.of()))
         requests, sent, most = parts_server.requests, parts_server.sent(".index"), tracemalloc.get_traced_memory()[1]
         assert store.offset(77_777, 3) == 750
     finally:

@@ -27,15 +27,15 @@ def test_objects_come_in_the_order_of_their_names_with_sizes_and_stamps() -> Non
     assert list(listing) == OBJECTS
     assert len(listing) == len(OBJECTS)
     assert listing == Listing.of(OBJECTS)
-    assert list(listing.without_stamps()) == [(name, size, "") for name, size, _ in OBJECTS]
     assert list(Listing.of([])) == []
+    assert [listing.find(name) for name, _, _ in OBJECTS] == [(size, stamp) for _, size, stamp in OBJECTS]
+    assert [listing.find(name) for name in ("", "a", "a.tar2", "zz")] == [None] * 4
 
 
 def test_those_to_keep_are_kept_with_their_sizes_and_stamps() -> None:
     listing = Listing.of(OBJECTS)
     assert listing.only(lambda name: True) is listing
     assert list(listing.only(lambda name: "b" in name)) == [OBJECTS[0], OBJECTS[2]]
-    assert not listing.without_stamps().only(lambda name: "/" in name).stamps
 
 
 def test_a_name_with_a_zero_byte_is_an_error() -> None:
@@ -58,9 +58,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
 
 def test_a_bucket_is_listed_page_by_page(server: ToyServer, tmp_path: Path) -> None:
     files = {file.relative_to(tmp_path / "bucket").as_posix() for file in (tmp_path / "bucket").rglob("*.tar")}
-    names = [name for first in range(0, 25, 4) for name, _ in server.page("bucket", "", first)[0]]
+    names = [name for first in range(0, 25, 4) for name, _, _ in server.page("bucket", "", first)[0]]
     assert sorted(names) == sorted(files) != names
-    assert [name for name, _, _ in ObjectStore(1.0).listing("s3://bucket")] == sorted(files)
+    store = ObjectStore(1.0)
+    listed = store.listing("s3://bucket")
+    assert [name for name, _, _ in listed] == sorted(files)
+    assert [store.stat("s3://bucket", name) for name, _, _ in listed] == [each[1:] for each in listed]
     assert open_any("s3://bucket").manifest() == open_any(str(tmp_path / "bucket")).manifest()
 
 

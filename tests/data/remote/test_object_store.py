@@ -45,7 +45,7 @@ def server(clock: Clock, monkeypatch: pytest.MonkeyPatch, up_at: float) -> Objec
 
 
 def test_a_server_that_is_down_for_thirty_seconds_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == Listing.of([("a.tar", 5, "x 1")])
+    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == Listing.of([("a.tar", 5, '"x"')])
     assert 30 <= clock.now < 50
 
 

@@ -11,9 +11,11 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.dataset.kinds import format_of, open_any
+from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.remote.scratch import close_scratch
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.data.stores.remote_scans import RemoteScan, scan_there
@@ -45,9 +47,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
         told = list[tuple[int, int]]()
-        form = format_of(url)
+        form = recognize(url).kind.form
         note = lambda done, total: told.append((done, total))  # noqa: E731
-        place, faults = index_remote(url, form, note, engine)
+        place, faults = index_remote(url, form, Session.of(), note, engine)
         assert told[0][0] <= told[-1][0] == told[-1][1]
         return place.read_bytes(), faults
 

@@ -15,6 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.urls import find_remote
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -26,18 +27,17 @@ from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
 
-class FakeDownloader:
-    """Knows one bucket."""
+class OneBucket:
+    """A session that knows one bucket."""
 
-    def call(self, kind: str, root: str, stamps: bool) -> Listing:
-        assert (kind, root) in [("listing", "s3://b/p"), ("listing", "s3://b/p/x")]
+    def listing(self, root: str) -> Listing:
+        assert root in ("s3://b/p", "s3://b/p/x")
         names = ["a.tar", "x/b.tar", "x/b.tar.idx", ".nv-meta/c.tar", ".hidden.tar", "d.txt"]
-        found = Listing.of((name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names)
-        return found if stamps else found.without_stamps()
+        return Listing.of((name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names)
 
 
 def found(shards: Any, stamps: bool = False) -> tuple[str, list[str], list[int], list[str]]:
-    there = find_remote(shards, FakeDownloader(), stamps=stamps)  # type: ignore[arg-type]
+    there = find_remote(shards, OneBucket(), stamps=stamps)  # type: ignore[arg-type]
     return there.root, list(there.names), there.sizes.tolist(), list(there.stamps)
 
 
@@ -184,12 +184,14 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
 
     monkeypatch.setattr(FileFormat, "scan", killed_at_the_last)
     with pytest.raises(KeyboardInterrupt):
-        open_remote(url, TARS, tmp_path / "cache", 5000, tolerant=False)
+        open_remote(url, TARS, Session(tmp_path / "cache", 5000), tolerant=False)
     monkeypatch.setattr(FileFormat, "scan", scan)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
     assert {path.name for path in scanned.iterdir() if path.suffix != ".pin"} == {"0002.tar", "index.scanned"}
     sent = server.sent()
-    open_remote(url, TARS, tmp_path / "cache", 5000, tolerant=False, progress=lambda *numbers: told.append(numbers))
+    open_remote(
+        url, TARS, Session(tmp_path / "cache", 5000), tolerant=False, progress=lambda *numbers: told.append(numbers)
+    )
     assert server.sent() == sent
     assert told == [(2, 3), (3, 3)]
     assert not scanned.exists()

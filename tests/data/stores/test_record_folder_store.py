@@ -16,7 +16,8 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import kind_of, open_any, open_store
+from savable_pipeline.data.dataset.kinds import open_any, open_store
+from savable_pipeline.data.dataset.source import kind_of
 from savable_pipeline.data.stores import pins
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from savable_pipeline.core.job_engine import J, R
-from savable_pipeline.data.dataset.kinds import format_of
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.scan import TARS
@@ -170,7 +170,7 @@ def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatc
 def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"n": 1}, {"n": 2})
     write_lines(tmp_path / "b.jsonl", {"n": 3})
-    form, engine = format_of(str(tmp_path)), ToyEngine(tmp_path / "elsewhere")
+    form, engine = recognize(str(tmp_path)).kind.form, ToyEngine(tmp_path / "elsewhere")
     assert form is not None
     place, faults = index_files(str(tmp_path), form, each=each_shard_by(engine))
     far = place.read_bytes()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores.remote_indexing import index_remote
@@ -207,7 +208,7 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_and_a_no
     python, killed = [sys.executable, "-m", "savable_pipeline.tools.cli.main"], set[str]()
     with bucket_of(tmp_path / "data", monkeypatch), ray_cluster(2, monkeypatch) as cluster:  # it knows the bucket
         kept, lost = cluster.nodes
-        index_remote("s3://data/some/where/tars/", TARS)
+        index_remote("s3://data/some/where/tars/", TARS, Session.of())
         local = {path.name: path.read_bytes() for path in (tmp_path / "cache").rglob("index")}
         shutil.rmtree(tmp_path / "cache")
         command = [*python, "index", "s3://data/some/where/tars/", "--engine", "ray"]

@@ -1,0 +1,134 @@
+"""`Session`: the questions of one opening to servers, each asked once, by the one downloading process of a cache.
+
+listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
+stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
+read("s3://b/p", "index.json")   its bytes, by one request
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE
+from savable_pipeline.errors import RemoteError, ShardError
+
+log = logging.getLogger(__name__)
+
+_DEATHS = 3  # of the downloading process over one request, after which it fails
+_running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
+
+
+class Session:
+    """Asks servers by the downloading process that this process has for a cache folder of at most `limit` bytes.
+
+    The process is shared by all sessions of the cache, replaced if it dies, and ends with the last session that has
+    used it. In a fork a session starts one of its own.
+    """
+
+    def __init__(self, cache: Path, limit: int) -> None:
+        self.cache, self.limit = cache, limit
+        self._downloader: Downloader | None = None
+        self.forget()
+
+    @classmethod
+    def of(cls, cache: str | os.PathLike[str] | None = None, cache_size: int | None = None) -> Session:
+        """The session of a cache that a user names, or of the default one. Raises `RemoteError`, ValueError."""
+        folder = cache_folder(cache)
+        return cls(folder, cache_bytes(cache_size, folder))
+
+    def forget(self) -> None:
+        """Forgets what servers answered: an opening has ended, and the next one asks again."""
+        self._listings: dict[str, Listing] = {}
+        self._stats: dict[tuple[str, str], tuple[int, str] | None] = {}
+        self._contents: dict[tuple[str, str], bytes] = {}
+
+    def connected(self) -> Downloader:
+        """The downloading process, one that lives when this is called. Raises `RemoteError` without obstore."""
+        found = self._downloader
+        if found is None or found.ended or found.owner != os.getpid():
+            key = os.getpid(), self.cache, self.limit
+            found = _running.get(key)
+            if found is None or found.ended:
+                found = _running[key] = Downloader(self.cache, self.limit)
+            self._downloader = found
+        return found
+
+    def call(self, kind: str, *arguments: Any) -> Any:
+        """The answer to a request, a method of `Downloads`. Raises `ShardError`, `RemoteError`."""
+        return self.each(kind, [arguments])[0]
+
+    def each(self, kind: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers to several requests of a kind, asked at the same time.
+
+        A downloading process that dies meanwhile is replaced, at most `_DEATHS` times.
+        """
+        for deaths in range(1, _DEATHS + 2):
+            downloader = self.connected()
+            try:
+                tickets = [downloader.submit(kind, *arguments) for arguments in requests]
+                return [downloader.result(ticket) for ticket in tickets]
+            except RemoteError as error:
+                if not downloader.ended or deaths > _DEATHS:
+                    raise
+                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
+        raise AssertionError
+
+    def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
+        """Sends a request that nobody waits for; if the process is gone, whoever waits will have another started."""
+        downloader = self.connected()
+        try:
+            downloader.prefetch(urgency, kind, *arguments)
+        except RemoteError:
+            if not downloader.ended:
+                raise
+
+    def listing(self, root: str) -> Listing:
+        """Every object below `root`, which is no web server's."""
+        if root not in self._listings:
+            self._listings[root] = self.call("listing", root)
+        return self._listings[root]
+
+    def stat(self, root: str, name: str) -> tuple[int, str] | None:
+        """Size in bytes and stamp of an object; None if there is none."""
+        return self.stats(root, [name]).get(name)
+
+    def stats(self, root: str, names: Iterable[str], *, needed: bool = False) -> dict[str, tuple[int, str]]:
+        """Size and stamp of those of these objects that are there: from a listing, or asked for.
+
+        Raises `ShardError` for one that is `needed` and gone.
+        """
+        names = [*names]
+        listed = next((each for each in self._listings if f"{root}/".startswith(f"{each}/")), None)
+        if listed is not None:
+            below = f"{root}/"[len(listed) + 1 :]
+            found = {name: self._listings[listed].find(below + name) for name in names}
+        else:
+            asked = [name for name in names if self._stats.get((root, name)) is None]
+            if not needed:
+                asked = [name for name in asked if (root, name) not in self._stats]
+            answers = self.each("stat", [(root, name, needed) for name in asked])
+            self._stats |= {(root, name): answer for name, answer in zip(asked, answers, strict=True)}
+            found = {name: self._stats[root, name] for name in names}
+        gone = next((name for name in names if found[name] is None), None)
+        if needed and gone is not None:
+            raise ShardError(f"{root}/{gone}: no such object on the server", reason=NOT_THERE)
+        return {name: stat for name, stat in found.items() if stat is not None}
+
+    def read(self, root: str, name: str, limit: int = LARGEST_INDEX) -> bytes | None:
+        """The bytes of a small object; None if there is none. Raises `ShardError` for one above `limit` bytes."""
+        stat = self.stat(root, name)
+        if stat is None:
+            return None
+        if stat[0] > limit:
+            raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {limit} are the most it may have")
+        if (root, name) not in self._contents:
+            self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
+        return self._contents[root, name]
