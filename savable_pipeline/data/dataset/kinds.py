@@ -51,7 +51,7 @@ def open_any(
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in kind.settings:
-            others = listed([each.name for each in STORES.values() if name in each.settings])
+            others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
             raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
 
     kind = _variant(kind, given)

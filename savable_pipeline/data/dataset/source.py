@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -157,8 +156,10 @@ def _of_raw_files(folder: Path) -> set[str]:
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(here, folder)
         names += [name if below == "." else f"{below}/{name}" for name in sorted(files) if not is_hidden(name)]
-    stems = Counter(_stem(name) for name in names)
-    alone = [name for name in names if stems[_stem(name)] == 1]
+    ends: dict[str, list[str]] = {}  # of the files with a stem
+    for name in names:
+        ends.setdefault(_stem(name), []).append(Path(name).suffix.lower())
+    alone = [name for name in names if len(ends[_stem(name)]) == 1]
     tables = [name for name in alone if _kind_of_name(name) == "csv" or _holds_list(folder / name)]
     if tables and all(_kind_of_name(name) == "csv" or _stem(name).lower().endswith(_FOR_PEOPLE) for name in names):
         return {"csv"}
@@ -167,9 +168,10 @@ def _of_raw_files(folder: Path) -> set[str]:
             f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it "
             "away to read each file as a part of a sample"
         )
-    for name in alone:
-        if cure := CONTAINERS.get(Path(name).suffix.lower()):
-            raise ShardError(f"{folder} holds {name}, and {Path(name).suffix} is not read here: {cure}")
+    for name in names:
+        (end, *others) = sorted(set(ends[_stem(name)]))
+        if not others and (cure := CONTAINERS.get(end)):
+            raise ShardError(f"{folder} holds {name}, and {end} is not read here: {cure}")
     return {"folder"} if names else set()
 
 

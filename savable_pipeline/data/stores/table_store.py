@@ -9,6 +9,7 @@ path or a link leads.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -110,7 +111,9 @@ class TableStore(FileStore):
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The JSON, or the bytes of a file."""
         if extension == LINE:  # most: its files need not be looked at
-            return self.body(shard, *self._raw(shard, row)).strip()
+            raw, begin = self._raw(shard, row)
+            with self._with_place(shard, row, begin):
+                return self.body(shard, raw, begin).strip()
         with self.open(shard, row, extension) as file:
             return file.read()
 
@@ -172,18 +175,27 @@ class TableStore(FileStore):
         if last is not None and last[:2] == (shard, row):
             return last[2]
         raw, begin = self._raw(shard, row)
-        try:
+        with self._with_place(shard, row, begin):
             fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
             parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
             if fault := parts_fault("key", parts)[0]:
                 raise RecordError(fault)
-        except RecordError as error:
-            reason, _, detail = str(error).partition(": ")
-            raise self.damaged(shard, f"row {row}, at byte {begin}", detail or reason, reason=reason) from error
         found = TableRow(fields, body, {each.part: each for each in files})
         self._last = shard, row, found
         return found
+
+    @contextlib.contextmanager
+    def _with_place(self, shard: int, row: int, begin: int) -> Iterator[None]:
+        """Raises `ShardError`, with its place, for what is wrong with a row."""
+        try:
+            yield
+        except RecordError as error:
+            raise ShardError(
+                f"{self.place(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
+                'or leave its sample out with on_error="skip"',
+                reason=str(error).partition(": ")[0],
+            ) from error
 
     def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
         """The bytes of a row, and where they begin."""
