@@ -23,16 +23,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_kinds import CSV_FILES
-from savable_pipeline.data.stores.jsonl import digest_of
+from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
 from savable_pipeline.data.stores.record_fields import RecordError
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
@@ -76,20 +75,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
         begins.append(file.size)
     places = np.frombuffer(begins, "<u8")
     fault = encodable(f"{name}{fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(places) - 1, _digest(file, places), fault), places.tobytes())
-
-
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
-    """Whether the header, the first row, one in the middle and the last are what they were, where they were."""
-    assert isinstance(index, PlaceIndex), index
-    try:
-        return _digest(file, index.places(number)) == int(index.shards.digests[number])
-    except OSError:
-        return False
-
-
-def _digest(file: FileBytes, places: Places) -> int:
-    return digest_of(file, places) ^ xxh3_64_intdigest(file.read(0, min(int(places[0]), _BLOCK)))
+    return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
 
 
 def _row_begins(file: FileBytes) -> Iterator[int]:
@@ -181,6 +167,7 @@ class CsvStore(TableStore):
 
     def usual_fields(self) -> Iterable[str]:
         """Those that `file_columns` finds in the first file."""
+        self.name_files(())
         return file_columns(self, self.entries.names[0].rpartition("/")[2])[0]
 
     def header(self, shard: int) -> Row:

@@ -53,8 +53,9 @@ def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
 
 
 def digest_of(file: FileBytes, places: Places) -> int:
-    """A hash of the places of lines, and of the first of them, one in the middle and the last."""
+    """A hash of the places of lines, of the first of them, one in the middle and the last, and of what is before."""
     digest = xxh3_64(places.tobytes())
+    digest.update(file.read(0, min(int(places[0]), _COMPARED)) if len(places) > 1 else b"")
     lines = len(places) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(places[line]), int(places[line + 1])

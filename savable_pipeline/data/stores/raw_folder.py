@@ -242,21 +242,8 @@ class _Walk:
 
 def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
     began, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
-    samples: dict[str, list[_File]] = {}
-    stems: dict[str, str] = {}  # names up to the last dot, by the key that they become
     rejected: list[Reject] = []
-    for name, status, fault in walk.files():
-        in_tar = without_dots(name) if key_end_last else name
-        parts = split_name(in_tar)
-        if parts is None:
-            unread = "readers take it for metadata" if is_metadata(name) else "no extension"
-            rejected.append(Reject(printable(name), "", fault or unread))
-            continue
-        key, extension = parts
-        if key_end_last and (stem := stems.setdefault(key, name.rpartition(".")[0])) != name.rpartition(".")[0]:
-            fault = fault or f"two names with one key: {stem} and {name} would both be {key}"
-        size, time_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
-        samples.setdefault(key, []).append(_File(extension, name, size, time_ns, fault))
+    samples = _samples(walk, rejected, key_end_last)
     merged = None if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
     kept: list[_File] = []
     firsts = [0]
@@ -270,22 +257,27 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
             firsts.append(len(kept))
     rejected.sort(key=lambda reject: (reject.file, reject.key))
     names = ShardNames.of(file.name for file in kept)
-    ends, sizes, times, starts = (
-        np.asarray(each, "<i8").tobytes()
-        for each in (names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts)
-    )
-    return FolderTable(
-        names=names.text,
-        ends=memoryview(ends),
-        sizes=memoryview(sizes),
-        times=memoryview(times),
-        firsts=memoryview(starts),
-        rejected=rejected,
-        hidden=walk.hidden,
-        merged=merged,
-        folders=walk.folders,
-        began_ns=began,
-    )
+    columns = names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts
+    arrays = (memoryview(np.asarray(each, "<i8").tobytes()) for each in columns)
+    return FolderTable(names.text, *arrays, rejected, walk.hidden, merged, walk.folders, began)  # type: ignore[call-arg, arg-type]
+
+
+def _samples(walk: _Walk, rejected: list[Reject], key_end_last: bool) -> dict[str, list[_File]]:
+    """The files by key; what is no part of a sample becomes a reject."""
+    samples: dict[str, list[_File]] = {}
+    stems: dict[str, str] = {}  # names up to the last dot, by the key that they become
+    for name, status, fault in walk.files():
+        parts = split_name(without_dots(name) if key_end_last else name)
+        if parts is None:
+            unread = "readers take it for metadata" if is_metadata(name) else "no extension"
+            rejected.append(Reject(printable(name), "", fault or unread))
+            continue
+        key, extension = parts
+        if key_end_last and (stem := stems.setdefault(key, name.rpartition(".")[0])) != name.rpartition(".")[0]:
+            fault = fault or f"two names with one key: {stem} and {name} would both be {key}"
+        size, time_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+        samples.setdefault(key, []).append(_File(extension, name, size, time_ns, fault))
+    return samples
 
 
 def _merged(samples: dict[str, list[str]]) -> Merged | None:

@@ -80,8 +80,13 @@ class TableStore(FileStore):
         self._roots: dict[int, str] = {}
         self._begins: dict[int, memoryview] = {}  # by shard
         self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
-        self.fields = tuple(self.usual_fields() if file_fields is None else file_fields)
+        self.name_files(self.usual_fields() if file_fields is None else file_fields)
+
+    def name_files(self, fields: Iterable[str]) -> None:
+        """Take these fields, as "field" or "field=part", as those that name files."""
+        self.fields = tuple(fields)
         self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
+        self._last = None
 
     def usual_fields(self) -> Iterable[str]:
         """The fields that name files where none are given."""

@@ -24,10 +24,10 @@ from savable_pipeline.data.stores.jsonl import without_mark
 from savable_pipeline.data.stores.raw_folder import merged_fault
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
-from savable_pipeline.data.stores.table_store import A_URL, TableStore
+from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.model import Files, Input, Options, Part
-from savable_pipeline.tools.convert.stored import raw_input, stored_input
+from savable_pipeline.tools.convert.stored import raw_input, stored_input, with_settings
 
 TEXT_FIELDS = ("caption", "text")
 _SHARED = 1.1  # times the bytes of the files
@@ -37,7 +37,7 @@ _NO_FILES = "With --no-files they stay what they are, text"
 def read_folder(root: Path, options: Options, work: Path) -> Input:
     """The samples of a folder and those below it, sorted by key."""
     kind = f"folder{'-outside' if options.allow_outside else ''}{'-last' if options.key_end == 'last' else ''}"
-    settings = (("key_end", options.key_end or "first"), ("classes", options.classes))
+    settings = {"key_end": options.key_end or "first", "classes": options.classes}
     store, found = raw_input(root, kind, settings, work)
     assert isinstance(store, FolderStore)
     if options.key_end is None and store.table.merged is not None:
@@ -84,27 +84,17 @@ def read_table(
 
     `name` is what rejects call it. Files are relative to `files_from`, None: the table's folder; "": there are none.
     """
-    settings: dict[str, Any] = {
-        "files_from": str(files_from.absolute()) if isinstance(files_from, Path) else files_from
-    }
-    settings |= {"allow_outside": options.allow_outside, "pinned": False, "file_fields": options.file_fields}
-    warnings: list[str] = []
-    if kind == "csv" and options.file_fields is None:
-        columns, _ = raw_input(path, kind, tuple((settings | {"file_fields": ()}).items()), work)
-        assert isinstance(columns, CsvStore)
-        _refuse_fault(columns, name)
-        settings["file_fields"], warnings, urls = file_columns(columns, name)
-        if urls:
-            raise ValueError(
-                f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
-                f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
-            )
-    if settings["file_fields"] is not None:
-        settings["file_fields"] = tuple(settings["file_fields"])
-    store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, tuple(settings.items()), work)
+    place = str(files_from.absolute()) if isinstance(files_from, Path) else files_from
+    settings: dict[str, Any] = {"files_from": place, "allow_outside": options.allow_outside, "pinned": False}
+    named = () if kind == "csv" else FILE_FIELDS
+    settings["file_fields"] = named if options.file_fields is None else tuple(options.file_fields)
+    store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, settings, work)
     assert isinstance(store, TableStore)
     if kind != "jsonl":  # of lines, one that cannot be read is a reject
-        _refuse_fault(store, name)
+        if fault := store.entries[0].fault:
+            raise ValueError(fault.replace(store.entries[0].name, name, 1))
+    if isinstance(store, CsvStore) and options.file_fields is None:
+        _name_columns(found, store, name)
     found.root = store.root_of(0)
     table = _Table(store, name, options.key_field)
     for row in _rows(table, kind):
@@ -112,14 +102,21 @@ def read_table(
     found.rejected[:0] = table.narrow
     found.digest = table.digest.hexdigest()
     found.texts = frozenset(table.texts) if found.samples else frozenset()
-    found.warnings += [*_shared(found), *warnings]
+    found.warnings[:0] = _shared(found)
     _refuse_urls(name, found)
     return found
 
 
-def _refuse_fault(store: TableStore, name: str) -> None:
-    if fault := store.entries[0].fault:
-        raise ValueError(fault.replace(store.entries[0].name, name, 1))
+def _name_columns(found: Input, store: CsvStore, name: str) -> None:
+    """Take the columns that name files. Raises ValueError if there is none, and a column holds URLs."""
+    fields, found.warnings, urls = file_columns(store, name)
+    if urls:
+        raise ValueError(
+            f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
+            f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
+        )
+    store.name_files(fields)
+    found.reader = with_settings(found.reader, file_fields=tuple(fields))
 
 
 class _Row(NamedTuple):

@@ -195,10 +195,10 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def raw_input(path: Path | str, kind: str, settings: Settings, work: Path) -> tuple[RecordStore, Input]:
+def raw_input(path: Path | str, kind: str, given: dict[str, Any], work: Path) -> tuple[RecordStore, Input]:
     """The store of raw files, indexed anew, and an input without samples that reads from it."""
     close_stores()
-    index = work / f"source.{kind}{INDEX}"
+    index, settings = work / f"source.{kind}{INDEX}", tuple(given.items())
     index.unlink(missing_ok=True)
     place, newest_ns = str(path), 0
     stamps: tuple[str, ...] = ()
@@ -210,6 +210,12 @@ def raw_input(path: Path | str, kind: str, settings: Settings, work: Path) -> tu
     store = open_raw(place, kind, settings, index)
     reader = StoreReader(place, kind, _digest(store.entries), stamps, newest_ns, settings, index)
     return store, Input(store.address, reader, digest=reader.digest)
+
+
+def with_settings(reader: SampleReader, **settings: Any) -> StoreReader:
+    """The same reader with these settings of its store."""
+    assert isinstance(reader, StoreReader), reader
+    return replace(reader, settings=tuple({**dict(reader.settings), **settings}.items()))
 
 
 def records_behind(url: str, reader: SampleReader) -> StoreReader:
