@@ -37,6 +37,7 @@ from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
 _WIDE = 1 << 17  # bytes of a cell that Python reads
 _LOOKED_AT = 1000  # rows by which columns that name files are told
 
@@ -190,7 +191,7 @@ class CsvStore(TableStore):
             width = f"{counted(len(row), 'cell')}, where it has {counted(len(header), 'column')}"
             raise RecordError(f"not as wide as the header: {width}")
         record = dict(zip(header, (cell or None for cell in row), strict=True))
-        return record, json.dumps(record, ensure_ascii=False).encode()
+        return record, _as_json(record).encode()
 
     def _headers(self, shard: int) -> tuple[Row, str]:
         """The names of the columns of a file, and what parts its cells."""

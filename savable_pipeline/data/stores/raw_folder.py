@@ -104,7 +104,6 @@ class FolderFormat(FileFormat):
         table = _scanned(str(root), key_end_last=LAST in self.name, allow_outside=OUTSIDE in self.name)
         digest = xxh3_64(table.names)
         digest.update(table.sizes)
-        digest.update(table.firsts)
         size = int(np.frombuffer(table.sizes, "<i8").sum())
         entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
         return ShardTable(entry, table.places())

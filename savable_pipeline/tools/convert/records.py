@@ -90,9 +90,8 @@ def read_table(
     settings["file_fields"] = named if options.file_fields is None else tuple(options.file_fields)
     store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, settings, work)
     assert isinstance(store, TableStore)
-    if kind != "jsonl":  # of lines, one that cannot be read is a reject
-        if fault := store.entries[0].fault:
-            raise ValueError(fault.replace(store.entries[0].name, name, 1))
+    if kind != "jsonl" and (fault := store.entries[0].fault):  # of lines, one that cannot be read is a reject
+        raise ValueError(fault.replace(store.entries[0].name, name, 1))
     if isinstance(store, CsvStore) and options.file_fields is None:
         _name_columns(found, store, name)
     found.root = store.root_of(0)
