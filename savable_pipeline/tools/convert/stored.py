@@ -107,16 +107,20 @@ class StoreReader:
         }
 
     def _file(self, dataset: Dataset, row: int, part: Part) -> PartData:
-        if is_long(part.extension, part.size):
-            return LongPart(functools.partial(dataset.open, 0, row, part.extension), 0, part.size, part.path)
+        data: PartData
         try:
-            data = dataset.read(0, row, part.extension)
+            if is_long(part.extension, part.size):
+                size = dataset.head(0, row, part.extension, 0)[1]
+                data = LongPart(functools.partial(dataset.open, 0, row, part.extension), 0, part.size, part.path)
+            else:
+                data = dataset.read(0, row, part.extension)
+                size = len(data)
         except ShardError as error:
             if error.reason != "changed shard":
                 raise
             raise changed(part.path, str(error).partition("; ")[0]) from error
-        if len(data) != part.size:
-            raise changed(part.path, f"expected {part.size} bytes, found {len(data)}")
+        if size != part.size:
+            raise changed(part.path, f"expected {part.size} bytes, found {size}")
         return data
 
     def _check(self, path: str, size: int) -> None:
@@ -159,23 +163,18 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
     from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
     from savable_pipeline.data.stores.indexed_files import IndexedFiles
 
-    form, root, remote = STORES[kind].form, Path(path), None
-    name = ALL if kind.startswith("folder") else root.name
+    form, remote = STORES[kind].form, None
+    root, name = (Path(path), ALL) if kind.startswith("folder") else (Path(path).parent, Path(path).name)
+    scan = functools.partial(form.scan, root, name)
     if "://" in path:
         remote, _ = place_of_object(path, job_session())
-        here = _stamp(path)
+        here, root = _stamp(path), remote.metadata
         check_stamp(path, stamp or here, here)
+        scan = functools.partial(form.read, CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
     with tempfile.TemporaryDirectory() as aside:
         if not index.exists():  # on a machine that does not see the folder of the conversion, too
             index = index if index.parent.exists() else Path(aside, "index")
-            root = root if name == ALL else root.parent
-            table = (
-                form.scan(root, name)
-                if remote is None
-                else form.read(CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
-            )
-            write_index(index, [table], form.name)
-        root = (Path(path) if name == ALL else Path(path).parent) if remote is None else remote.metadata
+            write_index(index, [scan()], form.name)
         found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
         return STORES[kind].store(found, **dict(settings))
 
