@@ -39,7 +39,7 @@ CSV_FILES = ShardKind(
     (".csv", ".tsv"),
     tuple(f".{name}.{packed}" for name in ("csv", "tsv") for packed in ("gz", "zst", "xz", "bz2")),
     ("a compressed table", "compressed tables"),
-    "`gzip -dk` or `zstd -d` unpacks",
+    "`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks",
 )
 JSON_FILES = ShardKind((".json",))
 PARQUET_FILES = ShardKind((".parquet", ".pq", ".parq"))

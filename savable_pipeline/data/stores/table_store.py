@@ -117,7 +117,7 @@ class TableStore(FileStore):
         """The JSON, or the bytes of a file."""
         if extension == LINE:  # most: its files need not be looked at
             raw, begin = self._raw(shard, row)
-            with self._with_place(shard, row, begin):
+            with self._row_errors(shard, row, begin):
                 return self.body(shard, raw, begin).strip()
         with self.open(shard, row, extension) as file:
             return file.read()
@@ -180,7 +180,7 @@ class TableStore(FileStore):
         if last is not None and last[:2] == (shard, row):
             return last[2]
         raw, begin = self._raw(shard, row)
-        with self._with_place(shard, row, begin):
+        with self._row_errors(shard, row, begin):
             fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
             parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
@@ -191,7 +191,7 @@ class TableStore(FileStore):
         return found
 
     @contextlib.contextmanager
-    def _with_place(self, shard: int, row: int, begin: int) -> Iterator[None]:
+    def _row_errors(self, shard: int, row: int, begin: int) -> Iterator[None]:
         """Raises `ShardError`, with its place, for what is wrong with a row."""
         try:
             yield

@@ -84,8 +84,8 @@ def read_table(
 
     `name` is what rejects call it. Files are relative to `files_from`, None: the table's folder; "": there are none.
     """
-    place = str(files_from.absolute()) if isinstance(files_from, Path) else files_from
-    settings: dict[str, Any] = {"files_from": place, "allow_outside": options.allow_outside, "pinned": False}
+    folder = str(files_from.absolute()) if isinstance(files_from, Path) else files_from
+    settings: dict[str, Any] = {"files_from": folder, "allow_outside": options.allow_outside, "pinned": False}
     named = () if kind == "csv" else FILE_FIELDS
     settings["file_fields"] = named if options.file_fields is None else tuple(options.file_fields)
     store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, settings, work)

@@ -194,20 +194,20 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def raw_input(path: Path | str, kind: str, given: dict[str, Any], work: Path) -> tuple[RecordStore, Input]:
+def raw_input(path: Path | str, kind: str, options: dict[str, Any], work: Path) -> tuple[RecordStore, Input]:
     """The store of raw files, indexed anew, and an input without samples that reads from it."""
     close_stores()
-    index, settings = work / f"source.{kind}{INDEX}", tuple(given.items())
+    index, settings = work / f"source.{kind}{INDEX}", tuple(options.items())
     index.unlink(missing_ok=True)
-    place, newest_ns = str(path), 0
+    address, newest_ns = str(path), 0
     stamps: tuple[str, ...] = ()
     if isinstance(path, Path):
-        place = str(path.resolve())
+        address = str(path.resolve())
         newest_ns = path.stat().st_mtime_ns if path.is_file() else 0  # before it is read
     else:
         stamps = (_stamp(path),)
-    store = open_raw(place, kind, settings, index)
-    reader = StoreReader(place, kind, _digest(store.entries), stamps, newest_ns, settings, index)
+    store = open_raw(address, kind, settings, index)
+    reader = StoreReader(address, kind, _digest(store.entries), stamps, newest_ns, settings, index)
     return store, Input(store.address, reader, digest=reader.digest)
 
 
