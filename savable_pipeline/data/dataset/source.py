@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from savable_pipeline.core.files import regular_file, replace_file
+from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.store_kinds import STORES, Kind
@@ -214,12 +214,10 @@ def _kinds_behind(url: str, session: Session) -> set[str]:
 
 def _kinds_on_server(url: str, session: Session) -> set[str]:
     from savable_pipeline.data.remote.own_files import own_folder  # here: most files lie on a disk
+    from savable_pipeline.data.remote.version_pins import read_pin, write_pin
 
     note = own_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
-    try:
-        noted = note.read_text()
-    except OSError:
-        noted = ""
+    noted = read_pin(note)
     if noted in STORES and session.stat(url, index_name(noted)) is not None:
         return {noted}
     there = session.stats(url, _FIRST)
@@ -229,7 +227,7 @@ def _kinds_on_server(url: str, session: Session) -> set[str]:
     else:
         kinds = _kinds_of_indexes(there) or _kinds_of_indexes(session.stats(url, map(index_name, _INDEXED)))
     if len(kinds) == 1:
-        replace_file(note, ["".join(kinds).encode()])
+        write_pin(note, "".join(kinds))
     return kinds
 
 

@@ -1,7 +1,7 @@
 """`CacheSpace`: keeps the node's cache of remote shards below its limit; and where the cache lies, and its limit.
 
-The file `CACHE/room` holds the number of bytes in use, counted before they are written. It is locked while samples are
-evicted; each time the bytes in use are measured anew.
+The file `CACHE/room` holds the number of bytes in use, counted before they are written, and its checksum. It is locked
+while samples are evicted; each time the bytes in use are measured anew.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from xxhash import xxh3_64_digest
+
 from savable_pipeline.core.files import user_cache
 from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
-from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files
+from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files, is_held
 from savable_pipeline.errors import ShardError
 
 DEFAULT_BYTES = 256 << 30
@@ -76,8 +78,7 @@ class CacheSpace:
         self._full_until = 0.0
         self._pending = 0  # bytes that threads of this process have reserved, and may not have written yet
         with self._locked():
-            if not os.fstat(self._fd).st_size:
-                self._set_in_use(bytes_in_use(cache))
+            self._set_in_use(self._in_use())
 
     def reserve(self, size: int) -> None:
         """Counts `size` bytes, which are needed now, as in use, after evicting what is in the way."""
@@ -114,10 +115,12 @@ class CacheSpace:
             return bytes_in_use(self._cache) < before
 
     def _in_use(self) -> int:
-        return int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        raw = os.pread(self._fd, 16, 0)
+        return int.from_bytes(raw[:8], "little") if raw[8:] == xxh3_64_digest(raw[:8]) else bytes_in_use(self._cache)
 
     def _set_in_use(self, in_use: int) -> None:
-        os.pwrite(self._fd, in_use.to_bytes(8, "little"), 0)
+        raw = in_use.to_bytes(8, "little")
+        os.pwrite(self._fd, raw + xxh3_64_digest(raw), 0)
 
     def _evict_to(self, goal: int, needed: bool) -> int:
         """Evicts until the files take `goal` bytes; returns the bytes that they take then."""
@@ -140,9 +143,9 @@ class CacheSpace:
             cached, left = self._cached(path.parent), used[path]
             if cached is not None:
                 with contextlib.suppress(FileNotFoundError), open_own(path, "r+b") as file:
-                    cached.evict(int(path.stem), file.fileno(), wanted=wanted or not cached.is_held())
+                    cached.evict(int(path.stem), file.fileno(), wanted=wanted or not is_held(path.parent))
                     left = os.fstat(file.fileno()).st_blocks
-            elif (path.parent / "blocks").exists():  # of an earlier release: nothing reads it any more
+            elif (path.parent / "flags").exists() and not is_held(path.parent):  # damaged, or of another release
                 path.unlink(missing_ok=True)
                 left = 0
             in_use += 512 * (left - used[path])

@@ -26,7 +26,6 @@ from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
 from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.lookup import note_changed
 from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
@@ -201,7 +200,6 @@ class Downloads:
             start, past = cached.extent(first, end)
             self._space.reserve(past - start)
             self._reserved(root, cached, fd, first, end)
-        cached.sync_if_complete(cached.shard_of(row), fd)
 
     def _reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Downloads rows for whose bytes there is space."""
@@ -227,9 +225,9 @@ class Downloads:
                 )
         except ShardError as error:
             if error.reason == "changed shard":
-                note_changed(cached.dataset, entry.name)
+                cached.note_changed(shard)
             raise
-        cached.mark_present(row, stop)
+        cached.mark_present(shard, fd, row, stop)
 
     def _copied(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> str:
         """The hash of a file's content, if its rows could be copied from another commit of the Hub; else ""."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.own_files import open_own
+from savable_pipeline.data.remote.version_pins import read_pin
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.shard_list import Rows
@@ -45,7 +46,7 @@ class IndexParts:
         self._file = open_own(folder / "index", "r+b")  # the file that `index` has mapped, whatever takes its name
         self._index, self.name = index, index_name(index.header.kind)
         self.bytes = os.fstat(self._file.fileno()).st_size
-        self.pin = (folder / "parts.pin").read_text()
+        self.pin = read_pin(folder / "parts.pin")
 
     def absent(self, shards: Rows) -> Rows:
         """Those of these shards whose rows are not here."""
@@ -62,11 +63,10 @@ class IndexParts:
             for _ in pool.map(partial(self._fetch, root, get, write), self._runs(shards)):
                 pass
 
-    def check(self) -> list[int]:
-        """Forgets the rows that are damaged; returns the numbers of their shards."""
-        damaged = [shard for shard in np.flatnonzero(self._here).tolist() if not self._index.is_whole(shard)]
-        self._here[damaged] = 0
-        return damaged
+    def check(self, shards: Rows) -> None:
+        """Forgets those rows of these shards that are damaged."""
+        here = shards[self._here[shards] == 1].tolist()
+        self._here[[shard for shard in here if not self._index.is_whole(shard)]] = 0
 
     def _runs(self, shards: Iterable[int]) -> Iterator[range]:
         """Runs of consecutive shards, each of at most `_ROWS` samples or one shard."""

@@ -21,6 +21,7 @@ from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
+from savable_pipeline.data.remote.version_pins import drop_whole, pin_whole, whole_version, write_pin
 from savable_pipeline.data.shards.energon_metadata import COUNT_FILES, META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.hub_address import without_commit
@@ -137,36 +138,29 @@ def _download_metadata(root: str, local: Path, names: Sequence[str], session: Se
 def _download_table(root: str, local: Path, name: str, session: Session) -> None:
     """The same of the table of media, which may be large."""
     path, stat = local / name, session.stat(root, name)
-    if stat is None or not _is_copy(path, stat[1]):
-        path.unlink(missing_ok=True)
-    if stat is not None and not path.exists():
-        fresh = path.with_name(f"{path.name}.tmp")
-        session.call("whole", root, name, stat[0], str(fresh))
-        fresh.replace(path)
-        _stamp_file(path).write_text(stat[1])
+    if stat is None:
+        drop_whole(path)
+    else:
+        _copy(root, name, stat, path, session)
 
 
 def _download_files(root: str, local: Path, names: Sequence[str], session: Session) -> None:
     stats = session.stats(root, [f"{META}/{name}" for name in names])
     for name in names:
-        path, (size, stamp) = local / META / name, stats.get(f"{META}/{name}", (0, ""))
-        if not size:
-            path.unlink(missing_ok=True)
-        elif not _is_copy(path, stamp):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, [session.read(root, f"{META}/{name}", PIECE) or b""])
-            _stamp_file(path).write_text(stamp)
+        path, stat = local / META / name, stats.get(f"{META}/{name}", (0, ""))
+        if stat[0] > PIECE:
+            raise ShardError(f"{root}/{META}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
+        if stat[0]:
+            _copy(root, f"{META}/{name}", stat, path, session)
+        else:
+            drop_whole(path)
 
 
-def _is_copy(path: Path, stamp: str) -> bool:
-    """Whether the object with this stamp was copied to this path: nobody knows of one that has no ETag."""
-    noted = _stamp_file(path)
-    return path.exists() and noted.exists() and noted.read_text() == stamp and not stamp.startswith(SECOND_OF)
-
-
-def _stamp_file(path: Path) -> Path:
-    """Where the stamp of a local copy is noted."""
-    return path.with_name(f"{path.name}.stamp")
+def _copy(root: str, name: str, stat: tuple[int, str], path: Path, session: Session) -> None:
+    """Copies an object of this size and stamp, unless it was copied: nobody knows that of one which has no ETag."""
+    if whole_version(path) != stat[1] or stat[1].startswith(SECOND_OF):
+        session.call("whole", root, name, stat[0], str(path))
+        pin_whole(path, stat[1])
 
 
 def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> Version | None:
@@ -188,7 +182,7 @@ def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> V
     except (ShardError, ValueError) as error:
         log.warning("%s/%s: %s; making another", root, form.index_name, error)
         return None
-    for path in (folder / "changed", folder / "reindexed", *folder.glob("made-*.json")):  # of the index before
+    for path in folder.glob("made-*.json"):  # of the index before
         path.unlink(missing_ok=True)
     return point(pointer, Version(version, form.index_at(version / "index"), stamp))
 
@@ -223,7 +217,7 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
     version = folder / index.identity.hex()
     version.mkdir(exist_ok=True)
     if pin:
-        replace_file(version / "parts.pin", [pin.encode()])
+        write_pin(version / "parts.pin", pin)
     if pin and _has(version / "index", index, form):  # the same, with what was fetched of it
         fresh.unlink()
         return version
@@ -246,28 +240,6 @@ def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return form.index_at(path).identity == index.identity
     return False
-
-
-def note_changed(folder: Path, name: str) -> None:
-    """Notes in a dataset's folder that a shard is other than it was indexed, so that the next start indexes it."""
-    with open_own(folder / "changed", "a") as file:
-        file.write(f"{name}\n")
-
-
-def changed_shards(folder: Path) -> tuple[set[str], set[str]]:
-    """The names of the shards that were noted so; those that are not indexed again, and all."""
-    waiting, done = (
-        set(path.read_text().splitlines()) if path.exists() else set()
-        for path in (folder / "changed", folder / "reindexed")
-    )
-    return waiting, waiting | done
-
-
-def note_reindexed(folder: Path) -> None:
-    """Notes that the shards which were other than the dataset's own index says are indexed again, here."""
-    names = sorted(changed_shards(folder)[1])
-    replace_file(folder / "reindexed", [f"{name}\n".encode() for name in names])
-    (folder / "changed").unlink(missing_ok=True)
 
 
 def point(pointer: Path, version: Version) -> Version:

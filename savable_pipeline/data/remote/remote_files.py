@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from savable_pipeline.data.remote.cache_layout import open_layout
-from savable_pipeline.data.remote.lookup import (
-    METADATA_FOLDER,
-    changed_shards,
-    dataset_folder,
-    locked_folder,
-    note_reindexed,
-)
+from savable_pipeline.data.remote.lookup import METADATA_FOLDER, dataset_folder, locked_folder
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
@@ -76,10 +70,8 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
     except (OSError, ValueError, ShardError):
         entries = zip(found.names, found.sizes.tolist(), strict=True)
         write_index(version / "index", (ShardTable(ShardEntry(*each, 0, 0), b"") for each in sorted(entries)), _UNREAD)
-    cached, changed = held(version), changed_shards(folder)[0]
-    for shard, name in enumerate(cached.shards.names) if changed else ():
-        if name in changed:
-            cached.forget(shard)
+    cached = held(version)
+    cached.forget_changed()
     return cached
 
 
@@ -131,8 +123,6 @@ def place_of_object(url: str, session: Session) -> tuple[RemotePlace, str]:
     folder = dataset_folder(session.cache, f"{url} object")
     with locked_folder(folder):
         cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
-        if changed_shards(folder)[0]:
-            note_reindexed(folder)
     return RemotePlace(root, cached, session), stamp
 
 

@@ -35,9 +35,9 @@ class SameContent:
             if end > other.firsts[number + 1] or other.extent(first, end) != extent:
                 continue
             before = other.present[first:end].copy()
-            if not (before & 1).all():
-                continue
             with contextlib.suppress(OSError), other.path(number).open("rb", buffering=0) as file:
+                if not other.is_right(number, file.fileno(), first, end):
+                    continue
                 for start in range(*extent, PIECE):
                     write(memoryview(os.pread(file.fileno(), min(PIECE, extent[1] - start), start)), start)
                 if (other.present[first:end] == before).all():

@@ -1,45 +1,33 @@
-"""The local cache of remote shards: files with holes, shared by all processes of a node.
+"""The local cache of remote shards: files with holes, shared by all processes of a node. `own_files` keeps it private.
 
-    CACHE                           the user's own folder in the cache that is named: see `own_files`
-    CACHE/room                      see `cache_space`
-    CACHE/DATASET/lock              held while an index is downloaded or made
-    CACHE/DATASET/own.json          the version of the index that lies beside the shards
-    CACHE/DATASET/made-SPECS.json   that of an index made here, of what a user named so
-    CACHE/DATASET/metadata          what lies in `.nv-meta` beside the shards
-    CACHE/DATASET/scan/…            shards that are being indexed
-    CACHE/DATASET/new-FILES         the version of files that are read to be indexed: its index has no rows
-    CACHE/DATASET/VERSION/index     the dataset's index, or the parts of it that were needed: see `index_parts`.
-                                    VERSION is its checksum
-    CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ touched f64 (shards,) │ present u8 (rows,)
-                                    │ used u8 (rows,) │ synced u8 (shards,)
-    CACHE/DATASET/changed           names of shards that were found to be other than indexed, a line each
-    CACHE/DATASET/reindexed         those of them that were indexed again, here
-    CACHE/DATASET/VERSION/N.pin     the server's version of shard number N (its ETag), of which all bytes are
-    CACHE/DATASET/VERSION/N.tar     shard number N of the index: the samples that are present; the others are holes
-    CACHE/DATASET/VERSION/N.bytes   the same of a file that is no tar
-    CACHE/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `long_samples`
-    CACHE/DATASET/VERSION/beside/…  small files beside the shards, whole
+    CACHE/UID/room                      see `cache_space`
+    CACHE/UID/DATASET/*.json            which VERSION holds the index: the dataset's own, or one made here of some names
+    CACHE/UID/DATASET/VERSION/index     what is known of the shards; in parts: see `index_parts`
+    CACHE/UID/DATASET/VERSION/N.tar     the rows of shard number N that are here; the rest is a hole (N.bytes: no tar)
+    CACHE/UID/DATASET/VERSION/N.pin     the server's version (ETag) of that shard, of which all its rows are
+    CACHE/UID/DATASET/VERSION/flags     format 56 │ evictions u64 │ touched f64 (shards,) │ checksum u32 (rows,)
+                                        │ present u8 (rows,) │ used u8 (rows,) │ changed u8 (shards,)
+    CACHE/UID/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `long_samples`
+    …/metadata, …/VERSION/beside        files that are here whole; CACHE/UID/DATASET/scan: shards that are being indexed
 
-A row is a sample of the index, or a block of bytes: see `cache_layout`. `present` is a sequence lock: a download writes
-the row's bytes, then makes `present` odd; an eviction makes `present` even, then makes the bytes a hole. A reader that
-finds the same odd number before and after its read has read the right bytes. `evictions` is incremented between the two
-steps of an eviction: a reader that has found every row present may, as long as the count is the same after each read,
-ignore `present`. Both changes are made under a lock on the row's bytes in the shard's file, which ends with the process
-that holds it.
+A row is a sample of a tar, or a block of another file. `present` is a sequence lock. Under a lock on the row's bytes, a
+download writes them, then their checksum, and makes `present` odd; an eviction makes it even, then makes a hole. Who
+finds one odd number before and after a read has read what was downloaded, if the checksum fits the file: each process
+looks once for each number. So nothing else need be on the disk in any order: what a crash, a kill or a bad disk has
+spoiled is downloaded again. The pin is in the checksum: rows of another version never fit.
 
-`used` says whether a reader still needs the row: WANTED, USED, or LEFT_OUT if it was announced but there was no space.
-`touched` is the time of a shard's last use, in seconds since 1970 (setting a file's own time takes milliseconds).
-
-A machine that crashes may lose bytes that had not reached the disk: after a restart (another boot id) only shards are
-kept that were complete and synced.
+`used`: whether a row was read since it was announced. `touched`: the shard's last use, in seconds since 1970.
+`changed`: the shard was found to be other than the index says, and is indexed again at the next start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import mmap
+import operator
 import os
 import threading
 import time
@@ -49,18 +37,23 @@ from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER, CacheLayout, open_layout
 from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
-from savable_pipeline.data.remote.sparse_file import holes, locked, punch_hole
-from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.sparse_file import locked, punch_hole
+from savable_pipeline.data.remote.version_pins import read_pin, write_pin
+from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)
 
-WANTED, USED, LEFT_OUT = 0, 1, 2
-_BOOT, _HEAD = 56, 64
-_BLOCK = 4096  # bytes of a block of the disk
+WANTED, USED, LEFT_OUT = 0, 1, 2  # of rows: LEFT_OUT were announced, but there was no space
+_FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
+_HEAD = 64
+_TOGETHER, _SHORT = 16, 1 << 16  # rows, and bytes, that are verified together
+BLOCK = 4096  # bytes of a block of the disk
 
 Flags = NDArray[np.uint8]
 
@@ -79,15 +72,19 @@ class ShardCache:
             own_folder(each)
         self._file = open_own(folder / "flags", "r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
-        if len(self._map) != flags_bytes(self.layout):
-            raise ValueError(f"{folder}/flags: {len(self._map)} bytes, which do not fit its index")
-        shards = len(self.shards)
+        if len(self._map) != flags_bytes(self.layout) or self._map[: len(_FORMAT)] != _FORMAT:
+            raise ValueError(f"{folder}/flags: of another release, or damaged")
+        shards, rows = len(self.shards), self.rows
+        self.evictions = memoryview(self._map)[len(_FORMAT) : _HEAD].cast("Q")  # uint64 (1,)
         self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
-        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards)
-        self.evictions = memoryview(self._map)[_BOOT:_HEAD].cast("Q")  # uint64 (1,)
-        self.present: Flags = flags[: self.rows]
-        self.used: Flags = flags[self.rows : 2 * self.rows]
-        self.synced: Flags = flags[2 * self.rows :]
+        self._sums: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, rows, offset=_HEAD + 8 * shards)
+        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards + 4 * rows)
+        self.present: Flags = flags[:rows]
+        self.used: Flags = flags[rows : 2 * rows]
+        self.changed: Flags = flags[2 * rows :]
+        self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` of which this process has compared the bytes
+        self._seeds: dict[int, int] = {}  # of checksums, by shard
+        self._warned: set[int] = set()
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
@@ -97,15 +94,6 @@ class ShardCache:
         """Whether the flags are still those in the folder. Raises OSError if there are none."""
         return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
 
-    def is_held(self) -> bool:
-        """Whether a reader holds this version."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return False
-
     def path(self, shard: int) -> Path:
         """The file of a shard."""
         return self.folder / f"{shard}{self.layout.suffix}"
@@ -113,17 +101,15 @@ class ShardCache:
     def pin(self, shard: int, version: str = "") -> str:
         """The server's version of a shard that is pinned; pins it to `version` if none is. Empty if none is."""
         path = self._version / f"{shard}.pin"
-        with contextlib.suppress(FileNotFoundError):
-            return path.read_text()
-        if version:
+        if not (found := read_pin(path)) and version:
             aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
-            with open_own(aside, "w") as file:
-                file.write(version)
+            write_pin(aside, version)
+            path.unlink(missing_ok=True)  # it is damaged
             with contextlib.suppress(FileExistsError):
                 path.hardlink_to(aside)  # the first of several processes wins
             aside.unlink()
-            return path.read_text()
-        return ""
+            found = read_pin(path)
+        return found
 
     def forget(self, shard: int) -> None:
         """Drops what is here of a shard, which is another now, and its pin."""
@@ -133,6 +119,17 @@ class ShardCache:
             self.evict(shard, fd, wanted=True)
         finally:
             os.close(fd)
+
+    def forget_changed(self) -> None:
+        """Drops what is here of shards that were found to be other than indexed, with the pins and the notes."""
+        for shard in np.flatnonzero(self.changed).tolist():
+            self.forget(shard)
+            self.changed[shard] = 0
+
+    def note_changed(self, shard: int) -> None:
+        """Notes that a shard is other than it was indexed, so that the next start indexes it."""
+        with open_own(self._version / "flags", "r+b") as file:
+            os.pwrite(file.fileno(), b"\1", os.fstat(file.fileno()).st_size - len(self.shards) + shard)
 
     def shard_of(self, row: int) -> int:
         """The number of a row's shard."""
@@ -180,21 +177,89 @@ class ShardCache:
         with locked(fd, 0, size):
             if os.fstat(fd).st_size != size:  # else another process has done it
                 for row, stop in runs(self._present_rows(shard)):
-                    self._mark_evicted(shard, slice(row, stop))
+                    self._mark_evicted(slice(row, stop))
                 os.ftruncate(fd, 0)
 
-    def mark_present(self, row: int, stop: int) -> None:
-        """Marks rows that were absent and have been written as present; the caller holds the lock on their bytes."""
+    def mark_present(self, shard: int, fd: int, row: int, stop: int) -> None:
+        """Marks rows of a shard that were absent and have been written as present; the caller holds the lock on their
+        bytes, and has pinned the shard.
+        """
+        self._sums[row:stop] = [*self._checksums(fd, self._cuts(row, stop), self._seed(shard))]
         self.used[row:stop] = WANTED
-        self.touched[self.shard_of(row)] = time.time()
-        self.present[row:stop] += 1
+        self.touched[shard] = time.time()
+        self.present[row:stop] |= 1
 
-    def sync_if_complete(self, shard: int, fd: int) -> None:
-        """Syncs a shard that is complete to the disk, once, so that it survives a crash of the machine."""
-        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        if not self.synced[shard] and (self.present[first:end] & 1).all():
-            os.fdatasync(fd)
-            self.synced[shard] = 1
+    def is_right(self, shard: int, fd: int, row: int, stop: int) -> bool:
+        """Whether rows of a shard, in an open file, are present and as they were downloaded.
+
+        Those that are not are marked as evicted, and the first of a file is warned about. Short rows behind them are
+        verified with them.
+        """
+        most = max(stop, min(row + _TOGETHER, int(self.firsts[shard + 1])))
+        cuts = self._cuts(row, most)
+        while most > stop and cuts[most - row] > cuts[0] + _SHORT:
+            most -= 1
+        seen, right = self.present[row:most].tolist(), True
+        fitting = self._fitting(shard, fd, row, cuts[: most - row + 1])
+        for each, was, fits in zip(range(row, most), seen, fitting, strict=True):
+            if was & 1 and fits:
+                self.verified[each] = was
+            elif each < stop:
+                right = False
+                if was & 1:
+                    self._drop_damaged(shard, each)
+        return right
+
+    def _fitting(self, shard: int, fd: int, row: int, cuts: list[int]) -> list[bool]:
+        """Which rows from `row` on, that end at these cuts, are as they were downloaded."""
+        sums = self._sums[row : row + len(cuts) - 1].tolist()
+        if shard in self._seeds:
+            fitting = [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
+            if fitting[0]:
+                return fitting
+        self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
+        return [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
+
+    def _seed(self, shard: int) -> int:
+        return xxh3_64_intdigest(self.pin(shard).encode())
+
+    def _cuts(self, row: int, stop: int) -> list[int]:
+        """Where these rows of one shard begin, and where the last one ends."""
+        return [*self.layout.begins(np.arange(row, stop)).tolist(), self.extent(stop - 1, stop)[1]]
+
+    def _checksums(self, fd: int, cuts: list[int], seed: int) -> Iterator[int]:
+        """The checksums of what is in a file between each of these offsets and the next."""
+        data, start = memoryview(b""), 0
+        for begin, end in itertools.pairwise(cuts):
+            if end > start + len(data):
+                data, start = memoryview(os.pread(fd, min(PIECE, cuts[-1] - begin), begin)), begin
+            if end <= start + len(data):
+                yield xxh3_64_intdigest(data[begin - start : end - start], seed) & 0xFFFFFFFF
+                continue
+            summed = xxh3_64(data, seed)
+            for more in range(start + len(data), end, PIECE):
+                summed.update(os.pread(fd, min(PIECE, end - more), more))
+            yield summed.intdigest() & 0xFFFFFFFF
+
+    def _drop_damaged(self, shard: int, row: int) -> None:
+        """Marks a row as evicted, if it is present and is not as it was downloaded; another may be at it just now."""
+        fd = self.open(shard)
+        try:
+            extent = self.extent(row, row + 1)
+            with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
+                if self.present[row] & 1 and not self._fitting(shard, fd, row, self._cuts(row, row + 1))[0]:
+                    if shard not in self._warned:
+                        log.warning(
+                            "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another "
+                            "program has changed them. They are downloaded again, as is what else of this file is so",
+                            self.path(shard),
+                            extent[0],
+                            extent[1] - 1,
+                        )
+                    self._warned.add(shard)
+                    self._mark_evicted(slice(row, row + 1))
+        finally:
+            os.close(fd)
 
     def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
         """Evicts the used rows of a shard, or with `wanted` all; rows that are being written stay."""
@@ -206,41 +271,19 @@ class ShardCache:
             around = self._rows_around(shard, row, stop)
             with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
                 if not self.missing(row, stop):
-                    self._mark_evicted(shard, slice(row, stop))
+                    self._mark_evicted(slice(row, stop))
                     punch_hole(fd, *self._hole(row, stop, *around))
 
-    def _mark_evicted(self, shard: int, rows: slice) -> None:
+    def _mark_evicted(self, rows: slice) -> None:
         """Marks rows as not present, then counts an eviction; the caller holds the lock on their bytes."""
-        self.synced[shard] = 0
         self.present[rows] += 1
-        with open_own(self.folder / "flags", "r+b") as file, locked(file.fileno(), _BOOT, _HEAD):  # one at a time
-            self.evictions[0] += 1
-
-    def forget_holes(self, shard: int, fd: int) -> None:
-        """Marks rows as evicted that should be present and lie in holes of the file: somebody has emptied it.
-
-        Only whole blocks are holes: a small sample that is gone in part is not noticed.
-        """
-        here = self._present_rows(shard)
-        if not len(here):
-            return
-        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        lost, behind = np.zeros(end - first, dtype=bool), self.extent(end - 1, end)[1]
-        for begin, past in holes(fd):
-            if begin < behind:
-                low = max(self.layout.row_from(shard, begin + 1) - 1 - first, 0)
-                lost[low : self.layout.row_from(shard, past) - first] = True
-        for row, stop in runs(here[lost[here - first]]):
-            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(row, stop), wait=False):
-                if not self.missing(row, stop):
-                    log.warning("%s: samples are gone from the file, and are downloaded again", self.path(shard))
-                    self._mark_evicted(shard, slice(row, stop))
+        self.evictions[0] += 1
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
         (start, past), first = self.extent(row, stop), int(self.firsts[shard])
-        low = self.layout.row_from(shard, start // _BLOCK * _BLOCK + 1) - 1
-        high = self.layout.row_from(shard, -(-past // _BLOCK) * _BLOCK)
+        low = self.layout.row_from(shard, start // BLOCK * BLOCK + 1) - 1
+        high = self.layout.row_from(shard, -(-past // BLOCK) * BLOCK)
         return min(max(low, first), row), max(high, stop)
 
     def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
@@ -250,36 +293,31 @@ class ShardCache:
         """
         start, past = self.extent(row, stop)
         if not (self.present[low:row] & 1).any():
-            start = start // _BLOCK * _BLOCK
+            start = start // BLOCK * BLOCK
         if not (self.present[stop:high] & 1).any():
-            past = -(-past // _BLOCK) * _BLOCK
+            past = -(-past // BLOCK) * BLOCK
         return start, past
 
 
 def create_flags(folder: Path) -> None:
-    """Makes the flags of a version, or after a restart of the machine drops shards that may not have reached the disk.
+    """Makes the flags of a version; anew, with all shards dropped, if they are of another release or damaged.
 
-    Flags of a wrong size are made anew, and all shards dropped. Raises `ShardError` if a process uses such flags.
+    Raises `ShardError` if a process uses such flags.
     """
-    path, boot = folder / "flags", boot_id()
-    layout = open_layout(folder)
-    if not path.exists() or path.stat().st_size != flags_bytes(layout):
-        _drop_damaged(folder)
-        with replacing(path) as file:
-            file.write(boot)
-            _allocate(file, flags_bytes(layout))
-        return
-    with open_own(path, "r+b") as file:
-        if file.read(_BOOT) == boot:
+    path, size = folder / "flags", flags_bytes(open_layout(folder))
+    with contextlib.suppress(FileNotFoundError), open_own(path, "rb") as file:
+        if file.read(len(_FORMAT)) == _FORMAT and os.fstat(file.fileno()).st_size == size:
             return
-    cached = ShardCache(folder)
-    unknown = set() if layout.parts is None else set(layout.parts.check())
-    for shard in range(len(layout.shards)):
-        if not cached.synced[shard] or shard in unknown:
-            cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
-            cached.path(shard).unlink(missing_ok=True)
-    with open_own(path, "r+b") as file:
-        file.write(boot)
+        if is_held(folder):
+            raise ShardError(
+                f"{folder}: this cache is damaged, or of another release; end the runs that read from it, and remove it"
+            )
+        log.warning("%s: the cache is of another release, or damaged: what it had is downloaded again", folder)
+    for shard in cached_files(folder):  # nothing tells what is in them
+        shard.unlink()
+    with replacing(path) as new:
+        new.write(_FORMAT)
+        _allocate(new, size)
 
 
 def _allocate(file: BinaryIO, size: int) -> None:
@@ -300,20 +338,17 @@ def _allocate(file: BinaryIO, size: int) -> None:
 
 def flags_bytes(layout: CacheLayout) -> int:
     """The size of the flags file of a version, in bytes."""
-    return _HEAD + 9 * len(layout.shards) + 2 * int(layout.firsts[-1])
+    return _HEAD + 9 * len(layout.shards) + 6 * int(layout.firsts[-1])
 
 
-def _drop_damaged(folder: Path) -> None:
-    """Deletes the shards of a version whose flags are damaged or gone: nothing tells what is in them."""
-    with contextlib.suppress(FileNotFoundError), open_own(folder / "flags", "rb") as file:
+def is_held(folder: Path) -> bool:
+    """Whether a reader holds the version in this folder."""
+    with open_own(folder / "flags", "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ShardError(
-                f"{folder}: this cache is damaged; end the runs that read from it, and remove it"
-            ) from None
-    for shard in cached_files(folder):
-        shard.unlink()
+            return True
+    return False
 
 
 def cached_files(folder: Path) -> Iterator[Path]:
@@ -322,10 +357,12 @@ def cached_files(folder: Path) -> Iterator[Path]:
     yield from folder.rglob("*.bytes")
 
 
-def boot_id() -> bytes:
-    """The identity of this machine's present boot: 56 bytes."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_BOOT, b"\0")
+def changed_shards(version: Path) -> set[str]:
+    """The names of the shards of a version that were found to be other than its index says."""
+    with contextlib.suppress(OSError, ValueError, SavableError):
+        cached = ShardCache(version)
+        return {cached.shards.names[number] for number in np.flatnonzero(cached.changed).tolist()}
+    return set()
 
 
 def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:

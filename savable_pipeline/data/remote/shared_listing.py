@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+from xxhash import xxh3_64_digest
 
 from savable_pipeline.data.remote.own_files import own_file, own_folder
 
@@ -42,11 +43,14 @@ def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T
             alone = False
         if lasts or not alone:
             with contextlib.suppress(msgspec.DecodeError):
-                made = msgspec.msgpack.decode(file.read(), type=_Made[kind])  # type: ignore[valid-type]
+                digest, raw = file.read(8), file.read()
+                raw = raw if xxh3_64_digest(raw) == digest else b""  # the machine lost its power, above all
+                made = msgspec.msgpack.decode(raw, type=_Made[kind])  # type: ignore[valid-type]
                 if lasts or asked <= made.at_s <= time.monotonic():
                     return made.answer
         found = ask()
         file.seek(0)
         file.truncate()
-        file.write(msgspec.msgpack.encode(_Made(time.monotonic(), found)))
+        raw = msgspec.msgpack.encode(_Made(time.monotonic(), found))
+        file.write(xxh3_64_digest(raw) + raw)
         return found

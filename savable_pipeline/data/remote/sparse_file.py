@@ -1,4 +1,4 @@
-"""Files with holes, written by several processes at once: locks on ranges of bytes; finding and making holes."""
+"""Files with holes, written by several processes at once: locks on ranges of bytes; making holes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[Non
         yield
     finally:
         fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
-
-
-def holes(fd: int) -> Iterator[tuple[int, int]]:
-    """The holes of a file: first byte, and the byte after the last. The end of the file does not count as a hole."""
-    size = os.fstat(fd).st_size
-    begin = os.lseek(fd, 0, os.SEEK_HOLE) if size else 0
-    while begin < size:
-        try:
-            past = os.lseek(fd, begin, os.SEEK_DATA)
-        except OSError:  # no data follows
-            past = size
-        yield begin, past
-        begin = os.lseek(fd, past, os.SEEK_HOLE) if past < size else size
 
 
 def punch_hole(fd: int, start: int, stop: int) -> None:

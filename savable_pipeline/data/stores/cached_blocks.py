@@ -15,22 +15,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.lookup import note_changed
 from savable_pipeline.data.remote.remote_files import RemotePlace
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, runs
+from savable_pipeline.data.remote.version_pins import pin_whole, whole_version
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import DownloadBlocks
-from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from savable_pipeline.data.stores.downloaded_files import TRIES, DownloadedFiles
 from savable_pipeline.data.stores.shard_files import T
-from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.errors import ShardError
 
 _fetching: dict[Path, threading.Lock] = {}  # what lies beside files
 _AHEAD = 1 << 20  # bytes that are downloaded with what is read, at most
-_TRIES = 100  # evictions of what is read, each before it could be read, after which reading fails
 
 
 class IndexedBytes(Protocol):
@@ -58,38 +56,21 @@ class CachedBlocks(DownloadedFiles):
         *,
         all_used: bool = False,
     ) -> None:
-        super().__init__(place)
+        numbers = np.arange(len(place.cached.shards)) if indexed is None else indexed.numbers
+        super().__init__(place, numbers)
         self._indexed = indexed
-        self._numbers = np.arange(len(self._cached.shards)) if indexed is None else indexed.numbers
         size = int(self._cached.shards.sizes[self._numbers].sum())
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
         self._noted: set[int] = set()  # that are not as they were indexed
-        self._opened: set[int] = set()
+        self._beside: set[Path] = set()  # that were found to be as they were downloaded
 
     def _forget_announced(self) -> None:
         self._blocks.forget_announced()
 
-    def path(self, shard: int) -> Path:
-        """The file in the cache."""
-        return self._cached.path(int(self._numbers[shard]))
-
     def file(self, shard: int) -> FileBytes:
         """A file as formats read it."""
         return CachedBytes(self, shard)
-
-    def open(self, shard: int) -> int:
-        """A new descriptor of the file in the cache; blocks that are damaged there are marked as not present."""
-        try:
-            descriptor = self._cached.open(int(self._numbers[shard]))
-        except OSError as error:
-            if is_out_of_handles(error):
-                raise
-            raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
-        if shard not in self._opened:
-            self._opened.add(shard)
-            self._cached.forget_holes(int(self._numbers[shard]), descriptor)
-        return descriptor
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on, downloaded first where they are absent.
@@ -127,23 +108,24 @@ class CachedBlocks(DownloadedFiles):
             self._check(shard)
         rows = self._rows(shard, offset, size)
         present = self._cached.present[rows]
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             seen = present.copy()
-            if (seen & 1).all():
+            if (seen & 1).all() and self._are_right(shard, rows, seen):
                 try:
                     found = read()
-                except ShardError:
-                    if (present == seen).all():
-                        raise
-                else:
                     if (present == seen).all():
                         self._cached.used[rows] = USED
                         return found
-            self._download(rows)
-        raise RemoteError(
-            f"{self.name(shard)}: what is read was evicted {_TRIES} times before it could be read; the cache of "
-            f"{self._limit} bytes is too small for what its processes read at once: set SAVABLE_CACHE_BYTES higher"
-        )
+                except ShardError:
+                    if (present == seen).all() and self.is_right(shard, rows.start, rows.stop):
+                        raise
+            self._download(shard, rows)
+        raise self._evicted(shard, rows.start, rows.stop)
+
+    def _are_right(self, shard: int, rows: slice, seen: NDArray[np.uint8]) -> bool:
+        """Whether these rows, found `seen`, are as they were downloaded; each is looked at once a process."""
+        fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != seen)
+        return all(self.is_right(shard, row, stop) for row, stop in runs(fresh))
 
     def _check(self, shard: int) -> None:
         """Raises `ShardError` unless the file is the one that was indexed."""
@@ -154,7 +136,7 @@ class CachedBlocks(DownloadedFiles):
                 self._indexed.check_rows(shard)
                 if not self._indexed.is_as_indexed(shard, self.file(shard)):
                     if shard not in self._noted:
-                        note_changed(self._cached.dataset, self.entry(shard)[0])
+                        self._cached.note_changed(int(self._numbers[shard]))
                     self._noted.add(shard)
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
@@ -165,10 +147,6 @@ class CachedBlocks(DownloadedFiles):
             self._checked.discard(shard)
             raise
 
-    def name(self, shard: int) -> str:
-        """The URL of a file."""
-        return f"{self.place.url}/{self.entry(shard)[0]}"
-
     def entry(self, shard: int) -> tuple[str, int]:
         """Name and size in bytes of a file."""
         number = int(self._numbers[shard])
@@ -178,11 +156,12 @@ class CachedBlocks(DownloadedFiles):
         """A local copy of what lies beside the files under this name, downloaded if it is not here."""
         path = self.place.beside(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
-            if not path.exists():
+            if path not in self._beside and whole_version(path) is None:
                 stat = self._call("stat", self.place.url, name)
                 if stat is None:
                     return None
-                self._call("whole", self.place.url, name, stat[0], str(path))
+                pin_whole(path, self._call("whole", self.place.url, name, stat[0], str(path)))
+            self._beside.add(path)
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
@@ -209,11 +188,12 @@ class CachedBlocks(DownloadedFiles):
             return slice(0, 0)
         return slice(row_from(number, offset + 1) - 1, row_from(number, offset + size))
 
-    def _download(self, rows: slice) -> None:
+    def _download(self, shard: int, rows: slice) -> None:
         """Waits until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
         absent = rows.start + np.flatnonzero(self._cached.present[rows] & 1 == 0)
         if not len(absent):
             return
+        self._check_room(shard, rows.start, rows.stop)
         whole = self._blocks.in_pieces and not (self._cached.used[absent] == LEFT_OUT).any()
         parts = self._blocks.parts(absent, whole=whole)
         for (row, stop), needed in parts[1:]:

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
-from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from savable_pipeline.data.stores.downloaded_files import TRIES, DownloadedFiles
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.long_samples import LONG, LongSamples
 from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
-from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.errors import ShardError
 
-_TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
 _TOUCH_S = 10.0
 _LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks whether all are present: seconds, and times what a look takes
 
@@ -36,7 +33,7 @@ class Presence:
     """The flags of a cached version (see `shard_cache`). If all samples are `kept`, looks whether all are present."""
 
     def __init__(self, cached: ShardCache, numbers: Rows, *, kept: bool) -> None:
-        self.present, self.used, self.evictions = cached.present.data, cached.used.data, cached.evictions
+        self.evictions = cached.evictions
         self.complete_at = -1  # the count of evictions when every sample was present; -1: not all are
         self._cached, self._kept = cached, kept
         self._numbers = numbers  # of the shards with samples, in the cache's index
@@ -64,7 +61,7 @@ class CachedFiles(DownloadedFiles):
 
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
-        super().__init__(found.remote)
+        super().__init__(found.remote, found.numbers)
         self._url, self._found = self.place.url, found
         fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
@@ -81,25 +78,15 @@ class CachedFiles(DownloadedFiles):
         """See `RecordStore.prefetch_refs`."""
         return 0 if self._presence.complete_at >= 0 else self._prefetch_refs
 
-    def path(self, shard: int) -> Path:
-        """The shard's file in the cache."""
-        return self._cached.path(int(self._found.numbers[shard]))
-
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard's file in the cache; rows that are damaged there are marked as not present."""
-        number, checked = int(self._found.numbers[shard]), shard in self._checked
-        if not checked:
+        """A new descriptor of a shard's file in the cache, once the index was checked."""
+        self._check(shard)
+        return super().open(shard)
+
+    def _check(self, shard: int) -> None:
+        if shard not in self._checked:
             self._found.check_rows(shard)
-        try:
-            descriptor = self._cached.open(number)
-        except OSError as error:
-            if is_out_of_handles(error):
-                raise
-            raise RemoteError(f"{self._cached.path(number)}: {error.strerror}; see that the cache is there") from error
-        if not checked:
             self._checked.add(shard)
-            self._cached.forget_holes(number, descriptor)
-        return descriptor
 
     def long_parts(self, parts: MemberReader, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
         """See `ShardFiles.long_parts`."""
@@ -107,33 +94,28 @@ class CachedFiles(DownloadedFiles):
         return self._long
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to download the row first, and again if it was evicted while it was read; or `long`."""
-        state = self._presence
+        """`read`, made to download the row first, and again if it was evicted while it was read, or is damaged; or
+        `long`.
+        """
+        present, used, verified = self._cached.present.data, self._cached.used.data, self._cached.verified.data
 
         def guarded(shard: int, row: int, where: Where) -> T:
-            if state.complete_at >= 0:
-                try:
-                    found = read(shard, row, where)
-                    if state.evictions[0] == state.complete_at:
-                        return found
-                except ShardError:
-                    pass  # of the shard, or of an eviction: the loop tells them apart
-            for _ in range(_TRIES):
-                seen = state.present[row]
+            for _ in range(TRIES):
+                seen = present[row]
                 if seen & 1:
-                    try:
-                        found = read(shard, row, where)
-                    except ShardError:
-                        if state.present[row] == seen:
-                            raise
-                    else:
-                        if state.present[row] == seen:
-                            state.used[row] = USED
-                            return found
+                    if verified[row] == seen or self.is_right(shard, row, row + 1):
+                        try:
+                            found = read(shard, row, where)
+                            if present[row] == seen:
+                                used[row] = USED
+                                return found
+                        except ShardError:
+                            if present[row] == seen and self.is_right(shard, row, row + 1):
+                                raise
                 elif self._is_long(row):
                     return long(shard, row, where)
-                self._download(row)
-            raise self._evicted(shard)
+                self._download(shard, row)
+            raise self._evicted(shard, row, row + 1)
 
         return guarded
 
@@ -204,18 +186,13 @@ class CachedFiles(DownloadedFiles):
 
     def _block(self, row: int) -> Block:
         """The rows to download together with a row: its block, or the row alone if there was no space for the block."""
-        return (row, row + 1) if self._presence.used[row] == LEFT_OUT else self._blocks.block_of(row)
+        return (row, row + 1) if self._cached.used[row] == LEFT_OUT else self._blocks.block_of(row)
 
-    def _download(self, row: int) -> None:
+    def _download(self, shard: int, row: int) -> None:
         """Waits until a row is downloaded, with the rest of its block if there is space."""
+        self._check(shard)
+        self._check_room(shard, row, row + 1)
         self._call("rows", *self._place_of(self._block(row)), [row], True)
 
     def _place_of(self, block: Block) -> tuple[str, str, int, int]:
         return self._url, str(self._cached.folder), *block
-
-    def _evicted(self, shard: int) -> RemoteError:
-        return RemoteError(
-            f"{self._url}/{self._found.entries.names[shard]}: a sample was evicted {_TRIES} times before it could be "
-            f"read; the cache of {self._limit} bytes is too small for what its processes read at once: give a larger "
-            "cache_bytes"
-        )

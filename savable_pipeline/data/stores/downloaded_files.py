@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.remote_files import RemotePlace
+from savable_pipeline.data.remote.shard_cache import BLOCK
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.errors import RemoteError
 
+TRIES = 100  # to read what was evicted, each time, before it could be read, after which reading fails
 _PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
 _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 
@@ -20,9 +26,11 @@ class DownloadedFiles(ShardFiles):
 
     behind_url = True
 
-    def __init__(self, place: RemotePlace) -> None:
+    def __init__(self, place: RemotePlace, numbers: Rows) -> None:
         super().__init__()
         self.place, self._cached, self._limit = place, place.cached, place.session.limit
+        self._numbers = numbers  # of the files in the cache's index
+        self._known_rows: set[int] = set()  # files whose rows in the index were compared with their checksum
         self._asked: Downloader | None = None  # the process that knows what was announced
 
     def _forget_announced(self) -> None:
@@ -33,12 +41,66 @@ class DownloadedFiles(ShardFiles):
         ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
         return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
 
+    def path(self, shard: int) -> Path:
+        """The file in the cache."""
+        return self._cached.path(int(self._numbers[shard]))
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of the file in the cache."""
+        try:
+            return self._cached.open(int(self._numbers[shard]))
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
+
+    def is_right(self, shard: int, row: int, stop: int) -> bool:
+        """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
+        file: what is open may have been deleted.
+        """
+        right = self._cached.is_right(int(self._numbers[shard]), self[shard], row, stop)
+        if not right:
+            fresh = self.open(shard)
+            os.dup2(fresh, self[shard], inheritable=False)
+            os.close(fresh)
+        return right
+
+    def name(self, shard: int) -> str:
+        """The URL of a file."""
+        return f"{self.place.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
+
+    def _check_room(self, shard: int, row: int, stop: int) -> None:
+        """Raises `RemoteError` if the cache cannot have so many rows at once."""
+        start, past = self._cached.extent(row, stop)
+        least = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
+        if least > self._limit:
+            raise RemoteError(f"{self.name(shard)}: {self._too_small(least, least)}")
+
+    def _evicted(self, shard: int, row: int, stop: int) -> RemoteError:
+        start, past = self._cached.extent(row, stop)
+        return RemoteError(
+            f"{self.name(shard)}: what is read was evicted, or damaged on the disk, {TRIES} times before it could be "
+            f"read; {self._too_small(past - start, self._limit + past - start)}, or see after its disk"
+        )
+
+    def _too_small(self, size: int, least: int) -> str:
+        return (
+            f"{size} bytes are read at once, and the cache of {self._limit} bytes is too small for that and what else "
+            f"its processes read: set cache_bytes= or SAVABLE_CACHE_BYTES to at least {least}"
+        )
+
     def fetch_rows(self, numbers: Rows) -> None:
-        """See `ShardFiles.fetch_rows`."""
+        """See `ShardFiles.fetch_rows`. Rows that are damaged are fetched again."""
         parts = self._cached.layout.parts
-        absent = [] if parts is None else parts.absent(np.unique(numbers)).tolist()
+        if parts is None:
+            return
+        numbers = np.unique(numbers)
+        fresh = [number for number in numbers.tolist() if number not in self._known_rows]
+        parts.check(np.array(fresh, dtype=np.int64))
+        absent = parts.absent(numbers).tolist()
         if absent:
             self._call("index_rows", self.place.url, str(self._cached.folder), absent)
+        self._known_rows.update(fresh)
 
     def has_all_rows(self) -> bool:
         """Whether the whole index is in the cache."""

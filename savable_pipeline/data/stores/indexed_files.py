@@ -50,6 +50,7 @@ class IndexedFiles:
         else:
             self.entries = index.shards.take(numbers)
         self.numbers = numbers  # in the index, int64 (shards,)
+        self._whole: set[int] = set()  # files whose rows in the index match their checksums
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
 
     @property
@@ -66,7 +67,10 @@ class IndexedFiles:
         return f"{self.address}/{self.entries.names[shard]}"
 
     def places(self, shard: int) -> Places:
-        """What the index says of a file that is no tar: uint64 (any,)."""
+        """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
+        if shard not in self._whole:
+            self.check_rows(shard)
+            self._whole.add(shard)
         return self._place_index.places(int(self.numbers[shard]))
 
     @cached_property
@@ -89,11 +93,12 @@ class IndexedFiles:
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
-        """The error for a damaged index; `shard` names the file that it was needed for."""
-        return ShardError(
-            f"{self.address}: the index of {shard} is damaged; remove {self.index_path} and start again",
-            reason="damaged index",
-        )
+        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        cure = f"remove {self.index_path} and start again"
+        if self.remote is not None:
+            self.index_path.unlink(missing_ok=True)
+            cure = "start again: it is downloaded, or made, again then"
+        return ShardError(f"{self.address}: the index of {shard} is damaged; {cure}", reason="damaged index")
 
 
 def open_indexed(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
-from savable_pipeline.data.remote.lookup import locked_folder, note_changed
+from savable_pipeline.data.remote.lookup import locked_folder
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.remote_files import held
 from savable_pipeline.data.shards.file_bytes import FileBytes
@@ -95,7 +95,7 @@ class LongSamples:
         blocks, index, begin = self._blocks, self._index, self._index.starts[row]
         name, head = self._found.entries.names[shard], index.layout(row).gaps[0]
         if not blocks.guarded(shard, begin, head, lambda: index.lies_there(name, blocks[shard], row, 1)):
-            note_changed(self._cached.dataset, name)
+            self._cached.note_changed(int(self._found.numbers[shard]))
             raise ShardError(
                 f"{blocks.name(shard)}: its samples lie elsewhere than when it was indexed; the shard was rewritten "
                 "since: start again to index it, or put the old shard back",

@@ -22,18 +22,16 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.index_parts import open_parts
 from savable_pipeline.data.remote.lookup import (
     Version,
-    changed_shards,
     looked_up,
     newest_version,
-    note_changed,
-    note_reindexed,
     point,
     pointed_version,
 )
 from savable_pipeline.data.remote.remote_files import RemotePlace, asked, hash_of, held
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
+from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
+from savable_pipeline.data.remote.version_pins import read_pin
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress
@@ -73,14 +71,12 @@ def open_remote(
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
-            for name in _replaced(own, found).difference(changed_shards(folder)[1]):
-                note_changed(folder, name)
-        changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
+            _note_replaced(own, found)
+        making = _Making(form, folder, session, tolerant, anew, engine, progress)
         stays = tolerant and not anew and not form.whole  # as it was, whatever has become of the files
-        if own is not None and _knows(own.index, found, tolerant, ever, sizes=not stays):
+        if own is not None and _knows(own.index, found, tolerant, making.changed(own), sizes=not stays):
             cached = held(own.folder)
         else:
-            making = _Making(form, folder, session, tolerant, anew, changed, ever, engine, progress)
             found, cached = making.index_of(files, found, own)
         session.call("forget", str(cached.folder))  # another opening of it has perhaps left what was replaced since
         session.forget()
@@ -118,13 +114,14 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
 
-def _replaced(own: Version, found: RemoteShards) -> set[str]:
-    """The files of which bytes are here, but of another version than the one that was listed."""
-    if not found.stamps:
-        return set()
-    pins = {own.index.shards.names[int(path.stem)]: path for path in own.folder.glob("*.pin") if path.stem.isdecimal()}
-    listed = zip(found.names, found.stamps, strict=True) if pins else ()
-    return {name for name, stamp in listed if stamp and name in pins and pins[name].read_text() not in stamp}
+def _note_replaced(own: Version, found: RemoteShards) -> None:
+    """Notes the files of which bytes are here, but of another version than the one that was listed."""
+    stamps = dict(zip(found.names, found.stamps, strict=True)) if found.stamps else {}
+    pins = [path for path in own.folder.glob("*.pin") if path.stem.isdecimal()] if stamps else []
+    listed = [(int(path.stem), read_pin(path), stamps.get(own.index.shards.names[int(path.stem)])) for path in pins]
+    if replaced := [number for number, pin, stamp in listed if stamp and pin not in stamp]:
+        create_flags(own.folder)
+        ShardCache(own.folder).changed[replaced] = 1
 
 
 def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
@@ -143,9 +140,8 @@ def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """Makes the index of files in the `folder` of their dataset: of what was known before, and what is read of others.
-
-    Not taken over are files that were found to be others: `changed`, and `ever` of those in the dataset's own index.
+    """Makes the index of files in the `folder` of their dataset: of what was known before, and what is read of others,
+    and of those that were found to be others than before.
     """
 
     form: FileFormat
@@ -153,8 +149,6 @@ class _Making:
     session: Session
     tolerant: bool
     anew: bool
-    changed: set[str]
-    ever: set[str]
     engine: Engine | None
     progress: Progress
 
@@ -162,6 +156,7 @@ class _Making:
         """The files, and the version with their index: as it was made before, if they are as they were."""
         pointer = self.folder / f"made-{_hash(as_names(files))}.json"
         before = pointed_version(pointer, self.form)
+        changed = self.changed(before)
         if before is not None and self.tolerant and not self.anew:
             names = before.index.shards.names
             if set(found.names) <= set(names):
@@ -172,31 +167,30 @@ class _Making:
             found = asked(found, self.session, unknown, self.form)
         stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
-        if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, self.changed):
+        if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, changed):
             return found, held(before.folder)
         cached = self._made(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
         for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
             shutil.rmtree(stale, ignore_errors=True)
-        if self.changed:
-            self._forget_changed(cached)
-            note_reindexed(self.folder)
+        if self.form.whole:
+            cached.changed[:] = 0
+        pins = {number: cached.pin(number) for number in np.flatnonzero(cached.changed).tolist()}
+        cached.forget_changed()  # the bytes that are here may be damaged
+        for number, pin in pins.items():
+            cached.pin(number, pin)
         return found, cached
 
-    def _forget_changed(self, cached: ShardCache) -> None:
-        """Drops the bytes of files that were found to be others: those in the cache may be damaged."""
-        for number, name in enumerate(() if self.form.whole else cached.shards.names):
-            if name in self.changed:
-                pin = cached.pin(number)
-                cached.forget(number)
-                cached.pin(number, pin)
+    def changed(self, version: Version | None) -> set[str]:
+        """The names of the files that were found to be other than this version says; none if they stay as they were."""
+        return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
     def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
         if base is None:  # perhaps fewer files were indexed, to which others were added since
             found = asked(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
-        known = {} if base is None else self._known(base, found, self.ever if base is own else self.changed)
+        known = {} if base is None else self._known(base, found, self.changed(base))
         left = [number for number in range(len(found.names)) if number not in known]
         found = asked(found, self.session, left)
         if base is not None:
@@ -295,9 +289,7 @@ def _in_order(
 
 
 def _pinned(version: Path, number: int) -> str:
-    with contextlib.suppress(OSError):
-        return (version / f"{number}.pin").read_text()
-    return ""
+    return read_pin(version / f"{number}.pin")
 
 
 def _hash(value: object) -> str:

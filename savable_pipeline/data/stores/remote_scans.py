@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
@@ -21,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.remote_files import RemotePlace, held, unread_version
 from savable_pipeline.data.remote.scratch import scratch
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache
 from savable_pipeline.data.remote.urls import RemoteShards
+from savable_pipeline.data.remote.version_pins import pin_whole, pinned_version, whole_version
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
@@ -68,8 +67,7 @@ class WholeScans(RemoteScans):
     def scan(self, number: int) -> ShardTable:
         """See `RemoteScans.scan`."""
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
-        if not self.pin(number) or not path.exists() or path.stat().st_size != size:
-            self._path(number, ".pin").unlink(missing_ok=True)
+        if whole_version(path) is None or path.stat().st_size != size:
             self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
         return self._form.scan(self.aside, name)
 
@@ -79,19 +77,15 @@ class WholeScans(RemoteScans):
 
     def pin(self, number: int, version: str = "") -> str:
         """See `RemoteScans.pin`."""
-        path = self._path(number, ".pin")
         if version:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, [version.encode()])
-        with contextlib.suppress(OSError):
-            return path.read_text()
-        return ""
+            pin_whole(self._path(number), version)
+        return pinned_version(self._path(number))
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
         """See `RemoteScans.moved`."""
         cached = _with_index(version, fresh)
         for number in scanned:
-            if cached.pin(number, self.pin(number)) and self._path(number).exists():
+            if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
                 self._keep(cached, number)
         shutil.rmtree(self.aside, ignore_errors=True)
         return cached
@@ -101,14 +95,12 @@ class WholeScans(RemoteScans):
         path = self._path(number)
         if path.stat().st_size == cached.shards.sizes[number]:
             path.replace(cached.path(number))
-            cached.present[cached.firsts[number] : cached.firsts[number + 1]] |= 1
-            cached.touched[number] = time.time()
             fd = cached.open(number)
-            cached.sync_if_complete(number, fd)
+            cached.mark_present(number, fd, int(cached.firsts[number]), int(cached.firsts[number + 1]))
             os.close(fd)
 
-    def _path(self, number: int, suffix: str = "") -> Path:
-        return self.aside / f"{self._found.names[number]}{suffix}"
+    def _path(self, number: int) -> Path:
+        return self.aside / self._found.names[number]
 
 
 class PartScans(RemoteScans):

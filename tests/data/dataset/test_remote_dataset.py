@@ -130,7 +130,7 @@ def test_a_run_saved_from_a_disk_resumes_over_a_server(
     if cache == "warm":
         with loader_of(url) as loader:
             batches(loader)
-    settings = {"cache_bytes": 1} if cache == "smallest" else {}
+    settings = {"cache_bytes": 8192} if cache == "smallest" else {}
     with loader_of(url, **settings) as loader:
         loader.load_state_dict(state)
         assert batches(loader, STEPS - 17) == expected[17:]
@@ -288,7 +288,7 @@ def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
     assert [sample.json()["id"] for sample in before.open_samples(all_refs(before))] == list(range(118))
 
 
-def test_a_cached_index_with_a_damaged_row_is_an_error_that_says_what_to_remove(
+def test_a_cached_index_with_a_damaged_row_is_an_error_and_is_there_again_at_the_next_start(
     server: ToyServer, tmp_path: Path
 ) -> None:
     open_any(f"{server.url}/shards/")
@@ -297,25 +297,25 @@ def test_a_cached_index_with_a_damaged_row_is_an_error_that_says_what_to_remove(
     raw[-200] ^= 1
     index.write_bytes(raw)
     dataset = open_any(f"{server.url}/shards/")
-    with pytest.raises(sp.ShardError, match=f"the index of 000.\\.tar is damaged; remove {index} and start again"):
+    with pytest.raises(sp.ShardError, match=r"the index of 000.\.tar is damaged; start again: it is downl"):
         [sample["json"] for sample in dataset.open_samples(all_refs(dataset))]
-    index.unlink()
     assert len([sample["json"] for sample in open_any(f"{server.url}/shards/").open_samples(all_refs(dataset))]) == 118
 
 
-def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
+def test_a_dataset_that_is_all_here_announces_nothing_until_something_is_evicted(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = filled(server, monkeypatch)
-    asked = server.requests
-    files_of(dataset)._presence.present = None  # type: ignore[assignment]  # whoever looks at a row fails
+    asked, rows_of = server.requests, files_of(dataset)._rows
+    monkeypatch.setattr(files_of(dataset), "_rows", None)  # who announces fails
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
     dataset.prefetch(all_refs(dataset))
     assert server.requests == asked
-    files_of(dataset)._presence.present = files_of(dataset)._cached.present.data
+    monkeypatch.setattr(files_of(dataset), "_rows", rows_of)
     evict(dataset, 2)
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
-    assert dataset.prefetch_refs and server.requests > asked
+    dataset.prefetch(all_refs(dataset)[:1])
+    assert server.requests > asked
     dataset.prefetch(all_refs(dataset))
     assert not dataset.prefetch_refs  # all is here again
 

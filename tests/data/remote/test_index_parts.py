@@ -146,8 +146,6 @@ def test_rows_that_a_crash_of_the_machine_has_taken_are_fetched_again(server: To
     with here.open("r+b") as file:  # as if the last rows had not reached the disk
         file.seek(len(raw) - 200)
         file.write(bytes(200))
-    with here.with_name("flags").open("r+b") as file:
-        file.write(b"another boot".ljust(56, b"\0"))
     assert batches(url) == first
     assert here.read_bytes() == raw
 

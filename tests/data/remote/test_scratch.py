@@ -89,7 +89,7 @@ def test_tars_are_read_whole_once_by_machines_and_damaged_ones_are_told(
     assert not list((tmp_path / "far").rglob("*.tar")), "what machines read does not pass through this one"
 
 
-@pytest.mark.parametrize("moments", [[44], pytest.param(range(5, 80, 5), marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", [[56], pytest.param(range(5, 80, 5), marks=pytest.mark.long)])
 def test_after_a_kill_only_the_rest_is_read_and_the_index_is_the_same(
     server: ToyServer, tmp_path: Path, moments: Sequence[int], index: Callable[..., tuple[bytes, list[ShardEntry]]]
 ) -> None:
