@@ -9,7 +9,6 @@ path or a link leads.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -117,8 +116,10 @@ class TableStore(FileStore):
         """The JSON, or the bytes of a file."""
         if extension == LINE:  # most: its files need not be looked at
             raw, begin = self._raw(shard, row)
-            with self._row_errors(shard, row, begin):
+            try:
                 return self.body(shard, raw, begin).strip()
+            except RecordError as error:
+                raise self._row_error(shard, row, begin, error) from error
         with self.open(shard, row, extension) as file:
             return file.read()
 
@@ -180,27 +181,25 @@ class TableStore(FileStore):
         if last is not None and last[:2] == (shard, row):
             return last[2]
         raw, begin = self._raw(shard, row)
-        with self._row_errors(shard, row, begin):
+        try:
             fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
             parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
             if fault := parts_fault("key", parts)[0]:
                 raise RecordError(fault)
+        except RecordError as error:
+            raise self._row_error(shard, row, begin, error) from error
         found = TableRow(fields, body, {each.part: each for each in files})
         self._last = shard, row, found
         return found
 
-    @contextlib.contextmanager
-    def _row_errors(self, shard: int, row: int, begin: int) -> Iterator[None]:
-        """Raises `ShardError`, with its place, for what is wrong with a row."""
-        try:
-            yield
-        except RecordError as error:
-            raise ShardError(
-                f"{self.place(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
-                'or leave its sample out with on_error="skip"',
-                reason=str(error).partition(": ")[0],
-            ) from error
+    def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
+        """The error for what is wrong with a row."""
+        return ShardError(
+            f"{self.place(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
+            'or leave its sample out with on_error="skip"',
+            reason=str(error).partition(": ")[0],
+        )
 
     def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
         """The bytes of a row, and where they begin."""
