@@ -6,6 +6,7 @@ samples of tars are in blocks too, in a folder of the version (see `long_samples
 
 from __future__ import annotations
 
+import bisect
 from pathlib import Path
 from typing import Protocol
 
@@ -55,7 +56,7 @@ class TarLayout:
         self._tars = index
         self.index: ShardIndex = index
         self.parts, self.shards, self.firsts = parts, index.shards, index.shard_rows
-        self._starts = np.asarray(index.starts)
+        self._starts, self._ends = np.asarray(index.starts), np.ascontiguousarray(self.firsts, np.int64).data
 
     def begins(self, rows: Rows) -> Rows:
         """See `CacheLayout.begins`."""
@@ -69,7 +70,7 @@ class TarLayout:
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """See `CacheLayout.extent`."""
         index, last = self._tars, stop - 1
-        if stop < self.firsts[np.searchsorted(self.firsts, row, side="right")]:
+        if stop < self._ends[bisect.bisect_right(self._ends, row)]:
             return index.starts[row], index.starts[stop]
         layout = index.layout(last)
         offset, size = index.place(last, len(layout.gaps) - 1, layout)

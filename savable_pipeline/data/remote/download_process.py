@@ -32,7 +32,7 @@ from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQue
 from savable_pipeline.data.remote.same_content import SameContent
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, runs
 from savable_pipeline.data.remote.shared_listing import shared_answer
-from savable_pipeline.data.remote.sparse_file import locked
+from savable_pipeline.data.remote.sparse_file import locked, punch_hole
 from savable_pipeline.data.shards.hub_address import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
@@ -192,10 +192,14 @@ class Downloads:
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
             if self._space.try_reserve(past - start):
-                self._reserved(root, cached, fd, first, end)
-            else:
-                cached.used[first:end] = LEFT_OUT
-                alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
+                try:
+                    self._reserved(root, cached, fd, first, end)
+                    continue
+                except RemoteError as error:
+                    if not isinstance(error.__cause__, OSError):  # of the disk
+                        raise
+            cached.used[first:end] = LEFT_OUT
+            alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
         for first, end in alone:
             start, past = cached.extent(first, end)
             self._space.reserve(past - start)
@@ -206,6 +210,9 @@ class Downloads:
         start, past = cached.extent(row, stop)
         try:
             self._download(root, cached, fd, row, stop)
+        except BaseException:
+            punch_hole(fd, start, past)  # what came takes no space
+            raise
         finally:
             self._space.written(past - start)
 

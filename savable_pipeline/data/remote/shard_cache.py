@@ -22,6 +22,7 @@ spoiled is downloaded again. The pin is in the checksum: rows of another version
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import itertools
@@ -104,10 +105,12 @@ class ShardCache:
         if not (found := read_pin(path)) and version:
             aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
             write_pin(aside, version)
-            path.unlink(missing_ok=True)  # it is damaged
-            with contextlib.suppress(FileExistsError):
+            try:
                 path.hardlink_to(aside)  # the first of several processes wins
-            aside.unlink()
+            except FileExistsError:
+                if not read_pin(path):  # it is damaged
+                    aside.replace(path)
+            aside.unlink(missing_ok=True)
             found = read_pin(path)
         return found
 
@@ -133,7 +136,7 @@ class ShardCache:
 
     def shard_of(self, row: int) -> int:
         """The number of a row's shard."""
-        return int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return bisect.bisect_right(self.firsts.data, row) - 1
 
     def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each row's shard."""
