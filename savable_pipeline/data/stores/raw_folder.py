@@ -41,7 +41,7 @@ from savable_pipeline.errors import ShardError
 LAST, OUTSIDE = "-last", "-outside"  # in the names of formats: where keys end, and whether links lead anywhere
 _LOOKED_AT = 4096  # files; of more, the times of folders are believed
 _QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
-_MANY = 16  # parts of a sample of which most are not found elsewhere by chance
+_MANY = 8  # parts of a sample of which most are not found elsewhere by chance
 
 
 class Merged(msgspec.Struct, frozen=True, array_like=True):

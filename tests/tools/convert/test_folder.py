@@ -54,11 +54,12 @@ def test_names_that_dots_would_merge_into_one_sample_stop_a_conversion_that_name
         assert told.exit_code == 0 and f"such as {part}" in flat(told.output), told.output
 
 
-def test_names_that_begin_anew_in_each_folder_are_found_merged_too(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(20)))
+@pytest.mark.parametrize("count", [9, 20])
+def test_names_that_begin_anew_in_each_folder_are_found_merged_too(tmp_path: Path, count: int) -> None:
+    source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(count)))
     stopped = run("convert", source, tmp_path / "out")
     assert stopped.exit_code == 2
-    assert "40 files would make 2 samples: a/frame.000.txt would be of the sample a/frame" in flat(stopped.output)
+    assert f"{2 * count} files would make 2 samples: a/frame.000.txt would be of the sample a/frame" in flat(stopped.output)
 
 
 @pytest.mark.parametrize(
