@@ -57,6 +57,18 @@ def _write_jsonl(path: Path, texts: list[str], number: int) -> None:
     )
 
 
+def _write_csv(path: Path, texts: list[str], number: int) -> None:
+    numbers = [json.loads(text)["id"] for text in texts]
+    path.with_suffix(".csv").write_text("id,key\n" + "".join(f"{each},s{each:06d}\n" for each in numbers))
+
+
+def _write_folder(folder: Path, sizes: list[int]) -> None:
+    """Files of one sample each: a folder is one shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(sum(sizes)):
+        (folder / f"s{number:06d}.json").write_text(json.dumps({"id": number}))
+
+
 def _write_tokens(path: Path, texts: list[str], number: int) -> None:
     """Sample n is the tokens from 3n up to 3n + 3."""
     first = WIDTH * json.loads(texts[0])["id"]
@@ -88,6 +100,8 @@ WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
     "parquet": partial(_files, _write_parquet),
     "arrow": partial(_files, _write_arrow),
     "jsonl": partial(_files, _write_jsonl),
+    "csv": partial(_files, _write_csv),
+    "folder": _write_folder,
     "tokens": partial(_files, _write_tokens),
     "mds": _write_mds,
     "litdata": _write_litdata,
@@ -97,6 +111,8 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "parquet": ("ParquetReader", {"key": "key"}),
     "arrow": ("ArrowReader", {"key": "key"}),
     "jsonl": ("JsonlReader", {"key": "key"}),
+    "csv": ("CsvReader", {"key": "key"}),
+    "folder": ("FolderReader", {}),
     "tokens": ("TokenReader", {"length": WIDTH}),
     "mds": ("MdsReader", {"key": "key"}),
     "litdata": ("LitDataReader", {"key": "key"}),

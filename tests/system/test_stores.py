@@ -17,7 +17,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_pipelines import toy_pipeline
-from tests.support.toy_stores import KEYED, READERS, WRITERS, reader_of
+from tests.support.toy_stores import KEYED, READERS, WRITERS, number_of, reader_of
 
 SIZES = [23, 40, 1, 31]
 KINDS = [kind for kind in KEYED if kind != "tar"]
@@ -30,7 +30,7 @@ def test_resumes_are_exact_with_other_workers_and_ranks(tmp_path: Path, kind: st
     assert_exact_resume(pipeline, seed=3, lanes=4, steps=12, world_sizes=(1, 2), chains=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])  # which is one shard
 def test_the_same_samples_cut_alike_give_equal_batches_from_every_store(tmp_path: Path, kind: str) -> None:
     for each in ("tar", kind):
         WRITERS[each](tmp_path / each, SIZES)
@@ -62,7 +62,7 @@ def test_a_mixture_reads_every_store_by_the_names_of_its_files(tmp_path: Path) -
         WRITERS[kind](tmp_path / kind, SIZES)
         sources.append(f"  {kind}: {{path: {kind}, repetitions: 1}}\n")
     (tmp_path / "mixture.yaml").write_text("sources:\n" + "".join(sources))
-    ids = [sample.json()["id"] for sample in custom.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane(seed=7))]
+    ids = [number_of(sample) for sample in custom.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane(seed=7))]
     assert sorted(ids) == sorted([*range(sum(SIZES))] * len(KEYED))
 
 

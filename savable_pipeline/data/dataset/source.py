@@ -12,11 +12,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from savable_pipeline.core.files import regular_file
+from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.store_kinds import STORES, Kind
@@ -75,7 +77,8 @@ def recognize(
 
         session = Session.of(cache, cache_size)
         files = at_commit(files, {} if pinned is None else pinned, session)
-    return Source(files, STORES[_checked_kind(files, kind, session) if kind else _kind_of(files, session)], session)
+    name = with_handles(partial(_checked_kind, files, kind, session) if kind else partial(_kind_of, files, session))
+    return Source(files, STORES[name], session)
 
 
 def kind_of(files: Shards) -> str:
@@ -129,12 +132,17 @@ def _kinds_at(spec: str) -> set[str]:
     if _is_known_folder(path):
         return {"folder"}
     kinds: set[str] = set()
-    for _, folders, files in os.walk(path):
+    for _, folders, files in os.walk(path, onerror=_raise_out_of_handles):
         folders[:] = [name for name in folders if not name.startswith(".")]
         kinds |= {_kind_of_name(name) for name in files} - _of_parts(files)
         if "tar" in kinds:
             break
     return kinds - {"", *_BESIDE} or _of_raw_files(path)
+
+
+def _raise_out_of_handles(error: OSError) -> None:
+    if is_out_of_handles(error):
+        raise error
 
 
 def _is_known_folder(folder: Path) -> bool:
@@ -152,7 +160,7 @@ def _of_raw_files(folder: Path) -> set[str]:
     Raises `ShardError` for both, and for files with many samples each, where another program reads them.
     """
     names: list[str] = []
-    for here, folders, files in os.walk(folder):
+    for here, folders, files in os.walk(folder, onerror=_raise_out_of_handles):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(here, folder)
         names += [name if below == "." else f"{below}/{name}" for name in sorted(files) if not is_hidden(name)]

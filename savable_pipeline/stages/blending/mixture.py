@@ -152,7 +152,7 @@ class _Building:
             name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
         }
         options = {**self.shared, **{name: value for name, value in own.items() if value is not None}}
-        if kind_at(entry.path, self.lane) == TAR:
+        if kind_at(entry.path, self.lane, **self.of_tars) == TAR:
             options |= self.of_tars
         if entry.repetitions is not None:
             options["epochs"] = entry.repetitions or 1  # 0: off, by its weight in the Blend

@@ -23,10 +23,10 @@ from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
 from savable_pipeline.data.remote.scratch import close_scratch
 from savable_pipeline.data.shards.hub_address import HubAddress, without_commit
+from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.check.dataset_check import check
 from savable_pipeline.tools.convert import Options, run_conversion
-from savable_pipeline.tools.convert.names import is_tar
 from tests.support.toy_hub import ToyHub, hub_here
 
 NAME = "hf://datasets/org/name"

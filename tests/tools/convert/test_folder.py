@@ -59,7 +59,8 @@ def test_names_that_begin_anew_in_each_folder_are_found_merged_too(tmp_path: Pat
     source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(count)))
     stopped = run("convert", source, tmp_path / "out")
     assert stopped.exit_code == 2
-    assert f"{2 * count} files would make 2 samples: a/frame.000.txt would be of the sample a/frame" in flat(stopped.output)
+    told = f"{2 * count} files would make 2 samples: a/frame.000.txt would be of the sample a/frame"
+    assert told in flat(stopped.output)
 
 
 @pytest.mark.parametrize(
