@@ -81,6 +81,7 @@ class ShardCache:
         self.used: Flags = flags[rows : 2 * rows]
         self.changed: Flags = flags[2 * rows :]
         self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` of which this process has compared the bytes
+        self._views = self.present.data, self._sums.data, self.verified.data  # of which a number costs less
         self._seeds: dict[int, int] = {}  # of checksums, by shard
         self._warned: set[int] = set()
 
@@ -195,24 +196,20 @@ class ShardCache:
 
         Those that are not are marked as evicted, and the first of a file is warned about.
         """
-        right, present = True, self.present.data  # of numbers that need no wrapping
+        right, (present, sums, verified), seed = True, self._views, self._seeds.get(shard, 0)
         for each in range(row, stop):
             seen = present[each]
-            if not seen & 1:
-                right = False
-            elif self._fits(shard, fd, each):
-                self.verified.data[each] = seen
-            else:
-                right = False
+            if seen & 1 and (self._checksum(fd, each, seed) == sums[each] or self._fits(shard, fd, each)):
+                verified[each] = seen
+                continue
+            right = False
+            if seen & 1:
                 self._drop_damaged(shard, each)
         return right
 
     def _fits(self, shard: int, fd: int, row: int) -> bool:
-        seed, expected = self._seeds.get(shard), self._sums.data[row]
-        if seed is not None and self._checksum(fd, row, seed) == expected:
-            return True
         seed = self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
-        return self._checksum(fd, row, seed) == expected
+        return self._checksum(fd, row, seed) == int(self._sums[row])
 
     def _seed(self, shard: int) -> int:
         return xxh3_64_intdigest(self.pin(shard).encode())
