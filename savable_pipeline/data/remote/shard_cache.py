@@ -64,7 +64,7 @@ class ShardCache:
         self._version = folder.parent if folder.name == LONG_FOLDER else folder  # whose pins hold
         self.dataset = self._version.parent
         self.layout = open_layout(folder)
-        self.shards, self.firsts = self.layout.shards, self.layout.firsts
+        self.shards, self.firsts, self.extent = self.layout.shards, self.layout.firsts, self.layout.extent
         self.rows = int(self.firsts[-1])
         for each in (self.dataset, self._version, folder):
             own_folder(each)
@@ -83,7 +83,7 @@ class ShardCache:
         self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` of which this process has compared the bytes
         self._views = self.present.data, self._sums.data, self.verified.data  # of which a number costs less
         self._seeds: dict[int, int] = {}  # of checksums, by shard
-        self._warned: set[int] = set()
+        self._dropped: set[int] = set()  # shards that were found to be damaged
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
@@ -140,10 +140,6 @@ class ShardCache:
         """The number of each row's shard."""
         return np.searchsorted(self.firsts, rows, side="right") - 1
 
-    def extent(self, row: int, stop: int) -> tuple[int, int]:
-        """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
-        return self.layout.extent(row, stop)
-
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
         """The runs of rows from `row` to `stop - 1` that are not present."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
@@ -158,28 +154,12 @@ class ShardCache:
         self.touched[self.shards_of(rows)] = time.time()
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard's file, of its full size; a file that had another size is emptied first."""
+        """A new descriptor of a shard's file, which is of its full size from then on."""
         fd = own_file(self.path(shard), os.O_RDWR | os.O_CREAT)
         size = int(self.shards.sizes[shard])
-        found = os.fstat(fd).st_size
-        if found != size:
-            if found or len(self._present_rows(shard)):
-                self._empty(shard, fd, size)
+        if os.fstat(fd).st_size != size:
             os.ftruncate(fd, size)
         return fd
-
-    def _present_rows(self, shard: int) -> NDArray[np.int64]:
-        """The rows of a shard that are present."""
-        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        return first + np.flatnonzero(self.present[first:end] & 1)
-
-    def _empty(self, shard: int, fd: int, size: int) -> None:
-        """Marks all rows of a shard as evicted: its file was deleted, cut or lengthened by somebody."""
-        with locked(fd, 0, size):
-            if os.fstat(fd).st_size != size:  # else another process has done it
-                for row, stop in runs(self._present_rows(shard)):
-                    self._mark_evicted(slice(row, stop))
-                os.ftruncate(fd, 0)
 
     def mark_present(self, shard: int, fd: int, row: int, stop: int) -> None:
         """Marks rows of a shard that were absent and have been written as present; the caller holds the lock on their
@@ -224,24 +204,32 @@ class ShardCache:
         return summed.intdigest() & 0xFFFFFFFF
 
     def _drop_damaged(self, shard: int, row: int) -> None:
-        """Marks a row as evicted, if it is present and is not as it was downloaded; another may be at it just now."""
+        """Marks a row as evicted if it is present and not as it was downloaded, at first with all such rows of its
+        shard; another process may be at them just now.
+        """
+        rows = range(int(self.firsts[shard]), int(self.firsts[shard + 1])) if shard not in self._dropped else [row]
         fd = self.open(shard)
         try:
-            extent = self.extent(row, row + 1)
-            with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
-                if self.present[row] & 1 and not self._fits(shard, fd, row):
-                    if shard not in self._warned:
-                        log.warning(
-                            "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another "
-                            "program has changed them. They are downloaded again, as is what else of this file is so",
-                            self.path(shard),
-                            extent[0],
-                            extent[1] - 1,
-                        )
-                    self._warned.add(shard)
-                    self._mark_evicted(slice(row, row + 1))
+            for each in rows:
+                if self.present[each] & 1 and not self._fits(shard, fd, each):
+                    extent = self.extent(each, each + 1)
+                    with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
+                        if self.present[each] & 1 and not self._fits(shard, fd, each):
+                            self._warn(shard, *extent)
+                            self._mark_evicted(slice(each, each + 1))
         finally:
             os.close(fd)
+
+    def _warn(self, shard: int, start: int, past: int) -> None:
+        if shard not in self._dropped:
+            self._dropped.add(shard)
+            log.warning(
+                "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another program has "
+                "changed them. They are downloaded again, as is what else of this file is so",
+                self.path(shard),
+                start,
+                past - 1,
+            )
 
     def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
         """Evicts the used rows of a shard, or with `wanted` all; rows that are being written stay."""
@@ -312,10 +300,15 @@ def _allocate(file: BinaryIO, size: int) -> None:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         Path(file.name).unlink(missing_ok=True)
-        raise RemoteError(
-            f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another "
-            "folder as cache= or SAVABLE_CACHE"
-        ) from error
+        raise disk_error(error) from error
+
+
+def disk_error(error: OSError) -> RemoteError:
+    """The error for a cache that cannot be written."""
+    return RemoteError(
+        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
+        "as cache= or SAVABLE_CACHE"
+    )
 
 
 def flags_bytes(layout: CacheLayout) -> int:

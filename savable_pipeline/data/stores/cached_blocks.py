@@ -62,7 +62,6 @@ class CachedBlocks(DownloadedFiles):
         size = int(self._cached.shards.sizes[self._numbers].sum())
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
-        self._noted: set[int] = set()  # that are not as they were indexed
         self._beside: set[Path] = set()  # that were found to be as they were downloaded
 
     def _forget_announced(self) -> None:
@@ -135,9 +134,7 @@ class CachedBlocks(DownloadedFiles):
                 self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
                 if not self._indexed.is_as_indexed(shard, self.file(shard)):
-                    if shard not in self._noted:
-                        self._cached.note_changed(int(self._numbers[shard]))
-                    self._noted.add(shard)
+                    self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
                         "index it, or put the old file back",
@@ -200,9 +197,6 @@ class CachedBlocks(DownloadedFiles):
             self._prefetch(Urgency.SOON, *self._request(row, stop), needed, False)
         for (row, stop), needed in parts:
             self._call(*self._request(row, stop), needed, True)
-
-    def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
-        return "rows", self.place.url, str(self._cached.folder), row, stop
 
 
 class CachedBytes:

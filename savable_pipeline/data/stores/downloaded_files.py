@@ -69,6 +69,10 @@ class DownloadedFiles(ShardFiles):
         """The URL of a file."""
         return f"{self.place.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
+    def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
+        """The begin of a request for rows of the cache."""
+        return "rows", self.place.url, str(self._cached.folder), row, stop
+
     def _check_room(self, shard: int, row: int, stop: int) -> None:
         """Raises `RemoteError` if the cache cannot have so many rows at once."""
         start, past = self._cached.extent(row, stop)
