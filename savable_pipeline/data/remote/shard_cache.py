@@ -149,10 +149,6 @@ class ShardCache:
         absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
         return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
 
-    def touch(self, rows: NDArray[np.int64]) -> None:
-        """Records that the shards of these rows are in use."""
-        self.touched[self.shards_of(rows)] = time.time()
-
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file, which is of its full size from then on."""
         fd = own_file(self.path(shard), os.O_RDWR | os.O_CREAT)

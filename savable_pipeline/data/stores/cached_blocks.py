@@ -119,7 +119,8 @@ class CachedBlocks(DownloadedFiles):
                     if (present == seen).all() and self.is_right(shard, rows.start, rows.stop):
                         raise
             self._download(shard, rows)
-        raise self._evicted(shard, rows.start, rows.stop)
+        self._check_room(shard, rows.start, rows.stop, TRIES)
+        raise AssertionError
 
     def _are_right(self, shard: int, rows: slice, seen: NDArray[np.uint8]) -> bool:
         """Whether these rows, found `seen`, are as they were downloaded; each is looked at once a process."""

@@ -90,7 +90,8 @@ class CachedFiles(DownloadedFiles):
                 elif self._is_long(row):
                     return long(shard, row, where)
                 self._download(shard, row)
-            raise self._evicted(shard, row, row + 1)
+            self._check_room(shard, row, row + 1, TRIES)
+            raise AssertionError
 
         return guarded
 
@@ -117,7 +118,7 @@ class CachedFiles(DownloadedFiles):
         rows = self._without_long(self._rows(shards, indices - self._found.firsts[shards]))
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
-        self._cached.touch(rows[present])
+        self._cached.touched[self._cached.shards_of(rows[present])] = time.time()
         if present.all():
             self._look(now)
             return
