@@ -15,6 +15,7 @@ from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
 from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.raw_readers import CsvReader, FolderReader, JsonReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import JsonlReader, TokenReader
 from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
@@ -25,11 +26,14 @@ __all__ = [
     "ArrowReader",
     "BatchStage",
     "BucketBatcher",
+    "CsvReader",
+    "FolderReader",
     "HeldItems",
     "ItemPacker",
     "ItemRef",
     "ItemStage",
     "Join",
+    "JsonReader",
     "JsonlReader",
     "LitDataReader",
     "MdsReader",

@@ -45,8 +45,13 @@ def read(
     stride: int | None = None,
     dtype: str | None = None,
     validate_hash: str | None = None,
+    key_end: Literal["first", "last"] | None = None,
+    classes: bool = False,
+    file_fields: Sequence[str] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
 ) -> SamplePipeline:
-    """Begin a pipeline: the samples of tars, Parquet, Arrow, JSONL or token files, or of a folder of MDS or LitData.
+    """Begin a pipeline: the samples of tars, of tables (Parquet, Arrow, JSONL, CSV, lists of JSON), of token files, of
+    folders of MDS or LitData, or of a folder of photos or other files as they are.
 
     Which it is is recognized by the names of the files, and they are opened when the pipeline is used.
 
@@ -72,6 +77,10 @@ def read(
         stride: Tokens from the start of a window to the next.
         dtype: Type of the tokens in flat files, such as "uint16".
         validate_hash: MDS: the algorithm of the hashes in index.json that shards must have, such as "sha1".
+        key_end: A folder of files: the dot of a name that ends the key; see `custom.FolderReader`.
+        classes: A folder of files: whether a sample's deepest folder is its part `cls`, as a number.
+        file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
+        files_from: The folder of these files. None: that of the table.
 
     Returns:
         A pipeline of samples. An option that the files do not have is a ValueError when it is used.

@@ -104,7 +104,7 @@ def test_every_public_name_has_its_place() -> None:
 
 def test_every_kind_of_files_has_its_format_and_its_store() -> None:
     for name, kind in STORES.items():
-        assert kind.form.name == name
+        assert kind.form.name == name.removesuffix("-files")
         assert kind.files is None or kind.files is kind.form.kind
         assert kind.files is None or not kind.form.kind.listing
 

@@ -51,16 +51,15 @@ def open_any(
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in kind.settings:
-            others = listed([each.name for each in STORES.values() if name in each.settings])
+            others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
             raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
 
-    if "ranges" in given:
-        kind = _ranged(kind)
+    kind = _variant(kind, given)
     if "unpacked_bytes" in kind.settings:
         given["unpacked_bytes"] = unpacked_bytes
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-        return seen(_indexed(source, kind, tolerant, unlistable), partial=partial, **given)
+        return seen(_indexed(source, kind, tolerant, unlistable), kind, partial=partial, **given)
 
     return dataset_of(open_it, on_error=on_error, unpacked_bytes=unpacked_bytes)
 
@@ -104,7 +103,7 @@ def open_source(
     """
     if settings.get("ranges") is None:
         settings.pop("ranges", None)
-    kind = _ranged(source.kind) if "ranges" in settings else source.kind
+    kind = _variant(source.kind, settings)
     return kind.store(_indexed(source, kind, tolerant, unlistable), **settings)
 
 
@@ -124,18 +123,28 @@ def open_store(
     return open_source(source, tolerant, unlistable, **settings)
 
 
-def _ranged(kind: Kind) -> Kind:
-    """The kind of the same files, whose rows name ranges of others."""
-    return STORES[f"{kind.name}-ranges"]
+def _variant(kind: Kind, settings: dict[str, Any]) -> Kind:
+    """The kind of the same files with these settings: rows that name ranges of others, folders by where keys end."""
+    name = kind.name
+    if "ranges" in settings:
+        name = f"{name}-ranges"
+    elif name == "jsonl" and not settings.keys().isdisjoint(("file_fields", "files_from")):
+        name = "jsonl-files"
+    elif name == "folder":
+        name += "-outside" if settings.pop("allow_outside", False) else ""
+        name += "-last" if settings.get("key_end") == "last" else ""
+    return STORES[name]
 
 
 def _indexed(source: Source, kind: Kind, tolerant: bool, unlistable: Unlistable) -> IndexedFiles:
+    if kind.open_at:
+        return kind.indexed(source.read, tolerant=tolerant)
     return open_indexed(source.read, kind.form, source.session, tolerant=tolerant, unlistable=unlistable)
 
 
-def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:
+def seen(found: IndexedFiles, kind: Kind | None = None, *, partial: bool = False, **settings: Any) -> RecordStore:
     """The store of indexed files, for whoever looks at them: with settings where they cannot be read without any."""
-    kind = STORES[found.form.name]
+    kind = kind or STORES[found.form.name]
     if partial:
         settings |= kind.in_order()
     try:
@@ -162,5 +171,7 @@ def index_any(
         from savable_pipeline.data.stores.remote_indexing import index_remote
 
         return index_remote(source.files, source.kind.form, source.session, progress, engine)
+    if source.kind.open_at:
+        return source.kind.indexed(source.read, looked_at=True).index_path, []
     each = None if engine is None else each_shard_by(engine)
     return index_files(source.read, source.kind.form, processes=processes, each=each, progress=progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,10 @@ def open_dataset(
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
     unpacked_bytes: int = UNPACKED_BYTES,
+    key_end: Literal["first", "last"] | None = None,
+    classes: bool = False,
+    file_fields: Sequence[str] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
 ) -> Samples:
     """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
 
@@ -46,7 +50,7 @@ def open_dataset(
 
     Args:
         shards: As for the reader of such files: `sp.TarShardReader`, `custom.ParquetReader`, `custom.ArrowReader`,
-            `custom.JsonlReader`.
+            `custom.JsonlReader`, `custom.CsvReader`, `custom.JsonReader`, `custom.FolderReader`.
         transform: Called with each sample that is asked for, such as `sp.Sample.decoded`. None: a `Sample`, which reads
             its parts when they are asked for.
         columns: As for `custom.ParquetReader`.
@@ -55,6 +59,10 @@ def open_dataset(
         cache: As for `sp.TarShardReader`.
         cache_bytes: As for `sp.TarShardReader`.
         unpacked_bytes: As for `sp.TarShardReader`.
+        key_end: As for `custom.FolderReader`.
+        classes: As for `custom.FolderReader`.
+        file_fields: As for `custom.CsvReader`.
+        files_from: As for `custom.CsvReader`.
 
     Returns:
         A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
@@ -76,8 +84,17 @@ def open_dataset(
         torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
-    chosen = None if columns is None else tuple(columns)
-    arguments = specs, cache, cache_bytes, chosen, key, ranges and dict(ranges), unpacked_bytes
+    given = {
+        "columns": None if columns is None else tuple(columns),
+        "key": key,
+        "ranges": ranges and dict(ranges),
+        "key_end": key_end,
+        "classes": classes or None,
+        "file_fields": None if file_fields is None else tuple(file_fields),
+        "files_from": files_from,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    arguments = specs, cache, cache_bytes, unpacked_bytes, settings
     return Samples(_Opened(arguments), transform)
 
 
@@ -113,8 +130,7 @@ class _Opened:
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
-        shards, cache, cache_bytes, columns, key, ranges, most = self._arguments
-        given = {"columns": columns, "key": key, "ranges": ranges}
+        shards, cache, cache_bytes, most, given = self._arguments
         dataset = open_any(
             shards, cache=cache, cache_size=cache_bytes, pinned=self._commits, unpacked_bytes=most, **given
         )

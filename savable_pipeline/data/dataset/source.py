@@ -7,28 +7,38 @@ on a server    the kind that they had the last time, if its index is still there
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.store_kinds import STORES, Kind
 from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.paths import Shards, is_remote, spelled_out
-from savable_pipeline.data.stores.file_kinds import INDEX, LEROBOT_INFO, stored_behind, stored_in
+from savable_pipeline.data.shards.paths import ALL, Shards, is_remote, spelled_out
+from savable_pipeline.data.stores.file_kinds import CONTAINERS, INDEX, LEROBOT_INFO, stored_behind, stored_in
+from savable_pipeline.data.stores.sample_names import is_hidden
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
 
 _FIRST = (index_name("tar"), INDEX, LEROBOT_INFO)  # asked for first of a web server, whose folder has mostly tars
+
+_INDEXED = [name for name, kind in STORES.items() if not kind.open_at and name != "jsonl-files"]  # by its own name
+_BESIDE = ("csv", "json")  # kinds of files that lie beside others
+_FOR_PEOPLE = ("/readme", "/license", "/notice", "/citation", "/changelog")
+_HEAD, _LIST = 64, re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ def format_of_file(root: Path, name: str) -> FileFormat | None:
 
     None for what is of no kind.
     """
-    kind = STORES.get(stored_in(root)) or STORES.get(_kind_of_name(name))
+    kind = STORES.get("folder" if name == ALL else stored_in(root)) or STORES.get(_kind_of_name(name))
     return None if kind is None else kind.form
 
 
@@ -116,13 +126,68 @@ def _kinds_at(spec: str) -> set[str]:
         return {kind}
     if not path.is_dir():
         return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
-    kinds = set()
+    if _is_known_folder(path):
+        return {"folder"}
+    kinds: set[str] = set()
     for _, folders, files in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         kinds |= {_kind_of_name(name) for name in files} - _of_parts(files)
         if "tar" in kinds:
             break
-    return kinds
+    return kinds - {"", *_BESIDE} or _of_raw_files(path)
+
+
+def _is_known_folder(folder: Path) -> bool:
+    """Whether a folder is known to hold files that are parts of samples, and no others since."""
+    if not any((folder / META).glob("savable.folder*.index")):  # most
+        return False
+    from savable_pipeline.data.stores.raw_folder import is_known
+
+    return is_known(folder.absolute())
+
+
+def _of_raw_files(folder: Path) -> set[str]:
+    """{"folder"} for files that are parts of samples, or {"csv"} for tables alone; nothing for an empty folder.
+
+    Raises `ShardError` for both, and for files with many samples each, where another program reads them.
+    """
+    names: list[str] = []
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        below = os.path.relpath(here, folder)
+        names += [name if below == "." else f"{below}/{name}" for name in sorted(files) if not is_hidden(name)]
+    ends: dict[str, list[str]] = {}  # of the files with a stem
+    for name in names:
+        ends.setdefault(_stem(name), []).append(Path(name).suffix.lower())
+    alone = [name for name in names if len(ends[_stem(name)]) == 1]
+    tables = [name for name in alone if _kind_of_name(name) == "csv" or _holds_list(folder / name)]
+    if tables and all(_kind_of_name(name) == "csv" or _stem(name).lower().endswith(_FOR_PEOPLE) for name in names):
+        return {"csv"}
+    for name in tables:
+        raise ShardError(
+            f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it "
+            "away to read each file as a part of a sample"
+        )
+    for name in names:
+        (end, *others) = sorted(set(ends[_stem(name)]))
+        if not others and (cure := CONTAINERS.get(end)):
+            raise ShardError(f"{folder} holds {name}, and {end} is not read here: {cure}")
+    return {"folder"} if names else set()
+
+
+def _stem(name: str) -> str:
+    """The path of a file up to its first dot."""
+    here, _, base = name.rpartition("/")
+    return f"{here}/{base.partition('.')[0]}"
+
+
+def _holds_list(path: Path) -> bool:
+    """Whether a file is called JSON, and begins as a list of objects."""
+    if path.suffix.lower() != ".json":
+        return False
+    with contextlib.suppress(OSError), open(path, "rb", opener=regular_file) as file:
+        return bool(_LIST.match(file.read(_HEAD)))
+    return False
 
 
 def _of_parts(files: list[str]) -> set[str]:
@@ -143,7 +208,8 @@ def _kinds_behind(url: str, session: Session) -> set[str]:
     names = session.listing(url).texts()
     if (found := stored_behind(url, session)) in STORES:
         return {found}
-    return _kinds_of_indexes(names) or {_kind_of_name(name) for name in names}
+    kinds = {_kind_of_name(name) for name in names}
+    return _kinds_of_indexes(names) or kinds - {"", *_BESIDE} or kinds & {"csv"}
 
 
 def _kinds_on_server(url: str, session: Session) -> set[str]:
@@ -159,7 +225,7 @@ def _kinds_on_server(url: str, session: Session) -> set[str]:
     if stored in STORES:
         kinds = {stored}
     else:
-        kinds = _kinds_of_indexes(there) or _kinds_of_indexes(session.stats(url, map(index_name, STORES)))
+        kinds = _kinds_of_indexes(there) or _kinds_of_indexes(session.stats(url, map(index_name, _INDEXED)))
     if len(kinds) == 1:
         write_pin(note, "".join(kinds))
     return kinds
@@ -167,7 +233,7 @@ def _kinds_on_server(url: str, session: Session) -> set[str]:
 
 def _kinds_of_indexes(names: Iterable[str]) -> set[str]:
     """The kinds of which an index is among these names."""
-    indexes = {index_name(name): name for name in STORES}
+    indexes = {index_name(name): name for name in _INDEXED}
     return {indexes[name] for name in names if name in indexes}
 
 

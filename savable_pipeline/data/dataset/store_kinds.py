@@ -9,7 +9,14 @@ from typing import Any
 from savable_pipeline.data.shards.file_format import FileFormat, found_at
 from savable_pipeline.data.shards.index_file import TAR
 from savable_pipeline.data.shards.paths import TAR_FILES, ShardKind, Shards
-from savable_pipeline.data.stores.file_kinds import ARROW_FILES, JSONL_FILES, PARQUET_FILES, TOKEN_FILES
+from savable_pipeline.data.stores.file_kinds import (
+    ARROW_FILES,
+    CSV_FILES,
+    JSON_FILES,
+    JSONL_FILES,
+    PARQUET_FILES,
+    TOKEN_FILES,
+)
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
 
@@ -21,7 +28,8 @@ class Kind:
     `files` tells such files by their names; None: they are told otherwise, as by a listing in their folder.
     `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
     whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
-    program says so. `also` is a kind of folders that hold such files, as which their reader reads one.
+    program says so. `also` is a kind of folders that hold such files, as which their reader reads one. `open_at` is the
+    place of what opens an index that is made otherwise than by scanning files.
     """
 
     name: str
@@ -33,12 +41,18 @@ class Kind:
     in_order: Callable[[], dict[str, Any]] = dict
     named: Callable[[Shards], Shards] = lambda files: files
     also: str = ""
+    open_at: str = ""
 
     @property
     def form(self) -> FileFormat:
         """The format of such files."""
         form: FileFormat = found_at(_DATA + self.form_at)
         return form
+
+    def indexed(self, files: Shards, **settings: Any) -> IndexedFiles:
+        """Such files by the index that `open_at` opens."""
+        found: IndexedFiles = found_at(_DATA + self.open_at)(files, self.form, **settings)
+        return found
 
     def store(self, files: IndexedFiles, **settings: Any) -> RecordStore:
         """The store of such files."""
@@ -64,6 +78,7 @@ def _data_files(files: Shards) -> Shards:
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
+_TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
 _DATA = "savable_pipeline.data."  # below which the places are
 STORES = {
@@ -88,7 +103,27 @@ STORES = {
             in_order=_partial,
             named=_data_files,
         ),
-        Kind("jsonl", "stores.jsonl:JSONL", "stores.jsonl:JsonlStore", JSONL_FILES, ("key", "ranges")),
+        Kind(
+            "jsonl",
+            "stores.jsonl:JSONL",
+            "stores.jsonl:JsonlStore",
+            JSONL_FILES,
+            ("key", "ranges", "file_fields", "files_from"),
+        ),
+        Kind("jsonl-files", "stores.jsonl:JSONL", "stores.table_store:LinesStore", None, _TABLES),
+        Kind("csv", "stores.csv_table:CSV", "stores.csv_table:CsvStore", CSV_FILES, _TABLES),
+        Kind("json", "stores.json_array:JSON", "stores.json_array:JsonArrayStore", JSON_FILES, _TABLES),
+        *(
+            Kind(
+                name,
+                f"stores.raw_folder:{name.upper().replace('-', '_')}",
+                "stores.folder_store:FolderStore",
+                None,
+                ("key_end", "classes"),
+                open_at="stores.raw_folder:open_folder",
+            )
+            for name in ("folder", "folder-last", "folder-outside", "folder-outside-last")
+        ),
         Kind(
             "tokens",
             "stores.token_file:TOKENS",

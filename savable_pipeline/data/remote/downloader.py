@@ -108,6 +108,7 @@ class Downloader:
         if os.getpid() != self.owner:
             self._child.close()
             return
+        self.ended = True
         self._child.kill()  # a thread that waits for an answer is told, before the descriptor is another's
         with self._receiving, self._sending:
             self._child.close()

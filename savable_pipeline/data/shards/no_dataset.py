@@ -7,8 +7,6 @@ import shlex
 from pathlib import Path
 
 _READERS = {".tar": "sp.TarShardReader", ".parquet": "custom.ParquetReader", ".arrow": "custom.ArrowReader"}
-_TABLES = (".csv", ".tsv", ".json")
-_PACKED = (".gz", ".bz2", ".xz", ".zst")
 _PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".txt")
 
 
@@ -31,11 +29,7 @@ def into_folder(folder: str | Path) -> str:
 
 
 def instead_of_file(path: Path) -> str:
-    """The command that makes tars of a table, or of the folder of a picture or a text; "" for any other file."""
-    name = path.name.lower()
-    plain = next((name.removesuffix(ending) for ending in _PACKED if name.endswith(ending)), name)
-    if plain.endswith(_TABLES):
-        return f"`savable convert {shlex.quote(str(path))} DST` makes a dataset of it"
-    if name.endswith(_PARTS):
+    """The command that makes tars of the folder of a picture or a text; "" for any other file."""
+    if path.name.lower().endswith(_PARTS):
         return f"`savable convert {shlex.quote(str(path.parent))} DST` makes a dataset of its folder"
     return ""

@@ -33,6 +33,7 @@ LANCE_CURE = (
     '`pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), NEW, format="parquet")`'
 )
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
+ALL = "."  # the name of the only shard where a folder is one
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
@@ -121,6 +122,8 @@ def find_shards(
         raise ShardError("the list of shards is empty")
     if kind.listing:
         return _listed_below(specs, kind, missing_too)
+    if kind.suffixes == (ALL,):
+        return Path(specs[0]).absolute(), [ALL]
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
         return root, with_handles(partial(_files_below, root, kind, unlistable, visited))

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from savable_pipeline.core.files import read_regular
-from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX, ShardKind
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
 
 INDEX = "index.json"
+OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+# Files that hold many samples, which nothing here reads.
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
+    LANCE: LANCE_CURE,
+    ".mds": "name the folder with its index.json",
+}
 LEROBOT_INFO = "meta/info.json"
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
 _PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
@@ -26,6 +35,13 @@ JSONL_FILES = ShardKind(
     ("a compressed JSONL file", "compressed JSONL files"),
     "`gzip -dk` or `zstd -d` unpacks",
 )
+CSV_FILES = ShardKind(
+    (".csv", ".tsv"),
+    tuple(f".{name}.{packed}" for name in ("csv", "tsv") for packed in ("gz", "zst", "xz", "bz2")),
+    ("a compressed table", "compressed tables"),
+    "`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks",
+)
+JSON_FILES = ShardKind((".json",))
 PARQUET_FILES = ShardKind((".parquet", ".pq", ".parq"))
 TOKEN_FILES = ShardKind((".bin", ".npy"))
 

@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 _COMPARED = 1 << 16  # bytes of a line that are compared
 LONGEST_LINE = 1 << 30
 _FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
-_MARK = b"\xef\xbb\xbf"
+MARK = b"\xef\xbb\xbf"
 
 
 def read_table(file: FileBytes, name: str) -> ShardTable:
@@ -38,7 +38,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     if not fault:
         fault, places = _check_last(file, _lines(file))
     entry = ShardEntry(
-        name, file.size, len(places) - 1, _digest(file, places), encodable(f"{name}: {fault}") if fault else ""
+        name, file.size, len(places) - 1, digest_of(file, places), encodable(f"{name}: {fault}") if fault else ""
     )
     return ShardTable(entry, places.tobytes())
 
@@ -47,13 +47,15 @@ def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
     assert isinstance(index, PlaceIndex), index
     try:
-        return _digest(file, index.places(number)) == int(index.shards.digests[number])
+        return digest_of(file, index.places(number)) == int(index.shards.digests[number])
     except OSError:
         return False
 
 
-def _digest(file: FileBytes, places: Places) -> int:
+def digest_of(file: FileBytes, places: Places) -> int:
+    """A hash of the places of lines, of the first of them, one in the middle and the last, and of what is before."""
     digest = xxh3_64(places.tobytes())
+    digest.update(file.read(0, min(int(places[0]), _COMPARED)) if len(places) > 1 else b"")
     lines = len(places) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(places[line]), int(places[line + 1])
@@ -129,7 +131,7 @@ def _may_be_jsonl(file: FileBytes, places: Places) -> bool:
 
 def without_mark(line: bytes, begin: int) -> bytes:
     """The line at this offset without the byte order mark that some programs begin a file with."""
-    return line if begin else line.removeprefix(_MARK)
+    return line if begin else line.removeprefix(MARK)
 
 
 JSONL = FileFormat(

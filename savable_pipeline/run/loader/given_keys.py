@@ -22,6 +22,9 @@ _KINDS = {
     "ParquetReader": "parquet",
     "ArrowReader": "arrow",
     "JsonlReader": "jsonl",
+    "CsvReader": "csv",
+    "JsonReader": "json",
+    "FolderReader": "folder",
     "TokenReader": "tokens",
     "MdsReader": "mds",
     "LitDataReader": "litdata",
@@ -102,7 +105,7 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[s
     kind = _KINDS[reader]
     known = {
         name: settings.get(name)
-        for name in ("key", "ranges", "length", "stride", "dtype")
+        for name in ("key", "ranges", "length", "stride", "dtype", "key_end", "classes")
         if name in STORES[kind].settings
     }
     return dataset_of(

@@ -12,6 +12,7 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
+from savable_pipeline.stages.readers.raw_readers import CsvReader, FolderReader, JsonReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import source_at
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
@@ -23,6 +24,9 @@ _READERS: dict[str, type[RecordReader]] = {
     "parquet": ParquetReader,
     "arrow": ArrowReader,
     "jsonl": JsonlReader,
+    "csv": CsvReader,
+    "json": JsonReader,
+    "folder": FolderReader,
     "tokens": TokenReader,
     "mds": MdsReader,
     "litdata": LitDataReader,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from savable_pipeline.core.lane import Lane
@@ -81,6 +82,9 @@ class JsonlReader(RecordReader):
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
         ranges: As for `custom.ParquetReader`, of fields.
+        file_fields: The fields that name files, as for `custom.JsonReader`: then the parts are `json` and these files.
+            None: there are none.
+        files_from: As for `custom.CsvReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -103,16 +107,22 @@ class JsonlReader(RecordReader):
         *,
         key: str | None = None,
         ranges: RangeColumns | None = None,
+        file_fields: Sequence[str] | None = None,
+        files_from: str | os.PathLike[str] | None = None,
         **settings: Unpack[ReaderSettings],
     ) -> None:
+        if file_fields is None and files_from is not None:
+            raise ValueError("JsonlReader: files_from is for the fields that file_fields names")
         self.files, self.key, self.ranges = as_names(files), key, named_ranges(ranges)
-        options = (key, *map(repr, self.ranges.values()))
-        data = ReaderData.of_files("jsonl", self.files, lane, options, key=key, **self.ranges)
+        self.fields: dict[str, Any] = {} if file_fields is None else {"file_fields": [*file_fields]}
+        options = (key, files_from, *map(repr, [*self.ranges.values(), *self.fields.values()]))
+        given = {**self.ranges, **self.fields, **({} if files_from is None else {"files_from": files_from})}
+        data = ReaderData.of_files("jsonl", self.files, lane, options, key=key, **given)
         super().__init__(data, lane, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every reader, the key, and the ranges if there are any."""
-        return {**super().settings(), "key": self.key, **self.ranges}
+        """The settings of every reader, the key, and the ranges and fields of files if there are any."""
+        return {**super().settings(), "key": self.key, **self.ranges, **self.fields}
 
 
 class TokenReader(RecordReader):

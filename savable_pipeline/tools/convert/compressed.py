@@ -11,7 +11,7 @@ from typing import IO, Any
 from savable_pipeline.core.file_heads import HEAD, compression_of
 from savable_pipeline.data.shards.tar import tar_compression
 from savable_pipeline.data.stores.decompressed import Unpacked
-from savable_pipeline.tools.convert.names import is_tar
+from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.tools.convert.source_file import name_of, open_source
 
 _CHUNK = 1 << 17

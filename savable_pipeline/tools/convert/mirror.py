@@ -66,7 +66,7 @@ class Target:
         files = [path for path in (self.folder / CLASSES, *sorted((self.folder / META).glob("*"))) if path.is_file()]
         for path in sorted(files, key=lambda path: path == self.folder / MANIFEST):
             bucket.upload(path.relative_to(self.folder).as_posix(), path)
-        bucket.erase([RECORDS])
+        bucket.erase([*RECORDS.values()])
 
 
 @contextlib.contextmanager

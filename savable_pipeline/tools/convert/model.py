@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.tools.convert.part_data import Parts
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
@@ -52,18 +53,9 @@ def _check_split(split: tuple[tuple[str, str], ...]) -> None:
         raise ValueError(f"the shares of the splits must add up to 1, not {float(total):g}: {dict(split)}")
 
 
-class Reject(msgspec.Struct, frozen=True):
-    """A file or line that was left out, the key of its sample if it has one, and the reason."""
-
-    file: str
-    key: str
-    reason: str
-    detail: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a sample: a whole file, or `size` bytes of one from `offset` on, or what is made of a record.
+    """One part of a sample: a whole file, or what is made of a record; at an `offset`, a row or a name that is one.
 
     The size of what is made of a record is the most that it can be.
     """
@@ -76,11 +68,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A sample before it is written: its key and its parts by extension; its number, if it is a record."""
+    """A sample before it is written: its key and its parts by extension; its number in the store.
+
+    Where it is `of_files`, the parts without an offset are whole files.
+    """
 
     key: str
     parts: tuple[Part, ...]
-    record: int = -1
+    record: int
+    of_files: bool = False
 
 
 class SampleReader(Protocol):

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from savable_pipeline.tools.convert.file_reader import FileReader
+from savable_pipeline.data.stores.sample_names import outside
 from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
-from savable_pipeline.tools.convert.names import outside
-from savable_pipeline.tools.convert.part_data import Parts
+from savable_pipeline.tools.convert.part_data import Parts, changed, file_data
 from savable_pipeline.tools.convert.plan import is_kept, place_of
 from savable_pipeline.tools.convert.source_file import place_behind
-from savable_pipeline.tools.convert.stretches import changed
 
 if TYPE_CHECKING:  # with pyarrow, which other sources do without
     from savable_pipeline.data.dataset.dataset import Dataset
@@ -73,8 +71,9 @@ class WithNamedFiles:
         for part in files:
             if outside(self.folder, part.path):
                 raise changed(part.path, f"a link leads out of {self.folder} now")
-        found = self.rows.read(replace(sample, parts=tuple(part for part in sample.parts if part not in files)))
-        found = {**found, **FileReader("/").read(replace(sample, parts=tuple(files)))}
+        rows = replace(sample, parts=tuple(part for part in sample.parts if part not in files))
+        found = dict(self.rows.read(rows))
+        found |= {part.extension: file_data(Path(part.path), part.extension, part.size) for part in files}
         return {part.extension: found[part.extension] for part in sample.parts}
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, decode_error, part_type
-from savable_pipeline.errors import MediaError
-from savable_pipeline.tools.convert.stretches import changed
+from savable_pipeline.errors import MediaError, SavableError
 
 _MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS))
 _LONG = 8 << 20  # bytes of sound or film that are read in pieces
@@ -22,23 +21,25 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class LongPart:
-    """`size` bytes of a file from `offset` on, read in pieces. Equal to another with the same bytes."""
+    """`size` bytes from `offset` on of what `open` gives, read in pieces. Equal to another with the same bytes."""
 
-    path: Path
+    open: Callable[[], BinaryIO]
     offset: int
     size: int
+    name: str  # of the file, for messages
 
     def __len__(self) -> int:
         return self.size
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes in order. Raises `SavableError` if the file ends before them."""
-        with self.path.open("rb", buffering=0) as file:
+        with self.open() as file:
+            file.seek(self.offset)
             for begin in range(0, self.size, _PIECE):
                 wanted = min(_PIECE, self.size - begin)
-                piece = os.pread(file.fileno(), wanted, self.offset + begin)
+                piece = file.read(wanted)
                 if len(piece) != wanted:
-                    raise changed(self.path, f"expected {self.size} bytes, found {begin + len(piece)}")
+                    raise changed(self.name, f"expected {self.size} bytes, found {begin + len(piece)}")
                 yield piece
 
     def __eq__(self, other: object) -> bool:
@@ -51,6 +52,25 @@ class LongPart:
 
 PartData: TypeAlias = bytes | LongPart
 Parts: TypeAlias = Mapping[str, PartData]
+
+
+def changed(path: Path | str, found: str) -> SavableError:
+    """The error for a file that is not what the plan was made from."""
+    return SavableError(
+        f"{path}: {found}: it changed while it was converted; leave the input as it is while converting, and convert "
+        "into another folder"
+    )
+
+
+def file_data(path: Path, extension: str, size: int) -> PartData:
+    """A file of this size as a part. Raises `SavableError` if it has another, OSError."""
+    with path.open("rb", buffering=0) as file:
+        if is_long(extension, size) and os.fstat(file.fileno()).st_size == size:
+            return LongPart(lambda: path.open("rb"), 0, size, str(path))
+        data = file.read()
+    if len(data) != size:
+        raise changed(path, f"expected {size} bytes, found {len(data)}")
+    return data
 
 
 def is_long(extension: str, size: int) -> bool:
@@ -76,4 +96,4 @@ def data_fault(extension: str, data: PartData, *, check_images: bool) -> str:
 
 
 def _opened(data: PartData) -> BinaryIO:
-    return io.BytesIO(data) if isinstance(data, bytes) else data.path.open("rb")
+    return io.BytesIO(data) if isinstance(data, bytes) else data.open()

@@ -24,13 +24,14 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
 from savable_pipeline.data.shards.unfinished import CONVERTED
-from savable_pipeline.tools.convert.model import Files, Input, Options, Reject
+from savable_pipeline.data.stores.sample_names import Reject
+from savable_pipeline.tools.convert.model import Files, Input, Options
 
 MANIFEST = CONVERTED
 CLASSES = "classes.json"  # names by number
 REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
-RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked
+RECORDS = {kind: f"{WORK}/records.{kind}" for kind in ("jsonl", "json", "csv", "tsv")}  # that must be unpacked
 _VERSION = 1  # of the plan: to be raised when the same input would give other bytes
 
 

@@ -12,7 +12,7 @@ import bisect
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -41,12 +41,12 @@ class MemberFile:
 
 @dataclass(frozen=True, slots=True)
 class PartReader:
-    """A `SampleReader` of these files below `url`: of the format `form`."""
+    """A `SampleReader` of these files below `url`: of the kind `form`."""
 
     url: str
     form: str
     files: tuple[MemberFile, ...]  # in the order of their samples
-    unpacked_bytes: int = UNPACKED_BYTES
+    settings: tuple[tuple[str, Any], ...] = ()  # of the store
 
     def expect(self, samples: list[Files]) -> None:
         """See `SampleReader.expect`."""
@@ -116,10 +116,13 @@ def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     found = stamps_of(reader.url, [file.name for file in reader.files], session)
     for file in reader.files:
         check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
-    form, version = STORES[reader.form].form, folder / "version"
+    kind, version = STORES[reader.form], folder / "version"
+    form = kind.form
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
     write_index(version / "index", tables, form.name)
     place = RemotePlace(reader.url, held(version), session)
     files = IndexedFiles(form, place.index, place.index_path, None, folder, place)
-    given = {"unpacked_bytes": reader.unpacked_bytes} if "unpacked_bytes" in STORES[reader.form].settings else {}
-    return Dataset(seen(files, partial=True, **given), unpacked_bytes=reader.unpacked_bytes)
+    given = dict(reader.settings)
+    unpacked_bytes = given.get("unpacked_bytes", UNPACKED_BYTES)
+    known = {name: value for name, value in given.items() if name in kind.settings}
+    return Dataset(seen(files, kind, partial=True, **known), unpacked_bytes=unpacked_bytes)

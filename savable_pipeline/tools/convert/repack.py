@@ -22,13 +22,13 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
+from savable_pipeline.data.stores.sample_names import TAR_ENDINGS, Reject, is_tar, printable
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.describe import describe, describe_tables
 from savable_pipeline.tools.convert.mirror import Target
-from savable_pipeline.tools.convert.model import Options, Reject, Report
-from savable_pipeline.tools.convert.names import TAR_ENDINGS, is_tar, printable
+from savable_pipeline.tools.convert.model import Options, Report
 from savable_pipeline.tools.convert.plan import WORK, Manifest, place_of, source_name
 from savable_pipeline.tools.convert.resume import is_newer, to_go_on, write_manifest, write_rejects
 from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place

@@ -21,9 +21,10 @@ from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar import Extent
 from savable_pipeline.data.shards.tar import samples as tar_samples
 from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.mirror import Target
-from savable_pipeline.tools.convert.model import Files, Part, Reject, Report
+from savable_pipeline.tools.convert.model import Files, Part, Report
 from savable_pipeline.tools.convert.part_data import LongPart, Parts, data_fault, is_long
 from savable_pipeline.tools.convert.plan import MANIFEST, REJECTED, WORK, Manifest, Plan, PlannedShard
 from savable_pipeline.tools.convert.shard_job import read_written
@@ -99,7 +100,7 @@ def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[F
 def _members(tar: Path, fd: int, extent: Extent) -> Parts:
     members = zip(extent.extensions, extent.members, strict=True)
     return {
-        extension: LongPart(tar, member.payload, member.size)
+        extension: LongPart(lambda: tar.open("rb"), member.payload, member.size, str(tar))
         if is_long(extension, member.size)
         else os.pread(fd, member.size, member.payload)
         for extension, member in members

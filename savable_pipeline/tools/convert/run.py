@@ -29,7 +29,6 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.classes import add_classes, classes_hint
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
-from savable_pipeline.tools.convert.file_reader import records_behind
 from savable_pipeline.tools.convert.mirror import Target, target_at
 from savable_pipeline.tools.convert.model import Input, Options, Report
 from savable_pipeline.tools.convert.plan import (
@@ -48,6 +47,7 @@ from savable_pipeline.tools.convert.repack import repack
 from savable_pipeline.tools.convert.resume import finished, write_manifest, write_rejects
 from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, read_written, room_on
 from savable_pipeline.tools.convert.sources import STORED, Source, recognize
+from savable_pipeline.tools.convert.stored import INDEX, records_behind
 from savable_pipeline.tools.convert.writer_processes import claimed, write_shards
 
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
@@ -97,7 +97,7 @@ def run_conversion(
             if source.kind == "packed":
                 assert isinstance(source.path, Path)  # `recognize` refuses others
                 return repack(source.path, place, options, engine, progress)
-            found = _chosen(read_source(Reading(source, options, files_from, place.folder / RECORDS)), options, keys)
+            found = _chosen(read_source(Reading(source, options, files_from, place.folder)), options, keys)
             plan = make_plan(found, options, source_name(source.path))
             report = finished(place, plan)
             if report is None:
@@ -153,6 +153,8 @@ def _work_in(target: Path) -> Iterator[Path]:
             raise
         finally:
             close_sources()
+            for index in (target / WORK).glob(f"source.*{INDEX}"):
+                index.unlink()
         shutil.rmtree(target / WORK)
 
 
@@ -221,9 +223,10 @@ def _refuse_other_shards(target: Target) -> None:
 
 def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:
     folder, reader, bucket = target.folder, plan.input.reader, target.bucket
-    if engine is not None and bucket is not None and (folder / RECORDS).exists():
-        bucket.upload(RECORDS, folder / RECORDS)
-        reader = records_behind(f"{bucket.url}/{RECORDS}", reader)
+    for name in RECORDS.values():
+        if engine is not None and bucket is not None and (folder / name).exists():
+            bucket.upload(name, folder / name)
+            reader = records_behind(f"{bucket.url}/{name}", reader)
     jobs = [
         ShardJob(
             name=shard.name,

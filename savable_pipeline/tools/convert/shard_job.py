@@ -22,8 +22,9 @@ from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
+from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.model import Files, Reject, SampleReader
+from savable_pipeline.tools.convert.model import Files, SampleReader
 from savable_pipeline.tools.convert.part_data import Parts, data_fault
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -150,4 +151,4 @@ def _checked(job: ShardJob, sample: Files, rejected: list[Reject]) -> Parts:
 
 
 def _name(sample: Files, path: str) -> str:
-    return path if sample.record < 0 else f"{path}, record {sample.record}"
+    return path if sample.of_files else f"{path}, record {sample.record}"

@@ -33,32 +33,24 @@ from savable_pipeline.data.remote.remote_files import names_behind
 from savable_pipeline.data.remote.scratch import job_session
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, is_remote
+from savable_pipeline.data.shards.paths import is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.file_kinds import INDEX, kind_behind
+from savable_pipeline.data.stores.file_kinds import CONTAINERS, INDEX, OTHER, kind_behind
+from savable_pipeline.data.stores.jsonl import MARK
+from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
-from savable_pipeline.tools.convert.jsonl import BOM
-from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
 from savable_pipeline.tools.convert.source_words import WORDS
 
 BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
+TEXTS = ("jsonl", "json", "csv")  # tables, whose rows may name files
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _INDEXES = {INDEX_NAME: "tars", ".nv-meta/savable.parquet.index": "parquet", ".nv-meta/savable.arrow.index": "arrow"}
-_OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
-# Files that hold many samples, which nothing here reads.
-CONTAINERS = {
-    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
-    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), _OTHER),
-    **dict.fromkeys((".db", ".sqlite", ".zarr"), _OTHER),
-    LANCE: LANCE_CURE,
-    ".mds": "name the folder with its index.json",
-}
 _MEGATRON = b"MMIDIDX\0\0"
 _CHUNK = re.compile(r"(.*/)?chunk-[0-9]+-[0-9]+([.].+)?[.]bin")
 _PEEK, _HEAD = 1 << 20, 64  # bytes of a file that are looked at
@@ -166,14 +158,14 @@ def _of_file(path: Path | str) -> str:
     raise ValueError(
         f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
         f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a "
-        f"URL, end one whose name has a dot with /). For anything else: {_OTHER}"
+        f"URL, end one whose name has a dot with /). For anything else: {OTHER}"
     )
 
 
 def _of_json(path: Path | str) -> str:
     try:
         with opened(path) as file:
-            head = file.read(_PEEK).removeprefix(BOM).lstrip()
+            head = file.read(_PEEK).removeprefix(MARK).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     fault = text_fault(head, name_of(path))
@@ -254,7 +246,7 @@ def _of_index(path: Path | str, kind: str) -> str:
     if kind in ("mds", "litdata"):
         return kind
     raise ValueError(
-        f"{path}: an index of Mosaic Streaming with shards of the format {kind}, where mds is read: {_OTHER}"
+        f"{path}: an index of Mosaic Streaming with shards of the format {kind}, where mds is read: {OTHER}"
     )
 
 
@@ -276,7 +268,7 @@ def _refuse_lone(path: Path, marks: FolderMarks) -> None:
     for name in marks.token_files[:_FEW]:
         with (path / name).open("rb") as file:
             if file.read(len(_MEGATRON)) == _MEGATRON:
-                raise ValueError(f"{path} holds token files of Megatron ({name}), not samples: {_OTHER}; {anyway}")
+                raise ValueError(f"{path} holds token files of Megatron ({name}), not samples: {OTHER}; {anyway}")
 
 
 def _table_suffix(name: str) -> str:
@@ -289,7 +281,7 @@ def _is_array(path: Path) -> bool:
     """Whether a file, perhaps compressed, begins as a list of objects."""
     try:
         with opened(path) as file:
-            head = file.read(_HEAD).removeprefix(BOM).lstrip()
+            head = file.read(_HEAD).removeprefix(MARK).lstrip()
     except (DamagedError, OSError):  # what is no file is rejected when the folder is read
         return False
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")

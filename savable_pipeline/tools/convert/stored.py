@@ -1,52 +1,66 @@
-"""Sources that are read in place: a `Dataset` counts and finds their samples; nothing here knows their bytes.
+"""Sources as the stores that read them: `StoreReader` gives the parts of a sample, whatever the kind.
 
-Each process that writes shards opens the dataset for itself.
+Nothing here knows the bytes of a format. Each process that writes shards opens the store for itself.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.remote.remote_files import stamps_of
+from savable_pipeline.data.remote.remote_files import check_stamp, place_of_object, stamps_of
 from savable_pipeline.data.remote.scratch import job_session
+from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.paths import ALL
+from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.tools.convert.model import Files, Input, Part, Reject, SampleReader
+from savable_pipeline.data.stores.sample_names import Reject, name_fault, printable
+from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
 from savable_pipeline.tools.convert.named_files import RowColumns
-from savable_pipeline.tools.convert.names import name_fault, printable
+from savable_pipeline.tools.convert.part_data import LongPart, PartData, changed, is_long
 from savable_pipeline.tools.convert.remote_part import MemberFile, PartReader
 from savable_pipeline.tools.convert.source_file import place_behind
-from savable_pipeline.tools.convert.stretches import changed
 
 if TYPE_CHECKING:
     from savable_pipeline.data.dataset.dataset import Dataset
+    from savable_pipeline.data.stores.record_store import RecordStore
+
+INDEX = ".index"  # how the name of a source's ends
+Settings: TypeAlias = tuple[tuple[str, Any], ...]  # of a store
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReader:
-    """A `SampleReader` of the files at `path`, of any kind that is read in place, with this digest of their entries.
+    """A `SampleReader` of the files at `path`, with this digest of their entries.
+
+    They are raw files of this `kind`, or, for "", what is read in place whose kind their names tell.
 
     Behind a URL they have `stamps`, one a file; of files on a disk there are none, and `newest_ns` is when any of them
     was changed last when the conversion was planned.
     """
 
     path: str
+    kind: str
     digest: str
     stamps: tuple[str, ...] = ()
     newest_ns: int = 0
-    unpacked_bytes: int = UNPACKED_BYTES
+    settings: Settings = ()
+    index: Path = Path()  # of raw files, made for this conversion
 
     def expect(self, samples: list[Files]) -> None:
         """See `SampleReader.expect`."""
-        self._dataset().store.prefetch(np.array([sample.record for sample in samples], dtype=np.int64))
+        self.dataset().store.prefetch(np.array([sample.record for sample in samples], dtype=np.int64))
 
     def elsewhere(self, samples: list[Files]) -> SampleReader:
         """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
@@ -54,7 +68,7 @@ class StoreReader:
             return self
         from savable_pipeline.data.dataset.source import recognize
 
-        dataset, form = self._dataset(), recognize(self.path).kind.form
+        dataset = self.dataset()
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
         table: Any = dataset.store.table  # type: ignore[attr-defined]  # as all stores have that are read here
         files = (
@@ -66,55 +80,156 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, form.name, tuple(files), self.unpacked_bytes)
+        return PartReader(dataset.address, self.kind or recognize(self.path).kind.name, tuple(files), self.settings)
 
-    def read(self, sample: Files) -> dict[str, bytes]:
+    def read(self, sample: Files) -> dict[str, PartData]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
-        dataset = self._dataset()
+        dataset = self.dataset()
+        if self.kind:
+            return self._read_raw(dataset, sample)
         shards, rows = dataset.locate(np.array([sample.record]))
         shard, row = int(shards[0]), int(rows[0])
-        file = Path(dataset.address, dataset.entries[shard].name)
-        self._check(file, dataset.entries[shard].size)  # before, since a map of a file that was cut ends the process
-        parts = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
-        self._check(file, dataset.entries[shard].size)
+        file, size = Path(dataset.address, dataset.entries[shard].name), dataset.entries[shard].size
+        self._check(str(file), size)  # before, since a map of a file that was cut ends the process
+        parts: dict[str, PartData] = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+        self._check(str(file), size)
         return parts
 
-    def _check(self, file: Path, size: int) -> None:
+    def _read_raw(self, dataset: Dataset, sample: Files) -> dict[str, PartData]:
+        """The parts of a sample of raw files: of a row, or files as a whole."""
+        if self.newest_ns:  # of a table
+            self._check(self.path, dataset.entries.sizes[0])
+        return {
+            part.extension: dataset.read(0, sample.record, part.extension)
+            if part.offset is not None
+            else self._file(dataset, sample.record, part)
+            for part in sample.parts
+        }
+
+    def _file(self, dataset: Dataset, row: int, part: Part) -> PartData:
+        data: PartData
+        try:
+            if is_long(part.extension, part.size):
+                size = dataset.head(0, row, part.extension, 0)[1]
+                data = LongPart(functools.partial(dataset.open, 0, row, part.extension), 0, part.size, part.path)
+            else:
+                data = dataset.read(0, row, part.extension)
+                size = len(data)
+        except ShardError as error:
+            if error.reason != "changed shard":
+                raise
+            raise changed(part.path, str(error).partition("; ")[0]) from error
+        if size != part.size:
+            raise changed(part.path, f"expected {part.size} bytes, found {size}")
+        return data
+
+    def _check(self, path: str, size: int) -> None:
         if self.stamps:  # with which each byte is asked for
             return
-        stat = file.stat()
+        stat = os.stat(path)  # noqa: PTH116  # a Path for each sample is slow
         if stat.st_size != size or stat.st_mtime_ns > self.newest_ns:
-            raise changed(file, f"{size} bytes when planned, {stat.st_size} now, written since")
+            raise changed(path, f"{size} bytes when planned, {stat.st_size} now, written since")
 
-    def _dataset(self) -> Dataset:
-        dataset, digest = _opened(self.path, self.unpacked_bytes)
-        if digest != self.digest:
-            raise changed(self.path, "it holds other files, or other samples in them, than when planned")
-        return dataset
+    def dataset(self) -> Dataset:
+        """The samples. Raises `SavableError` if they are not those that were planned."""
+        if not _last or _last[0] is not self:
+            dataset, digest = _opened(self.path, self.kind, self.settings, self.index, self.stamps if self.kind else ())
+            if digest != self.digest:
+                raise changed(self.path, "it holds other files, or other samples in them, than when planned")
+            _last[:] = self, dataset
+        return cast("Dataset", _last[1])
+
+
+_last: list[Any] = []  # the reader that was asked last in this process, and its dataset
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: str, unpacked_bytes: int) -> tuple[Dataset, str]:
-    """The dataset there, and a digest of its entries."""
-    from savable_pipeline.data.dataset.kinds import open_any  # imported here: other sources do without
+def _opened(path: str, kind: str, settings: Settings, index: Path, stamps: tuple[str, ...]) -> tuple[Dataset, str]:
+    """The samples there, and a digest of their entries."""
+    from savable_pipeline.data.dataset.dataset import Dataset  # imported here: compressed tars do without
+    from savable_pipeline.data.dataset.kinds import open_any
 
-    dataset = open_any(path, partial=True, unpacked_bytes=unpacked_bytes)
-    entries = [(entry.name, entry.size, entry.digest) for entry in dataset.entries]
-    return dataset, hashlib.sha256(repr(entries).encode()).hexdigest()
+    raw = open_raw(path, kind, settings, index, *stamps) if kind else None
+    dataset = open_any(path, partial=True, **dict(settings)) if raw is None else Dataset(raw)
+    return dataset, _digest(dataset.entries)
+
+
+def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str = "") -> RecordStore:
+    """The store of raw files of this kind, by the `index` of them, which is made aside where it is not seen.
+
+    Behind a URL they are one object, with this stamp if one is given. Raises `ShardError` for another, `RemoteError`.
+    """
+    from savable_pipeline.data.dataset.store_kinds import STORES
+    from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
+    from savable_pipeline.data.stores.indexed_files import IndexedFiles
+
+    form, remote = STORES[kind].form, None
+    root, name = (Path(path), ALL) if kind.startswith("folder") else (Path(path).parent, Path(path).name)
+    scan = functools.partial(form.scan, root, name)
+    if "://" in path:
+        remote, _ = place_of_object(path, job_session())
+        here, root = _stamp(path), remote.metadata
+        check_stamp(path, stamp or here, here)
+        scan = functools.partial(form.read, CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
+    with tempfile.TemporaryDirectory() as aside:
+        if not index.exists():  # on a machine that does not see the folder of the conversion, too
+            index = index if index.parent.exists() else Path(aside, "index")
+            write_index(index, [scan()], form.name)
+        found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
+        return STORES[kind].store(found, **dict(settings))
+
+
+def _stamp(url: str) -> str:
+    root, _, name = url.rpartition("/")
+    return stamps_of(root, [name], job_session())[name][1]
+
+
+def _digest(entries: Iterable[ShardEntry]) -> str:
+    return hashlib.sha256(repr([(entry.name, entry.size, entry.digest) for entry in entries]).encode()).hexdigest()
 
 
 def close_stores() -> None:
     """Close what was opened last in this process."""
+    _last.clear()
     _opened.cache_clear()
 
 
-def opened_input(path: Path | str, unpacked_bytes: int = UNPACKED_BYTES) -> tuple[Dataset, Input]:
+def raw_input(path: Path | str, kind: str, options: dict[str, Any], work: Path) -> tuple[RecordStore, Input]:
+    """The store of raw files, indexed anew, and an input without samples that reads from it."""
+    close_stores()
+    index, settings = work / f"source.{kind}{INDEX}", tuple(options.items())
+    index.unlink(missing_ok=True)
+    address, newest_ns = str(path), 0
+    stamps: tuple[str, ...] = ()
+    if isinstance(path, Path):
+        address = str(path.resolve())
+        newest_ns = path.stat().st_mtime_ns if path.is_file() else 0  # before it is read
+    else:
+        stamps = (_stamp(path),)
+    store = open_raw(address, kind, settings, index)
+    reader = StoreReader(address, kind, _digest(store.entries), stamps, newest_ns, settings, index)
+    return store, Input(store.address, reader, digest=reader.digest)
+
+
+def with_settings(reader: SampleReader, **settings: Any) -> StoreReader:
+    """The same reader with these settings of its store."""
+    assert isinstance(reader, StoreReader), reader
+    return replace(reader, settings=tuple({**dict(reader.settings), **settings}.items()))
+
+
+def records_behind(url: str, reader: SampleReader) -> StoreReader:
+    """The reader of records that were copied to a URL, for machines that do not see their file."""
+    assert isinstance(reader, StoreReader), reader
+    return replace(reader, path=url, stamps=(_stamp(url),))
+
+
+def stored_input(path: Path | str, unpacked_bytes: int) -> tuple[Dataset, Input]:
     """The dataset of files that are read in place, and an input without samples that reads from it."""
-    place = str(path.resolve()) if isinstance(path, Path) else path
+    place, settings = str(path.resolve()) if isinstance(path, Path) else path, (("unpacked_bytes", unpacked_bytes),)
     close_stores()  # what was opened before may have changed since
-    dataset, digest = _opened(place, unpacked_bytes)
-    stamps = () if isinstance(path, Path) else _stamps(dataset)
-    reader = StoreReader(place, digest, stamps, _newest_ns(dataset, path), unpacked_bytes)
+    dataset, digest = _opened(place, "", settings, Path(), ())
+    stamps = () if isinstance(path, Path) else _stamps(dataset.address, dataset.entries)
+    reader = StoreReader(place, "", digest, stamps, _newest_ns(dataset, path), settings)
     found = Input(dataset.address, reader, digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
     return dataset, found
@@ -131,7 +246,7 @@ def read_stored(
     A key that occurs again gets the name of its shard before it. Raises ValueError for links in tars, and for rows that
     name files without their bytes, where no folder is given, unless their parts are not among those taken, `only`.
     """
-    dataset, found = opened_input(path, unpacked_bytes)
+    dataset, found = stored_input(path, unpacked_bytes)
     if text := dataset.store.left_out():
         raise ValueError(text)
     columns = RowColumns(dataset.store, only, files)
@@ -181,9 +296,9 @@ def _newest_ns(dataset: Dataset, path: Path | str) -> int:
     return max((Path(dataset.address, entry.name).stat().st_mtime_ns for entry in dataset.entries), default=0)
 
 
-def _stamps(dataset: Dataset) -> tuple[str, ...]:
-    names = [entry.name for entry in dataset.entries]
-    found = stamps_of(dataset.address, names, job_session())
+def _stamps(url: str, entries: Iterable[ShardEntry]) -> tuple[str, ...]:
+    names = [entry.name for entry in entries]
+    found = stamps_of(url, names, job_session())
     return tuple(found[name][1] for name in names)
 
 
@@ -206,8 +321,6 @@ def _add(found: Input, sample: Files, shard: str, fault: str) -> None:
     for part in sample.parts:
         fault = fault or name_fault(sample.key, part.extension)
     if fault:
-        reason, _, detail = fault.partition(": ")
-        where = f"{shard}, record {sample.record}"
-        found.rejected.append(Reject(printable(where), printable(sample.key), reason, printable(detail)))
+        found.rejected.append(Reject.of(printable(f"{shard}, record {sample.record}"), sample.key, fault))
     else:
         found.samples.append(sample)

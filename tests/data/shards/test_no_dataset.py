@@ -36,10 +36,9 @@ def photos(tmp_path: Path) -> Path:
         lambda path: custom.ParquetReader(path, LANE),
         lambda path: custom.ArrowReader(path, LANE),
         lambda path: custom.JsonlReader(path, LANE),
-        sp.open_dataset,
     ],
 )
-def test_every_reader_says_which_command_makes_a_dataset_of_raw_files(
+def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
     photos: Path, opened: Callable[[Path], Any]
 ) -> None:
     with pytest.raises(sp.ShardError) as caught:
@@ -80,9 +79,22 @@ def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_pa
         custom.ParquetReader(tmp_path / "rows", LANE)
 
 
-@pytest.mark.parametrize("name", ["captions.csv", "captions.tsv.gz", "llava.json"])
-def test_a_table_alone_is_to_be_converted_and_no_index_is_made_of_it(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("captions.csv", r"captions\.csv: is a file of the kind csv, not tar; sp\.read\(…\) reads any kind"),
+        ("captions.tsv.gz", r"is a file of the kind csv, not tar"),
+        ("photo.png", r"no tar; `savable convert .* DST` makes a dataset of its folder$"),
+    ],
+)
+def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(sp.ShardError, match=rf"no tar; `savable convert .*/{name} DST` makes a dataset of it$"):
-        sp.open_dataset(tmp_path / name)
+    with pytest.raises(sp.ShardError, match=told):
+        sp.TarShardReader(tmp_path / name, LANE)
     assert not (tmp_path / ".nv-meta").exists()
+
+
+def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(sp.ShardError, match="`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks it"):
+        sp.open_dataset(tmp_path / "captions.tsv.gz")

@@ -112,9 +112,9 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         ),
         (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
         (["info", "gone"], "gone: no such shard or folder"),
-        (["info", "in"], "/in: no .tar file in this folder or below it; `savable convert "),
-        (["check", "in"], " DST` makes a dataset of its files"),
-        (["index", "table.csv"], "/table.csv DST` makes a dataset of it"),
+        (["info", "empty"], "/empty: no .tar file in this folder or below it; `savable convert SRC "),
+        (["check", "empty"], "` writes shards there of the files or the table SRC"),
+        (["info", "table.csv"], "/table.csv: no row below the names of its columns"),
         (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
         (["state", "gone"], "gone: no such file; expected a file that torch.save wrote"),
         (["state", "in"], "in: a folder; expected a file that torch.save wrote"),
@@ -126,6 +126,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "in", 2)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "table.csv").write_text("path,text\n")
     (tmp_path / "bad.tar").write_bytes(b"no tar" * 300)

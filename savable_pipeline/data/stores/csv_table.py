@@ -1,0 +1,290 @@
+"""The format of CSV and TSV files, a row of which is a sample, and the store that reads them.
+
+    image,caption
+    a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     texts; an empty cell is null
+
+Places of a file in the index: the offset of each row below the header that is not blank, then the end of the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import io
+import json
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.wording import counted, encodable
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.file_kinds import CSV_FILES
+from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
+from savable_pipeline.data.stores.record_fields import RecordError
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
+
+_SEPARATORS = ",;\t|"
+_BLOCK = 1 << 20
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
+_WIDE = 1 << 17  # bytes of a cell that Python reads
+_LOOKED_AT = 1000  # rows by which columns that name files are told
+
+Row: TypeAlias = list[str]
+
+
+class _Lines(io.RawIOBase):
+    """A file from an offset on, up to another."""
+
+    def __init__(self, file: FileBytes, size: int) -> None:
+        self._file, self._at, self._size = file, 0, size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(self._at, min(len(buffer), self._size - self._at))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def read_table(file: FileBytes, name: str) -> ShardTable:
+    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
+    fault, begins = text_fault(file.read(0, HEAD), file.name), array("Q")
+    if fault:
+        fault = f": {fault}"
+    else:
+        file.expect([(0, file.size)])
+        try:
+            with _wide_fields():
+                begins.extend(_row_begins(file))
+        except ValueError as error:
+            fault = str(error)
+    if not (fault and begins):  # else the last row ends somewhere behind the fault
+        begins.append(file.size)
+    places = np.frombuffer(begins, "<u8")
+    fault = encodable(f"{name}{fault}") if fault else ""
+    return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
+
+
+def _row_begins(file: FileBytes) -> Iterator[int]:
+    """Where the rows below the header begin. Raises ValueError, which begins with `:LINE`, for what is no table."""
+    rows = _rows(io.BufferedReader(_Lines(file, file.size), _BLOCK), file.name)
+    _, _, header = next(rows, (0, 1, []))
+    twice = next((column for column, count in Counter(header).items() if column and count > 1), None)
+    if twice is not None:
+        raise ValueError(f": {header.count(twice)} columns are named {twice!r}: give each a name of its own")
+    if not header or not all(header):
+        raise ValueError(f": expected a first line with a name of its own for each column, found {header}")
+    refuse_row("", (cell for cell in header if is_url(cell)))
+    any_row = False
+    for begin, _, _ in rows:
+        any_row = True
+        yield begin
+    if not any_row:
+        raise ValueError(": no row below the names of its columns")
+
+
+def refuse_row(name: str, values: Iterable[str]) -> None:
+    """Raises ValueError for a first line that is a row: it would be lost, and its cells be names of columns."""
+    if value := next(iter(values), None):
+        raise ValueError(
+            f"{name}: the first line should name the columns, but has {value!r}, as a row has; put a line such as "
+            "image,caption before it"
+        )
+
+
+def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
+    """The rows that are not blank, each with the byte and the line at which it begins. Raises ValueError."""
+    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+    lines = _Counted(text)
+    begin, line = 0, 1
+    try:
+        head = next(lines, "")
+        rows = csv.reader(_with(head.removeprefix("\ufeff"), lines), delimiter=separator_of(head, name), strict=True)
+        for row in rows:
+            "".join(row).encode()
+            if row:
+                yield begin, line, row
+            begin, line = lines.bytes, rows.line_num + 1
+    except UnicodeEncodeError as error:
+        fault = f"it holds the byte 0x{ord(error.object[error.start]) & 0xFF:02x}"
+    except csv.Error as error:
+        fault = str(error)
+    else:
+        return
+    raise ValueError(f":{line}: cannot be read as a table in UTF-8: {fault}")
+
+
+class _Counted(Iterator[str]):
+    """The lines of a text, and how many bytes those given have."""
+
+    def __init__(self, text: Iterable[str]) -> None:
+        self._text, self.bytes = iter(text), 0
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+        return line
+
+
+def _with(head: str, text: Iterator[str]) -> Iterator[str]:
+    yield head
+    yield from text
+
+
+def separator_of(head: str, name: str) -> str:
+    """What parts the cells of a file `name` whose first line is this."""
+    return "\t" if ".tsv" in name.lower() else max(_SEPARATORS, key=head.count)
+
+
+@contextlib.contextmanager
+def _wide_fields() -> Iterator[None]:
+    """Cells of any length, where Python reads 131,072 characters."""
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+CSV = FileFormat("csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_places=1)
+
+
+class CsvStore(TableStore):
+    """The rows of CSV and TSV files; `json` has the texts of their cells."""
+
+    def usual_fields(self) -> Iterable[str]:
+        """Those that `file_columns` finds in the first file."""
+        self.name_files(())
+        return file_columns(self, self.entries.names[0].rpartition("/")[2])[0]
+
+    def header(self, shard: int) -> Row:
+        """The names of the columns of a file."""
+        return self._headers(shard)[0]
+
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """See `TableStore.body`."""
+        return self.parsed(shard, raw, begin)[1]
+
+    def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
+        """See `TableStore.parsed`."""
+        header, separator = self._headers(shard)
+        try:
+            with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
+                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=separator, strict=True)
+        except (ValueError, csv.Error) as error:
+            raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
+        if len(row) != len(header):
+            width = f"{counted(len(row), 'cell')}, where it has {counted(len(header), 'column')}"
+            raise RecordError(f"not as wide as the header: {width}")
+        record = dict(zip(header, (cell or None for cell in row), strict=True))
+        return record, _as_json(record).encode()
+
+    def _headers(self, shard: int) -> tuple[Row, str]:
+        """The names of the columns of a file, and what parts its cells."""
+        found = self._known.get(shard)
+        if found is None:
+            head = self.files.read(shard, 0, int(self.places(shard)[0]))
+            lines = _text_lines(head.removeprefix(codecs.BOM_UTF8))
+            separator = separator_of(lines[0], self.entries.names[shard])
+            with _wide_fields():
+                rows = csv.reader(lines, delimiter=separator, strict=True)
+                found = self._known[shard] = next(row for row in rows if row), separator
+        return found
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Row, str]]:
+        return {}
+
+
+def _text_lines(raw: bytes) -> list[str]:
+    return list(io.StringIO(raw.decode(), newline=""))
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What the first rows hold in a column."""
+
+    name: str
+    cells: int  # that are not empty
+    paths: list[str]  # those of them that are no URLs
+    there: int  # those of them that are files
+
+    @property
+    def names_files(self) -> bool:
+        return bool(self.name in FILE_FIELDS and self.paths) or (self.there > 0 and 2 * self.there >= self.cells)
+
+    @property
+    def endings(self) -> set[str]:
+        return {PurePosixPath(path).suffix.lower() for path in self.paths}
+
+
+def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
+    """The columns that name files, as `file_fields`, warnings, and a column of URLs where no column names files.
+
+    Judged by the first rows of the first file: those with one of the usual names, and those where half of the cells
+    that are not empty are paths of files, or more. Messages call the table `name`. Raises ValueError if a name of a
+    column is the path of a file.
+    """
+    root, head = store.root_of(0), list(_first_rows(store))
+    if not root:
+        return [*FILE_FIELDS], [], ""
+    refuse_row(name, (cell for cell in store.header(0) if _is_file(root, cell)))
+    columns = [_look(column, head, root) for column in store.header(0)]
+    found = [column for column in columns if column.names_files]
+    urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
+    fields = _as_fields(found)
+    warnings = [
+        f"{name}: the column {column.name!r} names {counted(column.there, 'file')} in {counted(len(head), 'row')} and "
+        "is taken for text; if it names files, give "
+        + " ".join(f"--file-field {each}" for each in [*fields, column.name])
+        for column in columns
+        if column.there and column not in found
+    ]
+    return fields, warnings, "" if found else urls
+
+
+def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
+    """The first rows that are samples, at most 1,000."""
+    count, begins = 0, store.places(0).tolist()
+    for begin, raw in zip(begins, store.rows_in_order(0), strict=True):
+        if raw and begin < begins[-1]:
+            with contextlib.suppress(RecordError):
+                yield store.parsed(0, raw, begin)[0]
+                count += 1
+        if count == _LOOKED_AT:
+            return
+
+
+def _look(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
+    cells = [cell for row in head if (cell := row[column])]
+    paths = [cell for cell in cells if not is_url(cell)]
+    return _Column(column, len(cells), paths, sum(_is_file(root, path) for path in paths))
+
+
+def _is_file(root: str, cell: str) -> bool:
+    with contextlib.suppress(ValueError, OSError):
+        return len(PurePosixPath(cell).suffix) > 1 and Path(root, cell).is_file()
+    return False
+
+
+def _as_fields(columns: list[_Column]) -> list[str]:
+    """The columns as `file_fields` has them: their parts are named after a column whose endings one before it has."""
+    fields, taken = [], set[str]()
+    for column in columns:
+        fields.append(column.name if taken.isdisjoint(column.endings) else f"{column.name}={column.name}")
+        taken |= column.endings
+    return fields

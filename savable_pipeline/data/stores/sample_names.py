@@ -1,0 +1,89 @@
+"""Which names of files are those of parts of samples: the rules of a tar, for files that lie in a folder too."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from savable_pipeline.data.shards.part_types import SUBTITLE_PARTS, TEXT_PARTS, part_type
+from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.tar import split_name
+
+PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
+TAR_ENDINGS = (*TAR_FILES.suffixes, *PACKED)
+_OF_DESKTOPS = ("Thumbs.db", "desktop.ini")
+
+
+class Reject(msgspec.Struct, frozen=True):
+    """A file or line that is left out, the key of its sample if it has one, and the reason."""
+
+    file: str
+    key: str
+    reason: str
+    detail: str = ""
+
+    @classmethod
+    def of(cls, file: str, key: str, fault: str) -> Reject:
+        """The reject for a fault, `reason: detail`."""
+        reason, _, detail = fault.partition(": ")
+        return cls(file, printable(key), reason, printable(detail))
+
+
+def is_tar(name: str) -> bool:
+    """Whether a name is that of a tar, compressed or not, in letters of any case."""
+    return name.lower().endswith(TAR_ENDINGS)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is the desktop's or a tool's, and no data."""
+    return name.startswith(".") or name in _OF_DESKTOPS
+
+
+def name_fault(key: str, extension: str) -> str:
+    """Why readers of the tar would not find this part under this key; empty if they do."""
+    name = f"{key}.{extension}"
+    if printable(name) != name:
+        return "name that a tar cannot carry: it is not UTF-8 or has control characters"
+    if is_tar(name) or name.lower().endswith(".tar.idx"):
+        return "already a shard: a tar or its index is no part of a sample"
+    if any(part in ("", ".", "..") for part in key.split("/")) or split_name(name) != (key, extension):
+        return f"name that a tar cannot carry: readers would not take {key!r} for the key of {name!r}"
+    if not extension or extension.startswith("_"):
+        return f"name that a tar cannot carry: webdataset does not read the extension {extension!r}"
+    return ""
+
+
+def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, str]:
+    """The first fault of a sample's parts and the file that has it; "" for none.
+
+    Of each part the extension, the file, its size in bytes, and the fault found before.
+    """
+    files: dict[str, str] = {}
+    for extension, path, size, fault in parts:
+        twin = files.get(extension.lower())
+        if twin is not None:
+            fault = fault or f"two parts with one extension: {twin} and {path}"
+        files[extension.lower()] = path
+        if fault := fault or name_fault(key, extension) or size_fault(extension, size):
+            return fault, path
+    return "", ""
+
+
+def size_fault(extension: str, size: int) -> str:
+    """Why a part of this size cannot be right; empty if it can."""
+    is_text = extension.lower() in TEXT_PARTS or part_type(extension) in SUBTITLE_PARTS
+    return "" if size or is_text else "empty file"
+
+
+def printable(name: str) -> str:
+    """The name, with bytes that are not UTF-8 and control characters as escapes."""
+    if name.isascii() and name.isprintable():
+        return name
+    escaped = "".join(c if c.isprintable() or c > "\x9f" else f"\\x{ord(c):02x}" for c in name)
+    return escaped.encode("utf-8", "backslashreplace").decode()
+
+
+def outside(root: str, path: str) -> bool:
+    """Whether `path`, with every link followed, lies outside `root`, itself a real path."""
+    return os.path.commonpath([root, os.path.realpath(path)]) != root

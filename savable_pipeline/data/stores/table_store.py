@@ -1,0 +1,286 @@
+r"""`TableStore`: tables whose rows are objects, `json`, with the files that some of their fields name as further parts.
+
+    {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json
+    {"image": ["a.jpg", "b.jpg"]}                  →      0.jpg, 1.jpg, json
+
+The files lie in the folder of the table, or in another one that is named. Nothing outside of it is read, wherever a
+path or a link leads.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import stat
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from savable_pipeline.core.files import regular_file
+from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.jsonl import LINE, without_mark
+from savable_pipeline.data.stores.plain_values import as_part
+from savable_pipeline.data.stores.record_fields import RecordError
+from savable_pipeline.data.stores.sample_names import outside, parts_fault
+from savable_pipeline.errors import ShardError
+
+FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
+A_URL = "a URL, not a file"
+_BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
+
+
+class NamedPart(NamedTuple):
+    """A file that a row names: its part, its path as the row has it, and its size in bytes."""
+
+    part: str
+    path: str
+    size: int
+
+
+class TableRow(NamedTuple):
+    """A row: its fields, its JSON, and the files that it names, by part."""
+
+    fields: dict[str, Any]
+    body: bytes
+    files: dict[str, NamedPart]
+
+
+class TableStore(FileStore):
+    """The rows of tables: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+
+    `key` names the field that holds the key of a row; else it is `FILE:ROW`. `file_fields` name files, as "field" or
+    "field=part"; None: the usual ones. They are relative to `files_from`, or to the folder of the table, and must be as
+    old as the index, unless `pinned` is False. Raises `ShardError`.
+    """
+
+    unit = "byte offset"
+
+    def __init__(
+        self,
+        found: IndexedFiles,
+        *,
+        key: str | None = None,
+        file_fields: Iterable[str] | None = None,
+        files_from: str | os.PathLike[str] | None = None,
+        allow_outside: bool = False,
+        pinned: bool = True,
+    ) -> None:
+        super().__init__(found)
+        self.key_column, self._allow_outside = key, allow_outside
+        self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
+        self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
+        self._roots: dict[int, str] = {}
+        self._begins: dict[int, memoryview] = {}  # by shard
+        self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
+        self.name_files(self.usual_fields() if file_fields is None else file_fields)
+
+    def name_files(self, fields: Iterable[str]) -> None:
+        """Take these fields, as "field" or "field=part", as those that name files."""
+        self.fields = tuple(fields)
+        self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
+        self._last = None
+
+    def usual_fields(self) -> Iterable[str]:
+        """The fields that name files where none are given."""
+        return FILE_FIELDS
+
+    @abstractmethod
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """The JSON of a row, from its bytes, which begin there. Raises `RecordError`."""
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's field, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        found = self._row(shard, row).fields.get(self.key_column)
+        return self.as_key(shard, row, self.key_column, as_part(found))
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """`json`, and the files, sorted."""
+        return sorted([LINE, *self._row(shard, row).files])
+
+    def sizes(self, shard: int, row: int) -> dict[str, int]:
+        """See `RecordStore.sizes`."""
+        found = self._row(shard, row)
+        sizes = {LINE: len(found.body), **{part: each.size for part, each in found.files.items()}}
+        return dict(sorted(sizes.items()))
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The JSON, or the bytes of a file."""
+        if extension == LINE:  # most: its files need not be looked at
+            raw, begin = self._raw(shard, row)
+            try:
+                return self.body(shard, raw, begin).strip()
+            except RecordError as error:
+                raise self._row_error(shard, row, begin, error) from error
+        with self.open(shard, row, extension) as file:
+            return file.read()
+
+    def open(self, shard: int, row: int, extension: str) -> BinaryIO:
+        """See `RecordStore.open`."""
+        found = self._row(shard, row)
+        name = find_part(extension, [LINE, *found.files])
+        return io.BytesIO(found.body) if name == LINE else self._open(shard, found.files[name])
+
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        """See `RecordStore.head`."""
+        with self.open(shard, row, extension) as file:
+            return file.read(limit), file.seek(0, os.SEEK_END)
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset of the row in its file, in bytes."""
+        return int(self.places(shard)[row])
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The rows."""
+        places = self.places(shard).astype("<i8", copy=False)
+        return places[rows], places[rows + 1]
+
+    def rows_in_order(self, shard: int) -> Iterator[bytes]:
+        """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
+        self.files[shard]
+        ends = [*self.places(shard).tolist(), int(self.entries.sizes[shard])]
+        block, first = b"", 0
+        for begin, end in itertools.pairwise(ends):
+            if end > first + len(block):
+                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
+                block, first = self.files.read(shard, begin, wanted), begin
+            yield block[begin - first : end - first]
+
+    def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
+        """The fields and the JSON of a row, from its bytes, which begin there. Raises `RecordError`, `ShardError`."""
+        body = self.body(shard, raw, begin)
+        try:
+            fields = json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"malformed JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise RecordError(f"not a JSON object: the line holds {type(fields).__name__}")
+        return fields, body.strip()
+
+    def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
+        """The files that a row with these fields names, in their order. Raises `RecordError`, `ShardError`."""
+        return [self._file(shard, *each) for each in self._file_names(fields)]
+
+    def root_of(self, shard: int) -> str:
+        """The folder that the files of a table are in, a real path; "" where there can be none."""
+        if shard not in self._roots:
+            here = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
+            self._roots[shard] = here if self._files_from is None else self._files_from
+        return self._roots[shard]
+
+    def _row(self, shard: int, row: int) -> TableRow:
+        last = self._last
+        if last is not None and last[:2] == (shard, row):
+            return last[2]
+        raw, begin = self._raw(shard, row)
+        try:
+            fields, body = self.parsed(shard, raw, begin)
+            files = self.files_of(shard, fields)
+            parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
+            if fault := parts_fault("key", parts)[0]:
+                raise RecordError(fault)
+        except RecordError as error:
+            raise self._row_error(shard, row, begin, error) from error
+        found = TableRow(fields, body, {each.part: each for each in files})
+        self._last = shard, row, found
+        return found
+
+    def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
+        """The error for what is wrong with a row."""
+        return ShardError(
+            f"{self.place(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
+            'or leave its sample out with on_error="skip"',
+            reason=str(error).partition(": ")[0],
+        )
+
+    def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
+        """The bytes of a row, and where they begin."""
+        places = self._begins.get(shard)
+        if places is None:
+            self.files[shard]  # checks the file, and what the index says of it
+            places = self._begins[shard] = self.places(shard).data
+        begin = places[row]
+        return self.files.read(shard, begin, places[row + 1] - begin), begin
+
+    def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
+        for name, prefix in self._named:
+            paths = fields.get(name)
+            if isinstance(paths, str):
+                yield name, paths, prefix
+            elif isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+                for i, path in enumerate(paths):
+                    yield name, path, f"{prefix}.{i}" if prefix else str(i)
+            elif paths is not None:
+                raise RecordError(f"not a file's name: the field {name!r} holds {paths!r}"[:200])
+
+    def _file(self, shard: int, field: str, name: str, prefix: str) -> NamedPart:
+        """A file that a field of a row names. Raises `RecordError`, and `ShardError` where no table can name one."""
+        where, root = f"the field {field!r} names {name[:200]!r}", self.root_of(shard)
+        if is_url(name):
+            raise RecordError(f"{A_URL}: {where}")
+        if not root:
+            raise ShardError(
+                f"{self.entries.names[shard]}: {where}, and files beside a URL are not read: copy them to a disk and "
+                "give --files-from FOLDER; with --no-files the fields stay what they are, text"
+            )
+        path = PurePosixPath(name)
+        if len(path.suffix) < 2:
+            raise RecordError(f"no extension: {where}")
+        try:
+            leaves = path.is_absolute() or ".." in path.parts or outside(root, f"{root}/{name}")
+            if leaves and not self._allow_outside:
+                raise RecordError(f"outside the source: {where}; --allow-outside takes it")
+            status = Path(root, name).stat()
+        except RecordError:
+            raise
+        except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
+            raise RecordError(f"missing file: {where}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise RecordError(f"not a regular file: {where}")
+        suffix = path.suffix.removeprefix(".")
+        return NamedPart(f"{prefix}.{suffix}" if prefix else suffix, name, status.st_size)
+
+    def _open(self, shard: int, file: NamedPart) -> BinaryIO:
+        path = Path(self.root_of(shard), file.path)
+        try:
+            descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+        except OSError as error:
+            raise ShardError(
+                f"{path}: {error.strerror}; {self.place(shard)} names it", reason="missing file"
+            ) from error
+        found = os.fdopen(descriptor, "rb")
+        if self._newest_ns is not None and os.fstat(found.fileno()).st_mtime_ns > self._newest_ns:
+            found.close()
+            if not self.found.tolerant:
+                self.found.index_path.unlink(missing_ok=True)
+            raise ShardError(
+                f"{path}: written since {self.place(shard)}, which names it, was indexed; put the old file back, or "
+                "start again, which indexes the table again",
+                reason="changed shard",
+            )
+        return found
+
+
+def is_url(text: str) -> bool:
+    """Whether a field holds an address of the web."""
+    return text.startswith(("http://", "https://", "s3://", "gs://", "ftp://"))
+
+
+class LinesStore(TableStore):
+    """The lines of JSONL files, as `savable convert` takes them."""
+
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """See `TableStore.body`."""
+        line, end, rest = raw.partition(b"\n")
+        if rest.strip():  # but for blank lines there is nothing before the next row
+            raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
+        return without_mark(line + end, begin)

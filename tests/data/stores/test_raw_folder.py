@@ -1,0 +1,234 @@
+"""A folder of files, read in place: by what `os.walk` finds there, as it is converted, and with its changes told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.data.stores import raw_folder
+from savable_pipeline.errors import CheckpointMismatchError, ShardError
+from savable_pipeline.testing import assert_exact_resume
+from tests.support.toy_files import fill
+
+NAMES = st.builds("{}/{}.{}".format, st.sampled_from(["a", "b/c", "a-b"]), st.sampled_from("xyz"), st.sampled_from(
+    ["txt", "json", "seg.txt", "TXT2"]))  # fmt: skip
+
+
+def write(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f'"{name}"')
+    return folder
+
+
+def walked(folder: Path, *, last: bool = False) -> dict[str, dict[str, bytes]]:
+    """The samples, by key and extension, as `os.walk` and a dot make them."""
+    found: dict[str, dict[str, bytes]] = defaultdict(dict)
+    for here, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."]
+        for name in files:
+            stem, _, extension = name.rpartition(".") if last else name.partition(".")
+            key = os.path.relpath(Path(here, stem.replace(".", "_")), folder)
+            found[key][extension] = Path(here, name).read_bytes()
+    return {key: dict(sorted(found[key].items())) for key in sorted(found)}
+
+
+def opened(folder: Path, **settings: object) -> dict[str, dict[str, bytes]]:
+    samples = sp.open_dataset(folder, **settings)  # type: ignore[arg-type]
+    return {sample.key: {part: sample[part] for part in sample} for sample in samples}
+
+
+@settings(max_examples=25, deadline=None)
+@given(names=st.sets(NAMES, min_size=1), last=st.booleans())
+def test_samples_are_what_os_walk_finds(tmp_path_factory: pytest.TempPathFactory, names: set[str], last: bool) -> None:
+    folder = write(tmp_path_factory.mktemp("in"), *names)
+    found = opened(folder, key_end="last" if last else "first")
+    expected = walked(folder, last=last)
+    assert found == expected and list(found) == list(expected)
+
+
+def test_they_are_those_that_convert_writes_with_their_classes(tmp_path: Path) -> None:
+    source = write(fill(tmp_path / "in", 8), "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension")
+    (source / "empty.jpg").touch()
+    for each in ({}, {"classes": True}, {"key_end": "last"}):
+        sp.convert(source, tmp_path / str(each), **each)  # type: ignore[arg-type]
+        inside = opened(source, **each)
+        written = opened(tmp_path / str(each))
+        assert {key: inside[key] for key in written} == written
+        assert set(inside) - set(written) <= {key for key in inside if "/" not in key}, "no class of their own"
+
+
+def test_one_looks_at_them_by_number_and_key_and_is_told_what_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, "a/0.txt", "a/1.txt", "no_extension")
+    samples = sp.open_dataset(folder)
+    assert (len(samples), samples[1].key, samples["a/0"].text(), samples[-1]["TXT"]) == (
+        2,
+        "a/1",
+        '"a/0.txt"',
+        b'"a/1.txt"',
+    )
+    assert "1 file left out with the samples of their names: no_extension: no extension" in caplog.text
+    with samples[0].open("txt") as file:
+        assert file.read(3) == b'"a/'
+    with pytest.raises(KeyError, match="no part 'jpg'; the sample has txt"):
+        samples[0]["jpg"]
+
+
+class Texts(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> tuple[str, bytes, float]:
+        return sample.key, sample["cls"], rng.random()
+
+
+def texts(folder: Path, lane: sp.Lane) -> sp.BatchStage:
+    reader = custom.FolderReader(folder, lane, classes=True)
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(reader, size=7), Texts()), size=3)
+
+
+def test_resumes_are_exact_with_other_workers_and_ranks(tmp_path: Path) -> None:
+    write(tmp_path, *(f"{name}/{i:02d}.txt" for name in "abc" for i in range(20)))
+    assert assert_exact_resume(
+        partial(texts, tmp_path), seed=3, lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=2
+    )
+
+
+def test_a_file_that_changes_under_a_run_is_an_error_and_a_start_reads_it_anew(tmp_path: Path) -> None:
+    folder = write(tmp_path, "a.txt", "b.txt")
+    samples = sp.open_dataset(folder)
+    stat = (folder / "b.txt").stat()
+    (folder / "b.txt").write_text('"B.txt"')
+    with pytest.raises(ShardError, match=r"b\.txt: 7 bytes when the folder was indexed, 7 now, written since"):
+        samples[1]["txt"]
+    assert sp.open_dataset(folder)[1]["txt"] == b'"B.txt"'
+    (folder / "b.txt").write_text('"b.txt"')
+    os.utime(folder / "b.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert samples[1]["txt"] == b'"b.txt"', "put back, it is the one that was indexed"
+    (folder / "b.txt").unlink()
+    with pytest.raises(ShardError, match="No such file or directory; it was there when the folder was indexed"):
+        samples[1]["txt"]
+    os.mkfifo(folder / "b.txt")
+    with pytest.raises(ShardError):  # and is not waited for
+        samples[1]["txt"]
+
+
+def state_after(folder: Path, steps: int, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The state of a run after some steps, and its next batches."""
+    with sp.SavableLoader(of_texts(folder, **options), seed=1, lanes=4) as loader:
+        list(islice(loader, steps))
+        return loader.state_dict(), list(islice(loader, 6))
+
+
+def goes_on(folder: Path, state: dict[str, Any], **options: Any) -> list[Any]:
+    with sp.SavableLoader(of_texts(folder, **options), seed=1, lanes=4) as loader:
+        loader.load_state_dict(state)
+        return list(islice(loader, 6))
+
+
+def of_texts(folder: Path, **options: Any) -> Any:
+    return sp.read(folder, **options).map(lambda sample: sample.text()).batch(4)
+
+
+def test_a_copy_elsewhere_goes_on(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        write(folder, *(f"{i:02d}.txt" for i in range(40)))
+    state, expected = state_after(tmp_path / "one", 2)
+    assert goes_on(tmp_path / "two", state) == expected
+
+
+@pytest.mark.parametrize("change", ["added", "renamed", "longer", "another part"])
+def test_a_state_of_other_files_is_refused(tmp_path: Path, change: str) -> None:
+    folder = write(tmp_path, *(f"{i:02d}.txt" for i in range(40)), "39.json")
+    state, _ = state_after(folder, 2)
+    if change == "added":
+        write(folder, "new.txt")
+    elif change == "renamed":
+        (folder / "39.txt").rename(folder / "40.txt")
+    elif change == "another part":
+        (folder / "39.json").rename(folder / "39.text")
+    else:
+        (folder / "39.txt").write_text("a longer text than before")
+    with pytest.raises(CheckpointMismatchError, match="shards"):
+        goes_on(folder, state)
+
+
+def test_an_index_of_many_files_is_believed_until_a_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_folder, "_LOOKED_AT", 3)
+    folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
+    old = time.time() - 60
+    (folder / ".nv-meta").mkdir()
+    for each in ("a", "b", ""):
+        os.utime(folder / each, (old, old))
+    assert len(sp.open_dataset(folder)) == 6
+    scans: list[str] = []
+    scan = raw_folder.FolderFormat.scan
+    monkeypatch.setattr(raw_folder.FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
+    assert len(sp.open_dataset(folder)) == 6 and not scans
+    write(folder, "b/new.txt")
+    assert len(sp.open_dataset(folder)) == 7 and scans
+    (folder / ".nv-meta/savable.folder.index").write_bytes(b"damaged")
+    assert len(sp.open_dataset(folder)) == 7
+
+
+def test_a_run_that_goes_on_without_a_lost_file_keeps_its_samples(tmp_path: Path) -> None:
+    folder = write(tmp_path, *(f"{i:02d}.txt" for i in range(40)))
+    state, expected = state_after(folder, 2, on_error="skip")
+    lost = expected[2][1]
+    (folder / lost[1:7]).unlink()
+    for _ in range(2):  # the index stays, also after it was found to be missing
+        found = goes_on(folder, state, on_error="skip")
+        assert all(lost not in batch for batch in found) and found[:2] == expected[:2]
+    assert len(sp.open_dataset(folder)) == 39
+
+
+def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
+    names = ["z", "Z", "b/z", "b/a", "10", "9", "é", "c/d/e"]
+    write(tmp_path, "none.txt", *(f"{name}/0.txt" for name in names))
+    classes = sorted({name.rpartition("/")[2] for name in names})
+    for sample in sp.open_dataset(tmp_path, classes=True):
+        name = sample.key.rpartition("/")[0].rpartition("/")[2]
+        assert sample.get("cls") == (b"%d" % classes.index(name) if name else None)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a.jpg", "b.jpg", "labels.csv"], "holds the table labels.csv, whose rows may be the samples: name it"),
+        (["a.jpg", "b.jpg", "data.zip"], r"holds data\.zip, and \.zip is not read here: unpack it"),
+        ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Give key_end="last"'),
+    ],
+)
+def test_what_may_be_meant_otherwise_is_an_error_that_names_the_cure(
+    tmp_path: Path, names: list[str], told: str
+) -> None:
+    with pytest.raises(ShardError, match=told):
+        sp.open_dataset(write(tmp_path, *names))
+
+
+def test_a_list_in_a_file_beside_photos_is_a_table_and_an_object_is_a_part(tmp_path: Path) -> None:
+    folder = write(tmp_path, "a.jpg", "a.json", "b.jpg", "b.json")
+    assert [list(sample) for sample in sp.open_dataset(folder)] == [["jpg", "json"]] * 2
+    (folder / "all.json").write_text('[{"n": 1}]')
+    with pytest.raises(ShardError, match=r"holds the table all\.json"):
+        sp.open_dataset(folder)
+
+
+def test_an_unknown_setting_is_an_error(tmp_path: Path) -> None:
+    folder = write(tmp_path, "a.txt")
+    with pytest.raises(ValueError, match="key= is for files of the kinds"):
+        sp.open_dataset(folder, key="n")
+    with pytest.raises(ValueError, match="key_end must be 'first' or 'last'"):
+        sp.read(folder, key_end="middle").take(1)  # type: ignore[arg-type]
