@@ -228,21 +228,30 @@ class ShardCache:
             )
 
     def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
-        """Evicts the used rows of a shard, or with `wanted` all; rows that are being written stay."""
+        """Evicts the used rows of a shard, or with `wanted` all, and what was left of downloads that were killed; rows
+        that are being written stay.
+        """
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        if first == end or (wanted and self._evict(shard, fd, first, end)):
+            return
         drop = self.present[first:end] & 1 == 1
         if not wanted:
             drop &= self.used[first:end] == USED
         for row, stop in runs(first + np.flatnonzero(drop)):
-            around = self._rows_around(shard, row, stop)
-            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
-                if not self.missing(row, stop):
-                    self._mark_evicted(slice(row, stop))
-                    punch_hole(fd, *self._hole(row, stop, *around))
+            self._evict(shard, fd, row, stop)
+
+    def _evict(self, shard: int, fd: int, row: int, stop: int) -> bool:
+        """Evicts rows, unless one of them or beside them is being written: then returns False."""
+        around = self._rows_around(shard, row, stop)
+        with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
+            self._mark_evicted(slice(row, stop))
+            punch_hole(fd, *self._hole(row, stop, *around))
+            return True
+        return False
 
     def _mark_evicted(self, rows: slice) -> None:
         """Marks rows as not present, then counts an eviction; the caller holds the lock on their bytes."""
-        self.present[rows] += 1
+        self.present[rows] += self.present[rows] & 1
         self.evictions[0] += 1
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:

@@ -186,6 +186,20 @@ def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None
     os.close(fd)
 
 
+def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 8, 9)
+    fd = cached.open(2)
+    os.pwrite(fd, bytes(20_000), cached.extent(10, 11)[0])  # and was killed before the rows were marked
+    with locked(fd, *cached.extent(14, 15)):
+        evict(cached, 2, wanted=True)
+    assert here(cached) == []
+    assert bytes_in_use(tmp_path)
+    evict(cached, 2, wanted=True)
+    assert not bytes_in_use(tmp_path)
+    os.close(fd)
+
+
 def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
