@@ -33,14 +33,14 @@ code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 399,
     "savable_pipeline/core": 1011,
-    "savable_pipeline/data": 13839,
+    "savable_pipeline/data": 13793,
     "savable_pipeline/run": 6554,
     "savable_pipeline/stages": 6483,
     "savable_pipeline/tools": 6416,
     "savable_pipeline/trainers": 2786,
     "task_encoders": 2235,
 }
-STILL_TWICE = {"SavableData", "Source"}  # of the trainers that call their callback so
+STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
 
 
 def test_no_public_class_name_stands_twice() -> None:

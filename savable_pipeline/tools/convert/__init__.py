@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from savable_pipeline.tools.convert.model import Options, Report
     from savable_pipeline.tools.convert.plan import REJECTED
     from savable_pipeline.tools.convert.run import run_conversion
-    from savable_pipeline.tools.convert.sources import Source, recognize
+    from savable_pipeline.tools.convert.sources import ConversionSource, recognize
 
-__all__ = ["REJECTED", "Options", "Report", "Source", "convert", "recognize", "run_conversion"]
+__all__ = ["REJECTED", "ConversionSource", "Options", "Report", "convert", "recognize", "run_conversion"]
 
 # Where each name lies: `savable --help` and `sp.ShardWriter` import little of this folder.
 _PLACES = {
     "REJECTED": "plan",
     "Options": "model",
     "Report": "model",
-    "Source": "sources",
+    "ConversionSource": "sources",
     "convert": "conversion",
     "recognize": "sources",
     "run_conversion": "run",

@@ -18,7 +18,7 @@ from savable_pipeline.tools.convert.model import Input, Options
 from savable_pipeline.tools.convert.plan import RECORDS, WORK, place_of
 from savable_pipeline.tools.convert.records import read_folder, read_records, read_table
 from savable_pipeline.tools.convert.source_file import close_objects, name_of, place_behind, stamp_of
-from savable_pipeline.tools.convert.sources import ROWS, TEXTS, Source
+from savable_pipeline.tools.convert.sources import ROWS, TEXTS, ConversionSource
 from savable_pipeline.tools.convert.stored import close_stores, read_stored
 
 
@@ -26,7 +26,7 @@ from savable_pipeline.tools.convert.stored import close_stores, read_stored
 class Reading:
     """A source, and what it is read with; in `target` is room for its index, and its records if they are compressed."""
 
-    source: Source
+    source: ConversionSource
     options: Options
     files_from: Path | None
     target: Path

@@ -46,7 +46,7 @@ from savable_pipeline.tools.convert.read import Reading, close_sources, read_sou
 from savable_pipeline.tools.convert.repack import repack
 from savable_pipeline.tools.convert.resume import finished, write_manifest, write_rejects
 from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, read_written, room_on
-from savable_pipeline.tools.convert.sources import STORED, Source, recognize
+from savable_pipeline.tools.convert.sources import STORED, ConversionSource, recognize
 from savable_pipeline.tools.convert.stored import INDEX, records_behind
 from savable_pipeline.tools.convert.writer_processes import claimed, write_shards
 
@@ -55,7 +55,7 @@ _LITTLE_BYTES = 100_000_000  # converted before other processes would have start
 
 
 def run_conversion(
-    source: Path | str | Source,
+    source: Path | str | ConversionSource,
     target: Path | str,
     options: Options,
     *,
@@ -79,7 +79,7 @@ def run_conversion(
     `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written,
     `RemoteError` for a bucket or a web server that cannot.
     """
-    source = source if isinstance(source, Source) else recognize(source)
+    source = source if isinstance(source, ConversionSource) else recognize(source)
     with target_at(target) as place:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
@@ -106,7 +106,7 @@ def run_conversion(
         return replace(report, warnings=_warnings(source, found, options), nulls=found.nulls)
 
 
-def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
+def check_reshard(source: ConversionSource, options: Options, reshard: bool, keys: bool = False) -> None:
     """Raises ValueError for tars that nothing asks to write again, and for what does not fit the kind of a source."""
     chosen = bool(reshard or options.only or options.split or keys)
     if source.kind == "packed" and chosen:
@@ -124,7 +124,7 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
         raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
 
 
-def _check_repack(source: Source, options: Options, **more: object) -> None:
+def _check_repack(source: ConversionSource, options: Options, **more: object) -> None:
     """Raises ValueError for settings that compressed tars do not heed."""
     usual = msgspec.structs.asdict(Options())
     given = [name for name, value in msgspec.structs.asdict(options).items() if value != usual[name]]
@@ -169,7 +169,7 @@ def _chosen(found: Input, options: Options, keys: Iterable[str] | None) -> Input
     return found
 
 
-def _warnings(source: Source, found: Input, options: Options) -> list[str]:
+def _warnings(source: ConversionSource, found: Input, options: Options) -> list[str]:
     """What is odd about the samples; of dots in names nothing, where it was said which of them ends a key."""
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
@@ -179,7 +179,7 @@ def _warnings(source: Source, found: Input, options: Options) -> list[str]:
     return [*found.warnings, *lacking, *dotted, *_subset_warning(source, options), *hint]
 
 
-def _subset_warning(source: Source, options: Options) -> list[str]:
+def _subset_warning(source: ConversionSource, options: Options) -> list[str]:
     """Of what can be read in place too, where somebody may have drawn a part of it."""
     compressed = str(source.path).endswith((".gz", ".zst"))
     if options.split or compressed or source.kind not in (*STORED, "jsonl"):

@@ -60,7 +60,7 @@ _MANY = 4096  # tars that are
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConversionSource:
     """What is converted, and what it was taken for. A URL is a str, a file or a folder a `Path`."""
 
     path: Path | str
@@ -72,7 +72,7 @@ class Source:
         return WORDS[self.kind]
 
 
-def recognize(path: Path | str, kind: str | None = None) -> Source:
+def recognize(path: Path | str, kind: str | None = None) -> ConversionSource:
     """Tell the kind of a source by its marks, unless it is given. A URL is a str.
 
     Raises ValueError for what is not known, OSError; of a URL `ShardError`, `RemoteError`.
@@ -81,15 +81,15 @@ def recognize(path: Path | str, kind: str | None = None) -> Source:
         raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
     if isinstance(path, str) and is_remote(path):
         path = str(at_commit(path, {}, job_session()))
-        return Source(path, _behind_url(path, kind))
+        return ConversionSource(path, _behind_url(path, kind))
     path = Path(path)
     if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{path}: a Path cannot hold a URL; give it as a str")
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if kind is not None:
-        return Source(path, kind)
-    return Source(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
+        return ConversionSource(path, kind)
+    return ConversionSource(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
 
 
 def _behind_url(url: str, kind: str | None) -> str:
