@@ -292,6 +292,7 @@ def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = filled(server, monkeypatch)
+    emptied(files_of(dataset).path(0))
     files_of(dataset).path(0).unlink()
     evict(dataset, 0)
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
