@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import bisect
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 from savable_pipeline.data.remote.index_parts import IndexParts, open_parts
 from savable_pipeline.data.shards.index_file import ShardIndex
-from savable_pipeline.data.shards.shard_list import Rows, ShardList
+from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import padded
 from savable_pipeline.data.shards.tar_index import TarIndex, open_index
 
@@ -25,30 +25,12 @@ _MOST_BLOCK = 1 << 20  # divides a piece
 _MANY_BLOCKS = 1 << 26  # beyond which blocks are made larger: each takes two bytes of flags
 
 
-class CacheLayout(Protocol):
-    """The rows of a version of a dataset: consecutive bytes of its shards, counted through all of them."""
-
-    index: ShardIndex
-    shards: ShardList
-    firsts: Rows  # the first row of each shard, then the number of all: int64 (shards + 1,)
-    suffix: str  # of the names of the shards' files in the cache
-    parts: IndexParts | None  # which rows of the index are here; None: all
-
-    def begins(self, rows: Rows, /) -> Rows:
-        """The first byte of each of these rows in its shard: int64 of the same shape."""
-
-    def row_from(self, shard: int, offset: int, /) -> int:
-        """The first row of a shard that begins at this byte or behind it; the next shard's if there is none."""
-
-    def extent(self, row: int, stop: int, /) -> tuple[int, int]:
-        """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
-
-    def lies_there(self, shard: int, fd: int, row: int, /) -> bool:
-        """Whether the bytes of a row in an open file look as they must."""
-
-
 class TarLayout:
-    """The samples of an index of tars."""
+    """The samples of an index of tars: consecutive bytes of its shards, counted through all of them.
+
+    `firsts` has the first row of each shard, then the number of all: int64 (shards + 1,). `suffix` is that of the names
+    of the shards' files in the cache; `parts` tells which rows of the index are here, None: all.
+    """
 
     suffix = ".tar"
 
@@ -59,16 +41,16 @@ class TarLayout:
         self._starts, self._ends = np.asarray(index.starts), np.ascontiguousarray(self.firsts, np.int64).data
 
     def begins(self, rows: Rows) -> Rows:
-        """See `CacheLayout.begins`."""
+        """The first byte of each of these rows in its shard: int64 of the same shape."""
         return self._starts[rows].astype(np.int64)
 
     def row_from(self, shard: int, offset: int) -> int:
-        """See `CacheLayout.row_from`."""
+        """The first row of a shard that begins at this byte or behind it; the next shard's if there is none."""
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
         return first + int(np.searchsorted(self._starts[first:end], np.uint64(offset)))
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
-        """See `CacheLayout.extent`."""
+        """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
         index, last = self._tars, stop - 1
         if stop < self._ends[bisect.bisect_right(self._ends, row)]:
             return index.starts[row], index.starts[stop]
@@ -77,12 +59,12 @@ class TarLayout:
         return index.starts[row], offset + padded(size)
 
     def lies_there(self, shard: int, fd: int, row: int) -> bool:
-        """Whether the headers of a sample say what the index does."""
+        """Whether the headers of a sample in an open file say what the index does."""
         return self._tars.lies_there(self.shards.names[shard], fd, row)
 
 
 class BlockLayout:
-    """The files of an index in blocks of at least `block` bytes."""
+    """The files of an index in blocks of at least `block` bytes. See `TarLayout`."""
 
     suffix = ".bytes"
 
@@ -94,16 +76,16 @@ class BlockLayout:
         self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
 
     def begins(self, rows: Rows) -> Rows:
-        """See `CacheLayout.begins`."""
+        """See `TarLayout.begins`."""
         found: Rows = (rows - self.firsts[np.searchsorted(self.firsts, rows, side="right") - 1]) * self.block
         return found
 
     def row_from(self, shard: int, offset: int) -> int:
-        """See `CacheLayout.row_from`."""
+        """See `TarLayout.row_from`."""
         return min(int(self.firsts[shard]) - (-offset // self.block), int(self.firsts[shard + 1]))
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
-        """See `CacheLayout.extent`."""
+        """See `TarLayout.extent`."""
         shard = int(np.searchsorted(self.firsts, row, side="right")) - 1
         first = int(self.firsts[shard])
         return (row - first) * self.block, min((stop - first) * self.block, int(self.shards.sizes[shard]))
@@ -111,6 +93,9 @@ class BlockLayout:
     def lies_there(self, shard: int, fd: int, row: int) -> bool:
         """True: the version that the server names is all that tells."""
         return True
+
+
+CacheLayout: TypeAlias = TarLayout | BlockLayout
 
 
 def open_layout(folder: Path) -> CacheLayout:

@@ -30,7 +30,7 @@ from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
 from savable_pipeline.data.remote.same_content import SameContent
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, runs
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, disk_error, runs
 from savable_pipeline.data.remote.shared_listing import shared_answer
 from savable_pipeline.data.remote.sparse_file import locked, punch_hole
 from savable_pipeline.data.shards.hub_address import is_hub
@@ -263,7 +263,7 @@ class Downloads:
         try:
             write_at(fd, memoryview(data), offset, self._space.release)
         except OSError as error:
-            raise _cache_error(error) from error
+            raise disk_error(error) from error
 
     def _version(self, folder: str) -> ShardCache:
         with self._lock:
@@ -324,13 +324,6 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         )
     except Exception as error:
         return RemoteError(f"the download failed: {type(error).__name__}: {error}")
-
-
-def _cache_error(error: OSError) -> RemoteError:
-    return RemoteError(
-        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
-        "as cache= or SAVABLE_CACHE"
-    )
 
 
 def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:

@@ -59,12 +59,6 @@ class Version:
     stamps: Sequence[str] = ()
 
 
-class _Pointer(msgspec.Struct):
-    stamp: str
-    version: str
-    stamps: list[str] = []
-
-
 @contextlib.contextmanager
 def looked_up(
     files: Shards, form: FileFormat, session: Session, *, counts: bool = True
@@ -244,19 +238,18 @@ def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
 
 def point(pointer: Path, version: Version) -> Version:
     """Has a pointer name a version, which it gives."""
-    named = _Pointer(version.stamp, version.folder.name, list(version.stamps))
-    replace_file(pointer, [msgspec.json.encode(named)])
+    replace_file(pointer, [msgspec.json.encode((version.stamp, version.folder.name, list(version.stamps)))])
     return version
 
 
 def pointed_version(pointer: Path, form: FileFormat) -> Version | None:
     """The version that a pointer names, if it is whole; else None."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        named = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
-        folder = pointer.parent / named.version
+        stamp, name, stamps = msgspec.json.decode(pointer.read_bytes(), type=tuple[str, str, list[str]])
+        folder = pointer.parent / name
         index = form.index_at(folder / "index")  # raises unless its header is whole
         if index.identity.hex() == folder.name.partition("-")[0]:
-            return Version(folder, index, named.stamp, named.stamps)
+            return Version(folder, index, stamp, stamps)
     return None
 
 

@@ -55,11 +55,7 @@ class SameContent:
                     with contextlib.suppress(OSError, ValueError, SavableError):
                         if flags.parent != cached.folder:
                             create_flags(flags.parent)
-                            _add(ShardCache(flags.parent), found)
+                            other = ShardCache(flags.parent)
+                            for number in range(len(other.shards)):
+                                found.setdefault(other.pin(number), []).append((other, number))
             return self._known[cached.folder]
-
-
-def _add(other: ShardCache, found: dict[str, list[tuple[ShardCache, int]]]) -> None:
-    for number in range(len(other.shards)):
-        if content := other.pin(number):
-            found.setdefault(content, []).append((other, number))

@@ -25,10 +25,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
-import itertools
 import logging
 import mmap
-import operator
 import os
 import threading
 import time
@@ -53,7 +51,6 @@ log = logging.getLogger(__name__)
 WANTED, USED, LEFT_OUT = 0, 1, 2  # of rows: LEFT_OUT were announced, but there was no space
 _FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
 _HEAD = 64
-_TOGETHER, _SHORT = 16, 1 << 16  # rows, and bytes, that are verified together
 BLOCK = 4096  # bytes of a block of the disk
 
 Flags = NDArray[np.uint8]
@@ -67,7 +64,7 @@ class ShardCache:
         self._version = folder.parent if folder.name == LONG_FOLDER else folder  # whose pins hold
         self.dataset = self._version.parent
         self.layout = open_layout(folder)
-        self.shards, self.firsts = self.layout.shards, self.layout.firsts
+        self.shards, self.firsts, self.extent = self.layout.shards, self.layout.firsts, self.layout.extent
         self.rows = int(self.firsts[-1])
         for each in (self.dataset, self._version, folder):
             own_folder(each)
@@ -84,8 +81,9 @@ class ShardCache:
         self.used: Flags = flags[rows : 2 * rows]
         self.changed: Flags = flags[2 * rows :]
         self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` of which this process has compared the bytes
+        self._views = self.present.data, self._sums.data, self.verified.data  # of which a number costs less
         self._seeds: dict[int, int] = {}  # of checksums, by shard
-        self._warned: set[int] = set()
+        self._dropped: set[int] = set()  # shards that were found to be damaged
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
@@ -142,10 +140,6 @@ class ShardCache:
         """The number of each row's shard."""
         return np.searchsorted(self.firsts, rows, side="right") - 1
 
-    def extent(self, row: int, stop: int) -> tuple[int, int]:
-        """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
-        return self.layout.extent(row, stop)
-
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
         """The runs of rows from `row` to `stop - 1` that are not present."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
@@ -155,39 +149,20 @@ class ShardCache:
         absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
         return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
 
-    def touch(self, rows: NDArray[np.int64]) -> None:
-        """Records that the shards of these rows are in use."""
-        self.touched[self.shards_of(rows)] = time.time()
-
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard's file, of its full size; a file that had another size is emptied first."""
+        """A new descriptor of a shard's file, which is of its full size from then on."""
         fd = own_file(self.path(shard), os.O_RDWR | os.O_CREAT)
         size = int(self.shards.sizes[shard])
-        found = os.fstat(fd).st_size
-        if found != size:
-            if found or len(self._present_rows(shard)):
-                self._empty(shard, fd, size)
+        if os.fstat(fd).st_size != size:
             os.ftruncate(fd, size)
         return fd
-
-    def _present_rows(self, shard: int) -> NDArray[np.int64]:
-        """The rows of a shard that are present."""
-        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        return first + np.flatnonzero(self.present[first:end] & 1)
-
-    def _empty(self, shard: int, fd: int, size: int) -> None:
-        """Marks all rows of a shard as evicted: its file was deleted, cut or lengthened by somebody."""
-        with locked(fd, 0, size):
-            if os.fstat(fd).st_size != size:  # else another process has done it
-                for row, stop in runs(self._present_rows(shard)):
-                    self._mark_evicted(slice(row, stop))
-                os.ftruncate(fd, 0)
 
     def mark_present(self, shard: int, fd: int, row: int, stop: int) -> None:
         """Marks rows of a shard that were absent and have been written as present; the caller holds the lock on their
         bytes, and has pinned the shard.
         """
-        self._sums[row:stop] = [*self._checksums(fd, self._cuts(row, stop), self._seed(shard))]
+        seed = self._seed(shard)
+        self._sums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
         self.used[row:stop] = WANTED
         self.touched[shard] = time.time()
         self.present[row:stop] |= 1
@@ -195,91 +170,88 @@ class ShardCache:
     def is_right(self, shard: int, fd: int, row: int, stop: int) -> bool:
         """Whether rows of a shard, in an open file, are present and as they were downloaded.
 
-        Those that are not are marked as evicted, and the first of a file is warned about. Short rows behind them are
-        verified with them.
+        Those that are not are marked as evicted, and the first of a file is warned about.
         """
-        most = max(stop, min(row + _TOGETHER, int(self.firsts[shard + 1])))
-        cuts = self._cuts(row, most)
-        while most > stop and cuts[most - row] > cuts[0] + _SHORT:
-            most -= 1
-        seen, right = self.present[row:most].tolist(), True
-        fitting = self._fitting(shard, fd, row, cuts[: most - row + 1])
-        for each, was, fits in zip(range(row, most), seen, fitting, strict=True):
-            if was & 1 and fits:
-                self.verified[each] = was
-            elif each < stop:
-                right = False
-                if was & 1:
-                    self._drop_damaged(shard, each)
+        right, (present, sums, verified), seed = True, self._views, self._seeds.get(shard, 0)
+        for each in range(row, stop):
+            seen = present[each]
+            if seen & 1 and (self._checksum(fd, each, seed) == sums[each] or self._fits(shard, fd, each)):
+                verified[each] = seen
+                continue
+            right = False
+            if seen & 1:
+                self._drop_damaged(shard, each)
         return right
 
-    def _fitting(self, shard: int, fd: int, row: int, cuts: list[int]) -> list[bool]:
-        """Which rows from `row` on, that end at these cuts, are as they were downloaded."""
-        sums = self._sums[row : row + len(cuts) - 1].tolist()
-        if shard in self._seeds:
-            fitting = [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
-            if fitting[0]:
-                return fitting
-        self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
-        return [*map(operator.eq, self._checksums(fd, cuts, self._seeds[shard]), sums)]
+    def _fits(self, shard: int, fd: int, row: int) -> bool:
+        seed = self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
+        return self._checksum(fd, row, seed) == int(self._sums[row])
 
     def _seed(self, shard: int) -> int:
         return xxh3_64_intdigest(self.pin(shard).encode())
 
-    def _cuts(self, row: int, stop: int) -> list[int]:
-        """Where these rows of one shard begin, and where the last one ends."""
-        return [*self.layout.begins(np.arange(row, stop)).tolist(), self.extent(stop - 1, stop)[1]]
-
-    def _checksums(self, fd: int, cuts: list[int], seed: int) -> Iterator[int]:
-        """The checksums of what is in a file between each of these offsets and the next."""
-        data, start = memoryview(b""), 0
-        for begin, end in itertools.pairwise(cuts):
-            if end > start + len(data):
-                data, start = memoryview(os.pread(fd, min(PIECE, cuts[-1] - begin), begin)), begin
-            if end <= start + len(data):
-                yield xxh3_64_intdigest(data[begin - start : end - start], seed) & 0xFFFFFFFF
-                continue
-            summed = xxh3_64(data, seed)
-            for more in range(start + len(data), end, PIECE):
-                summed.update(os.pread(fd, min(PIECE, end - more), more))
-            yield summed.intdigest() & 0xFFFFFFFF
+    def _checksum(self, fd: int, row: int, seed: int) -> int:
+        start, past = self.extent(row, row + 1)
+        if past - start <= PIECE:
+            return xxh3_64_intdigest(os.pread(fd, past - start, start), seed) & 0xFFFFFFFF
+        summed = xxh3_64(seed=seed)
+        for begin in range(start, past, PIECE):
+            summed.update(os.pread(fd, min(PIECE, past - begin), begin))
+        return summed.intdigest() & 0xFFFFFFFF
 
     def _drop_damaged(self, shard: int, row: int) -> None:
-        """Marks a row as evicted, if it is present and is not as it was downloaded; another may be at it just now."""
+        """Marks a row as evicted if it is present and not as it was downloaded, at first with all such rows of its
+        shard; another process may be at them just now.
+        """
+        rows = range(int(self.firsts[shard]), int(self.firsts[shard + 1])) if shard not in self._dropped else [row]
         fd = self.open(shard)
         try:
-            extent = self.extent(row, row + 1)
-            with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
-                if self.present[row] & 1 and not self._fitting(shard, fd, row, self._cuts(row, row + 1))[0]:
-                    if shard not in self._warned:
-                        log.warning(
-                            "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another "
-                            "program has changed them. They are downloaded again, as is what else of this file is so",
-                            self.path(shard),
-                            extent[0],
-                            extent[1] - 1,
-                        )
-                    self._warned.add(shard)
-                    self._mark_evicted(slice(row, row + 1))
+            for each in rows:
+                if self.present[each] & 1 and not self._fits(shard, fd, each):
+                    extent = self.extent(each, each + 1)
+                    with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
+                        if self.present[each] & 1 and not self._fits(shard, fd, each):
+                            self._warn(shard, *extent)
+                            self._mark_evicted(slice(each, each + 1))
         finally:
             os.close(fd)
 
+    def _warn(self, shard: int, start: int, past: int) -> None:
+        if shard not in self._dropped:
+            self._dropped.add(shard)
+            log.warning(
+                "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another program has "
+                "changed them. They are downloaded again, as is what else of this file is so",
+                self.path(shard),
+                start,
+                past - 1,
+            )
+
     def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
-        """Evicts the used rows of a shard, or with `wanted` all; rows that are being written stay."""
+        """Evicts the used rows of a shard, or with `wanted` all, and what was left of downloads that were killed; rows
+        that are being written stay.
+        """
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        if first == end or (wanted and self._evict(shard, fd, first, end)):
+            return
         drop = self.present[first:end] & 1 == 1
         if not wanted:
             drop &= self.used[first:end] == USED
         for row, stop in runs(first + np.flatnonzero(drop)):
-            around = self._rows_around(shard, row, stop)
-            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
-                if not self.missing(row, stop):
-                    self._mark_evicted(slice(row, stop))
-                    punch_hole(fd, *self._hole(row, stop, *around))
+            self._evict(shard, fd, row, stop)
+
+    def _evict(self, shard: int, fd: int, row: int, stop: int) -> bool:
+        """Evicts rows, unless one of them or beside them is being written: then returns False."""
+        around = self._rows_around(shard, row, stop)
+        with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
+            self._mark_evicted(slice(row, stop))
+            punch_hole(fd, *self._hole(row, stop, *around))
+            return True
+        return False
 
     def _mark_evicted(self, rows: slice) -> None:
         """Marks rows as not present, then counts an eviction; the caller holds the lock on their bytes."""
-        self.present[rows] += 1
+        self.present[rows] += self.present[rows] & 1
         self.evictions[0] += 1
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
@@ -333,10 +305,15 @@ def _allocate(file: BinaryIO, size: int) -> None:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         Path(file.name).unlink(missing_ok=True)
-        raise RemoteError(
-            f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another "
-            "folder as cache= or SAVABLE_CACHE"
-        ) from error
+        raise disk_error(error) from error
+
+
+def disk_error(error: OSError) -> RemoteError:
+    """The error for a cache that cannot be written."""
+    return RemoteError(
+        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
+        "as cache= or SAVABLE_CACHE"
+    )
 
 
 def flags_bytes(layout: CacheLayout) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import TRIES, DownloadedFiles
@@ -29,33 +29,6 @@ _TOUCH_S = 10.0
 _LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks whether all are present: seconds, and times what a look takes
 
 
-class Presence:
-    """The flags of a cached version (see `shard_cache`). If all samples are `kept`, looks whether all are present."""
-
-    def __init__(self, cached: ShardCache, numbers: Rows, *, kept: bool) -> None:
-        self.evictions = cached.evictions
-        self.complete_at = -1  # the count of evictions when every sample was present; -1: not all are
-        self._cached, self._kept = cached, kept
-        self._numbers = numbers  # of the shards with samples, in the cache's index
-        self._look_at = 0.0
-
-    def is_complete(self) -> bool:
-        """Whether every sample was found in the cache, and nothing was evicted since."""
-        if self.evictions[0] == self.complete_at:
-            return True
-        self.complete_at = -1
-        return False
-
-    def look(self, now: float) -> None:
-        """Looks, now and then, whether every sample is present: then nothing need be announced, or looked up by row."""
-        if not self._kept or now < self._look_at:
-            return
-        evictions = self.evictions[0]
-        if self._cached.all_present(self._numbers):
-            self.complete_at = evictions
-        self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
-
-
 class CachedFiles(DownloadedFiles):
     """Tars behind a URL: of the cache, each row is a sample."""
 
@@ -65,7 +38,9 @@ class CachedFiles(DownloadedFiles):
         self._url, self._found = self.place.url, found
         fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
-        self._presence = Presence(self._cached, found.numbers[found.entries.samples > 0], kept=fits)
+        self._kept = found.numbers[found.entries.samples > 0] if fits else None  # shards that may all be present
+        self._complete_at = -1  # the count of evictions when they were; -1: they are not
+        self._look_at = 0.0  # when to look again whether they are
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
         self._touch_at = 0.0  # when to touch the shards again
         self._checked: set[int] = set()  # shards whose rows in the index were checked
@@ -76,7 +51,7 @@ class CachedFiles(DownloadedFiles):
     @property
     def prefetch_refs(self) -> int:
         """See `RecordStore.prefetch_refs`."""
-        return 0 if self._presence.complete_at >= 0 else self._prefetch_refs
+        return 0 if self._complete_at >= 0 else self._prefetch_refs
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file in the cache, once the index was checked."""
@@ -115,7 +90,8 @@ class CachedFiles(DownloadedFiles):
                 elif self._is_long(row):
                     return long(shard, row, where)
                 self._download(shard, row)
-            raise self._evicted(shard, row, row + 1)
+            self._check_room(shard, row, row + 1, TRIES)
+            raise AssertionError
 
         return guarded
 
@@ -135,23 +111,36 @@ class CachedFiles(DownloadedFiles):
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, and kept until they have been read."""
         now = time.monotonic()
-        if self._presence.is_complete() and now < self._touch_at:
+        if self._is_complete() and now < self._touch_at:
             return
         self._touch_at = now + _TOUCH_S
         shards = self._found.shards_of(indices)
         rows = self._without_long(self._rows(shards, indices - self._found.firsts[shards]))
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
-        self._cached.touch(rows[present])
+        self._cached.touched[self._cached.shards_of(rows[present])] = time.time()
         if present.all():
-            self._presence.look(now)
+            self._look(now)
             return
         for block in self._blocks.announce(np.unique(rows[~present])):
-            self._prefetch(Urgency.LATER, "rows", *self._place_of(block), [], False)
+            self._prefetch(Urgency.LATER, *self._request(*block), [], False)
+
+    def _is_complete(self) -> bool:
+        """Whether every sample was found in the cache, and nothing was evicted since: then nothing is announced."""
+        if self._complete_at != self._cached.evictions[0]:
+            self._complete_at = -1
+        return self._complete_at >= 0
+
+    def _look(self, now: float) -> None:
+        """Looks, now and then, whether every sample is present."""
+        if self._kept is not None and now >= self._look_at:
+            evictions = self._cached.evictions[0]
+            self._complete_at = evictions if self._cached.all_present(self._kept) else -1
+            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
         """Has those of these rows downloaded soon that are not present."""
-        if self._presence.is_complete():
+        if self._is_complete():
             return
         rows = self._without_long(rows)
         absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
@@ -159,7 +148,7 @@ class CachedFiles(DownloadedFiles):
         for row in absent:
             needed.setdefault(self._block(row), []).append(row)
         for block, rows_of_it in needed.items():
-            self._prefetch(Urgency.SOON, "rows", *self._place_of(block), rows_of_it, False)
+            self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
 
     def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
         """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
@@ -192,7 +181,4 @@ class CachedFiles(DownloadedFiles):
         """Waits until a row is downloaded, with the rest of its block if there is space."""
         self._check(shard)
         self._check_room(shard, row, row + 1)
-        self._call("rows", *self._place_of(self._block(row)), [row], True)
-
-    def _place_of(self, block: Block) -> tuple[str, str, int, int]:
-        return self._url, str(self._cached.folder), *block
+        self._call(*self._request(*self._block(row)), [row], True)

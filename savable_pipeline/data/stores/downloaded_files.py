@@ -69,25 +69,22 @@ class DownloadedFiles(ShardFiles):
         """The URL of a file."""
         return f"{self.place.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
-    def _check_room(self, shard: int, row: int, stop: int) -> None:
-        """Raises `RemoteError` if the cache cannot have so many rows at once."""
+    def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
+        """The begin of a request for rows of the cache."""
+        return "rows", self.place.url, str(self._cached.folder), row, stop
+
+    def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
+        """Raises `RemoteError` if the cache cannot have so many rows at once; so too after so many `tries`."""
         start, past = self._cached.extent(row, stop)
-        least = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
+        size = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
+        least = size + self._limit if tries else size
         if least > self._limit:
-            raise RemoteError(f"{self.name(shard)}: {self._too_small(least, least)}")
-
-    def _evicted(self, shard: int, row: int, stop: int) -> RemoteError:
-        start, past = self._cached.extent(row, stop)
-        return RemoteError(
-            f"{self.name(shard)}: what is read was evicted, or damaged on the disk, {TRIES} times before it could be "
-            f"read; {self._too_small(past - start, self._limit + past - start)}, or see after its disk"
-        )
-
-    def _too_small(self, size: int, least: int) -> str:
-        return (
-            f"{size} bytes are read at once, and the cache of {self._limit} bytes is too small for that and what else "
-            f"its processes read: set cache_bytes= or SAVABLE_CACHE_BYTES to at least {least}"
-        )
+            lost = f"evicted, or damaged on its disk, {tries} times before it was read: " if tries else ""
+            raise RemoteError(
+                f"{self.name(shard)}: {lost}{size} bytes are read at once, and the cache of {self._limit} bytes is too "
+                "small for that and what else its processes read: set cache_bytes= or SAVABLE_CACHE_BYTES to at least "
+                f"{least}"
+            )
 
     def fetch_rows(self, numbers: Rows) -> None:
         """See `ShardFiles.fetch_rows`. Rows that are damaged are fetched again."""

@@ -202,7 +202,9 @@ class _Making:
             self._scan(scans, found, left, scanned)
             write_index(fresh, _in_order(found.names, base, known, scanned), self.form.name)
         version = self._version(fresh, {number: scans.pin(number) for number in left})
-        if base is not None and any(_pinned(version, n) not in ("", _pinned(base.folder, m)) for n, m in known.items()):
+        if base is not None and any(
+            read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()
+        ):
             version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")  # that one has other bytes of them
         return scans.moved(fresh, version, left)
 
@@ -264,7 +266,7 @@ class _Making:
     def _version(self, fresh: Path, pins: dict[int, str]) -> Path:
         """The folder of the version with this index. It is another if one is there that was read of other files."""
         version = self.folder / self.form.index_at(fresh).identity.hex()
-        if any(pin and _pinned(version, number) not in ("", pin) for number, pin in pins.items()):
+        if any(pin and read_pin(version / f"{number}.pin") not in ("", pin) for number, pin in pins.items()):
             return version.with_name(f"{version.name}-{_hash(sorted(pins.items()))}")
         return version
 
@@ -286,10 +288,6 @@ def _in_order(
             yield base.index.table(known[number])
         else:
             yield scanned[name]
-
-
-def _pinned(version: Path, number: int) -> str:
-    return read_pin(version / f"{number}.pin")
 
 
 def _hash(value: object) -> str:

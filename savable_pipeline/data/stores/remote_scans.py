@@ -11,12 +11,12 @@ import contextlib
 import itertools
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -35,29 +35,7 @@ from savable_pipeline.errors import ShardError
 _AT_ONCE = 8  # files that are read at a time
 
 
-class RemoteScans(ABC):
-    """Scans files of which names and sizes are known, by their numbers. `aside` is where what was scanned lies."""
-
-    aside: Path
-
-    @abstractmethod
-    def scan(self, number: int) -> ShardTable:
-        """The table of a file, in any thread. Raises `ShardError` for one that is not as it was, `RemoteError`."""
-
-    @abstractmethod
-    def drop(self, number: int) -> None:
-        """Lets go of what is here of a file."""
-
-    @abstractmethod
-    def pin(self, number: int, version: str = "") -> str:
-        """The server's version of a file that was scanned, "" if it is not known; notes it, if one is given."""
-
-    @abstractmethod
-    def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """The version in this folder with the index at `fresh`, and with what is here of the files `scanned`."""
-
-
-class WholeScans(RemoteScans):
+class WholeScans:
     """Files that are downloaded whole to be scanned: NAME, and the server's version as NAME.pin, below `aside`."""
 
     def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
@@ -65,24 +43,24 @@ class WholeScans(RemoteScans):
         self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
-        """See `RemoteScans.scan`."""
+        """The table of a file, in any thread. Raises `ShardError` for one that is not as it was, `RemoteError`."""
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if whole_version(path) is None or path.stat().st_size != size:
             self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
         return self._form.scan(self.aside, name)
 
     def drop(self, number: int) -> None:
-        """See `RemoteScans.drop`."""
+        """Lets go of what is here of a file."""
         self._path(number).unlink(missing_ok=True)
 
     def pin(self, number: int, version: str = "") -> str:
-        """See `RemoteScans.pin`."""
+        """The server's version of a file that was scanned, "" if it is not known; notes it, if one is given."""
         if version:
             pin_whole(self._path(number), version)
         return pinned_version(self._path(number))
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """See `RemoteScans.moved`."""
+        """The version in this folder with the index at `fresh`, and with what is here of the files `scanned`."""
         cached = _with_index(version, fresh)
         for number in scanned:
             if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
@@ -103,7 +81,7 @@ class WholeScans(RemoteScans):
         return self.aside / self._found.names[number]
 
 
-class PartScans(RemoteScans):
+class PartScans:
     """Files that are read through the cache: of a version without an index, which becomes that of the index."""
 
     def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
@@ -112,20 +90,20 @@ class PartScans(RemoteScans):
         self._form, self.aside = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
-        """See `RemoteScans.scan`."""
+        """See `WholeScans.scan`."""
         files = CachedBlocks(self._place)  # of this thread
         return self._form.read(CachedBytes(files, number), self._cached.shards.names[number])
 
     def drop(self, number: int) -> None:
-        """See `RemoteScans.drop`."""
+        """See `WholeScans.drop`."""
         self._cached.forget(number)
 
     def pin(self, number: int, version: str = "") -> str:
-        """See `RemoteScans.pin`."""
+        """See `WholeScans.pin`."""
         return self._cached.pin(number, version)
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """See `RemoteScans.moved`."""
+        """See `WholeScans.moved`."""
         if not (version / "flags").exists():
             shutil.rmtree(version, ignore_errors=True)
             fresh.replace(self.aside / "index")
@@ -143,6 +121,9 @@ def _with_index(version: Path, fresh: Path) -> ShardCache:
     fresh.replace(version / "index")
     (version / "parts").unlink(missing_ok=True)
     return held(version)
+
+
+RemoteScans: TypeAlias = WholeScans | PartScans  # of files of which names and sizes are known, by their numbers
 
 
 def scans_of(found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> RemoteScans:

@@ -288,6 +288,16 @@ def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
     assert [sample.json()["id"] for sample in before.open_samples(all_refs(before))] == list(range(118))
 
 
+def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = filled(server, monkeypatch)
+    emptied(files_of(dataset).path(0))
+    files_of(dataset).path(0).unlink()
+    evict(dataset, 0)
+    assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
+
+
 def test_a_cached_index_with_a_damaged_row_is_an_error_and_is_there_again_at_the_next_start(
     server: ToyServer, tmp_path: Path
 ) -> None:

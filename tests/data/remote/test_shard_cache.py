@@ -123,7 +123,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     bring(cached, shards, 0, 6)
     bring(cached, shards, 7, 16)
     cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
-    cached.touch(np.array([0, 5, 6]))  # shard 2 is the one used least recently
+    cached.touched[[0, 1]] = time.time()  # shard 2 is the one used least recently
     os.utime(cached.path(0), (1, 1))  # which says nothing
     limit = bytes_in_use(tmp_path)
     space = CacheSpace(tmp_path, limit)
@@ -186,6 +186,20 @@ def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None
     os.close(fd)
 
 
+def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 8, 9)
+    fd = cached.open(2)
+    os.pwrite(fd, bytes(20_000), cached.extent(10, 11)[0])  # and was killed before the rows were marked
+    with locked(fd, *cached.extent(14, 15)):
+        evict(cached, 2, wanted=True)
+    assert here(cached) == []
+    assert bytes_in_use(tmp_path)
+    evict(cached, 2, wanted=True)
+    assert not bytes_in_use(tmp_path)
+    os.close(fd)
+
+
 def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
@@ -221,9 +235,9 @@ def test_an_eviction_takes_rows_away_then_drops_their_bytes(
     assert seen == [(True, 0)]
 
 
-@pytest.mark.parametrize("size", [None, 0, 9000, 100_000])
-def test_the_rows_of_a_file_that_was_deleted_cut_or_lengthened_are_forgotten(
-    shards: Path, tmp_path: Path, size: int | None
+@pytest.mark.parametrize(("size", "left"), [(None, []), (0, []), (15_000, [0, 1]), (100_000, [0, 1, 2, 3, 4, 5])])
+def test_the_rows_that_left_a_file_which_was_deleted_cut_or_lengthened_are_forgotten(
+    shards: Path, tmp_path: Path, size: int | None, left: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     cached = version(shards, tmp_path)
     bring(cached, shards, 0, 6)
@@ -232,12 +246,42 @@ def test_the_rows_of_a_file_that_was_deleted_cut_or_lengthened_are_forgotten(
         cached.path(0).unlink()
     else:
         os.truncate(cached.path(0), size)
-    os.close(cached.open(0))
-    assert here(cached) == [8, 9, 10, 11]
-    assert cached.evictions[0] == 1
+    fd = cached.open(0)
+    assert cached.is_right(0, fd, 5, 6) == (left[-1:] == [5])
+    assert here(cached) == [*left, 8, 9, 10, 11]
+    assert cached.evictions[0] == 6 - len(left) == 6 * len(caplog.messages) - len(left) * bool(caplog.messages)
     bring(cached, shards, 0, 6)
+    assert cached.is_right(0, fd, 0, 6)
     assert [row for row in here(cached) if not is_right(cached, shards, row)] == []
     assert len(here(cached)) == 10
+    os.close(fd)
+
+
+def test_rows_of_another_version_never_pass_for_those_of_this_one(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.pin(0, '"before"')
+    bring(cached, shards, 0, 6)
+    fd = cached.open(0)
+    assert cached.is_right(0, fd, 0, 6)
+    (cached.folder / "0.pin").unlink()
+    cached.pin(0, '"before"')
+    assert ShardCache(cached.folder).is_right(0, fd, 0, 6)
+    (cached.folder / "0.pin").unlink()
+    assert cached.pin(0) == ""
+    cached.pin(0, '"after"')
+    assert not ShardCache(cached.folder).is_right(0, fd, 0, 6)
+    assert here(cached) == []
+    os.close(fd)
+
+
+@pytest.mark.parametrize("raw", [b"", bytes(30), b"0123456789abcdefthis is no version"])
+def test_a_pin_that_is_damaged_is_none_and_is_written_again(shards: Path, tmp_path: Path, raw: bytes) -> None:
+    cached = version(shards, tmp_path)
+    assert cached.pin(0, '"one"') == '"one"' == cached.pin(0, '"two"')
+    (cached.folder / "0.pin").write_bytes(raw)
+    assert cached.pin(0) == ""
+    assert cached.pin(0, '"two"') == '"two"' == cached.pin(0)
+    assert not [*cached.folder.glob("*.tmp")]
 
 
 def test_shards_are_all_present_only_if_each_of_their_rows_is(shards: Path, tmp_path: Path) -> None:

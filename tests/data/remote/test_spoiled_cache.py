@@ -182,6 +182,20 @@ def test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fe
     assert sum(stop - start for start, stop in again) < size / 2
 
 
+def test_a_cache_of_an_older_release_is_made_again_and_says_so_in_one_line(
+    server: ToyServer, expected: dict[str, Samples], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read("indexed") == expected["indexed"]
+    (flags,) = (tmp_path / "cache").rglob("flags")
+    flags.write_bytes(b"7d1cd7f3".ljust(64, b"\0") + bytes(8 * 3) + bytes([1]) * 36 + bytes(36) + bytes([1]) * 3)
+    for path in flags.parent.glob("*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))
+    for _ in range(2):
+        assert read("indexed") == expected["indexed"]
+    (line,) = caplog.messages
+    assert line == f"{flags.parent}: the cache is of another release, or damaged: what it had is downloaded again"
+
+
 @pytest.mark.parametrize("disk", [0, 50_000, 150_000])
 @pytest.mark.parametrize("kind", ["indexed", "jsonl"])
 def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
@@ -203,8 +217,7 @@ def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
             except RemoteError as error:
                 assert "No space left on device; see that its disk has room" in str(error)
     assert right == 0 if not disk else right > 20
-    files: Any = dataset.store
-    files.files.place.session.connected().close()
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8 + 1))  # which has a downloading process of its own
     assert read(kind) == expected[kind]
 
 
