@@ -12,7 +12,7 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.source import Source, recognize
+from savable_pipeline.data.dataset.source import Cache, Source, recognize
 from savable_pipeline.data.dataset.store_kinds import STORES, Kind
 from savable_pipeline.data.shards.energon_metadata import META, unused_settings
 from savable_pipeline.data.shards.index_making import Progress
@@ -34,8 +34,7 @@ def open_any(
     files: Shards,
     *,
     on_error: OnError = "raise",
-    cache: str | os.PathLike[str] | None = None,
-    cache_size: int | None = None,
+    cache: Cache = (None, None),
     pinned: dict[str, bytes] | None = None,
     partial: bool = False,
     unpacked_bytes: int = UNPACKED_BYTES,
@@ -46,7 +45,7 @@ def open_any(
     `partial` is that of `ColumnarStore`, `unpacked_bytes` that of all readers; see `recognize` for the rest. Raises
     `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have.
     """
-    source = recognize(files, pinned=pinned, cache=cache, cache_size=cache_size)
+    source = recognize(files, pinned=pinned, cache=cache)
     kind = source.kind
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
@@ -113,14 +112,11 @@ def open_store(
     tolerant: bool = False,
     unlistable: Unlistable = raise_it,
     *,
-    cache: str | os.PathLike[str] | None = None,
-    cache_size: int | None = None,
     pinned: dict[str, bytes] | None = None,
     **settings: Any,
 ) -> RecordStore:
     """The store of files of the kind `name`: see `recognize` and `open_source`."""
-    source = recognize(files, kind=name, cache=cache, cache_size=cache_size, pinned=pinned)
-    return open_source(source, tolerant, unlistable, **settings)
+    return open_source(recognize(files, kind=name, pinned=pinned), tolerant, unlistable, **settings)
 
 
 def _variant(kind: Kind, settings: dict[str, Any]) -> Kind:

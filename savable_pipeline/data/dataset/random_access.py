@@ -94,8 +94,7 @@ def open_dataset(
         "files_from": files_from,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    arguments = specs, cache, cache_bytes, unpacked_bytes, settings
-    return Samples(_Opened(arguments), transform)
+    return Samples(_Opened((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)
 
 
 class _Opened:
@@ -124,16 +123,14 @@ class _Opened:
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
         if commits != self._commits:  # a run that is resumed began with others
             return _Opened(self._arguments, commits=commits).pinned(pinned)
-        dataset = pin(self.dataset, f"opened {self._arguments!r}", pinned)
+        dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # through whichever cache
         if dataset is self._dataset:
             return self
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
-        shards, cache, cache_bytes, most, given = self._arguments
-        dataset = open_any(
-            shards, cache=cache, cache_size=cache_bytes, pinned=self._commits, unpacked_bytes=most, **given
-        )
+        shards, given, most, cache = self._arguments
+        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **given)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:

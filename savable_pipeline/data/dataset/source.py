@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
@@ -34,6 +34,8 @@ from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
+
+Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]  # its folder and bytes; None: the defaults
 
 _FIRST = (index_name("tar"), INDEX, LEROBOT_INFO)  # asked for first of a web server, whose folder has mostly tars
 
@@ -58,16 +60,11 @@ class Source:
 
 
 def recognize(
-    files: Shards,
-    *,
-    kind: str = "",
-    pinned: dict[str, bytes] | None = None,
-    cache: str | os.PathLike[str] | None = None,
-    cache_size: int | None = None,
+    files: Shards, *, kind: str = "", pinned: dict[str, bytes] | None = None, cache: Cache = (None, None)
 ) -> Source:
     """The source of the files that a user names: of this `kind`, or of the one that they are found to be.
 
-    Those behind a URL are read through the folder `cache`, of `cache_size` bytes; branches of the Hub become the
+    Those behind a URL are read through the `cache`, a folder and its most bytes; branches of the Hub become the
     commits that are `pinned`, which are found and added if they are not there. Raises `ShardError` for files of several
     kinds, or of another than `kind`, `RemoteError`.
     """
@@ -75,15 +72,10 @@ def recognize(
     if is_remote(files):
         from savable_pipeline.data.remote.session import Session  # here: most files lie on a disk
 
-        session = Session.of(cache, cache_size)
+        session = Session.of(*cache)
         files = at_commit(files, {} if pinned is None else pinned, session)
     name = with_handles(partial(_checked_kind, files, kind, session) if kind else partial(_kind_of, files, session))
     return Source(files, STORES[name], session)
-
-
-def kind_of(files: Shards) -> str:
-    """The name of the kind of these files. A folder with tars is one of tars, whatever else is in it."""
-    return recognize(files).kind.name
 
 
 def format_of_file(root: Path, name: str) -> FileFormat | None:

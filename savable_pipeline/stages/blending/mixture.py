@@ -13,9 +13,11 @@ import msgspec
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.index_file import TAR
+from savable_pipeline.data.shards.paths import as_names
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.readers.reader_of import kind_at, reader_of
+from savable_pipeline.stages.readers.reader_of import reader_of
+from savable_pipeline.stages.readers.reader_settings import source_at
 from savable_pipeline.stages.stage import SampleStage
 
 
@@ -100,7 +102,7 @@ class Mixture(msgspec.Struct, frozen=True):
             200
         """
         shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
-        return _Building(lane, shared, {"cache": cache, "cache_bytes": cache_bytes}, stride).built(self)
+        return _Building(lane, shared, (cache, cache_bytes), stride).built(self)
 
     @property
     def is_scheduled(self) -> bool:
@@ -130,11 +132,11 @@ class Mixture(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Building:
-    """How a mixture is built: the options that its readers share, and those that only readers of tars have."""
+    """How a mixture is built: the options that its readers share, and the cache that tars go through."""
 
     lane: Lane
     shared: dict[str, Any]
-    of_tars: dict[str, Any]
+    cache: tuple[Any, int | None]  # folder, bytes
     stride: int
 
     def built(self, entry: MixtureSource | Mixture) -> SampleStage:
@@ -152,8 +154,8 @@ class _Building:
             name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
         }
         options = {**self.shared, **{name: value for name, value in own.items() if value is not None}}
-        if kind_at(entry.path, self.lane, **self.of_tars) == TAR:
-            options |= self.of_tars
+        if source_at(as_names(entry.path), "", self.lane, self.cache).kind.name == TAR:
+            options |= zip(("cache", "cache_bytes"), self.cache, strict=True)
         if entry.repetitions is not None:
             options["epochs"] = entry.repetitions or 1  # 0: off, by its weight in the Blend
         return reader_of(entry.path, self.lane, options)

@@ -43,25 +43,15 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
         path = lane.shared(("store", path), path)
     if not isinstance(path, str | os.PathLike | Iterable):
         return RecordReader(path, lane, **_checked("a store", RecordReader, options))
-    names, where = as_names(path), _cache_of(options.get("cache"), options.get("cache_bytes"))
+    names, cache = as_names(path), options.get("cache")
+    where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
     source = source_at(names, "", lane, where)
     kind = source.kind.name
     reader: Any = _READERS[kind]
     # the listing that told the kind is used to open them
-    lane.shared(("source", names, "parquet" if kind == "lerobot" else kind, *where.items()), lambda: source)
+    lane.shared(("source", names, "parquet" if kind == "lerobot" else kind, where), lambda: source)
     made: RecordReader = reader(names, lane, **_checked(f"{names}: {kind} files", reader, options))
     return made
-
-
-def kind_at(path: Shards, lane: Lane, cache: Any = None, cache_bytes: int | None = None) -> str:
-    """The kind of the files at `path`, which is looked up once a process, through this cache if it is given."""
-    return source_at(as_names(path), "", lane, _cache_of(cache, cache_bytes)).kind.name
-
-
-def _cache_of(folder: Any, limit: int | None) -> dict[str, Any]:
-    """A cache that is named; `cache_bytes` alone may be those of a store that decodes rows."""
-    limits = {} if limit is None else {"cache_size": limit}
-    return {} if folder is None else {"cache": folder} | limits
 
 
 def _checked(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:

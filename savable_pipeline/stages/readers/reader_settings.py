@@ -7,18 +7,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import dataset_of, open_source
-from savable_pipeline.data.dataset.source import Source, recognize
+from savable_pipeline.data.dataset.source import Cache, Source, recognize
 from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.data.stores.record_store import RecordStore
+
+Names: TypeAlias = str | tuple[str, ...]
 
 
 class ReaderSettings(TypedDict, total=False):
@@ -73,14 +75,12 @@ class ReaderData:
 
     @classmethod
     def of_files(
-        cls, kind: str, files: str | tuple[str, ...], lane: Lane, options: tuple[Any, ...] = (), **settings: Any
+        cls, kind: str, files: Names, lane: Lane, options: Any = (), cache: Cache = (None, None), **settings: Any
     ) -> ReaderData:
         """The data of files of a kind, whose store has these settings; of the Hub at the commit that the run pins."""
 
-        cache = {name: settings.pop(name, None) for name in ("cache", "cache_size")}
-
         def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-            source = source_at(files, kind, lane, {name: each for name, each in cache.items() if each is not None})
+            source = source_at(files, kind, lane, cache)
             if source.session is not None:  # the run may have another commit of the Hub pinned since
                 source = replace(source, files=at_commit(files, lane.pinned, source.session))
             return open_source(source, tolerant, unlistable, **settings)
@@ -94,10 +94,10 @@ class ReaderData:
         return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
 
 
-def source_at(files: str | tuple[str, ...], kind: str, lane: Lane, cache: dict[str, Any]) -> Source:
+def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None)) -> Source:
     """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
-    known = "source", files, kind, *cache.items()
-    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.pinned, **cache))
+    known = "source", files, kind, cache
+    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.pinned, cache=cache))
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:

@@ -65,8 +65,7 @@ class TarShardReader(RecordReader):
         **settings: Unpack[ReaderSettings],
     ) -> None:
         self.files = names = as_names(shards)
-        options = cache, cache_bytes
-        data = ReaderData.of_files("tar", names, lane, options, cache=cache, cache_size=cache_bytes)
+        data = ReaderData.of_files("tar", names, lane, (cache, cache_bytes), cache=(cache, cache_bytes))
         super().__init__(data, lane, **settings)
 
 

@@ -99,7 +99,7 @@ def test_forked_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
 
 
 def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> None:
-    dataset = open_any(f"{server.url}/shards/", cache_size=60_000)
+    dataset = open_any(f"{server.url}/shards/", cache=(None, 60_000))
     dataset.read(0, 3, "json")
     told, tell = os.pipe()
     child = os.fork()
@@ -219,7 +219,7 @@ def evict(dataset: Dataset, shard: int) -> None:
 def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, all_here: bool
 ) -> None:
-    dataset = open_any(f"{server.url}/shards/", cache_size=60_000)
+    dataset = open_any(f"{server.url}/shards/", cache=(None, 60_000))
     dataset = filled(server, monkeypatch) if all_here else dataset
     expected = dataset.read(0, 3, "json")
     assert b'"id": 3' in expected

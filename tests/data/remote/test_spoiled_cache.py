@@ -225,12 +225,12 @@ def test_a_cache_smaller_than_what_is_read_at_once_is_an_error_that_names_the_le
     server: ToyServer, expected: dict[str, Samples]
 ) -> None:
     longest = max(range(36), key=lambda number: len(expected["indexed"][number][1]["bin"]))
-    dataset = open_any("s3://indexed/", cache_size=5000)
+    dataset = open_any("s3://indexed/", cache=(None, 5000))
     with pytest.raises(RemoteError, match=r"set cache_bytes= or SAVABLE_CACHE_BYTES to at least [0-9]+$") as error:
         samples_of(dataset, [longest])
     least = int(str(error.value).rpartition(" ")[2])
     assert 20_000 < least < 40_000
-    dataset = open_any("s3://indexed/", cache_size=least)
+    dataset = open_any("s3://indexed/", cache=(None, least))
     assert samples_of(dataset, [longest]) == [expected["indexed"][longest]]
     assert bytes_in_use(Path(os.environ["SAVABLE_CACHE"])) <= least
 
@@ -240,7 +240,7 @@ def read_at_random(kind: str, expected: Samples, seed: int, limit: int) -> None:
     draw = random.Random(seed)
     while True:
         try:
-            dataset = open_any(f"s3://{kind}/", cache_size=limit)
+            dataset = open_any(f"s3://{kind}/", cache=(None, limit))
             for _ in range(40):
                 order = draw.choices(range(len(expected)), k=5)
                 if samples_of(dataset, order) != [expected[number] for number in order]:

@@ -152,7 +152,7 @@ def test_a_shard_that_has_another_size_now_is_indexed_again_beside_those_that_we
 
 
 def test_an_index_is_made_of_shards_that_the_cache_cannot_hold(server: ToyServer) -> None:
-    dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache_size=8192)
+    dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache=(None, 8192))
     assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
 
 
@@ -195,7 +195,7 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
     assert server.sent() == sent
     assert told == [(2, 3), (3, 3)]
     assert not scanned.exists()
-    assert open_any(url, cache_size=8192).manifest() == open_any(str(tmp_path / "shards")).manifest()
+    assert open_any(url, cache=(None, 8192)).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToyServer, tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
     truncated = (tmp_path / "shards" / "0002.tar").read_bytes()
     (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
     with pytest.raises(sp.ShardError, match=r"0002\.tar"):
-        open_any(url, cache_size=8192)
+        open_any(url, cache=(None, 8192))
     (scanned,) = (tmp_path / "cache").glob("*/*/scan")
     with (scanned / "index.scanned").open("r+b") as file:
         file.seek(100)
         file.write(b"damaged")
     write_numbered_shards(tmp_path / "shards", [30, 4, 5])
-    assert open_any(url, cache_size=8192).manifest() == open_any(str(tmp_path / "shards")).manifest()
+    assert open_any(url, cache=(None, 8192)).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:

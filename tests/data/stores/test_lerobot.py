@@ -16,7 +16,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.source import kind_of
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.media_files import frame_number
 from tests.support.toy_lerobot import FEATURES, FPS, INFO, LENGTHS, TOP, write_lerobot
@@ -63,7 +63,7 @@ def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_v
     with pytest.raises(ValueError, match="leave out columns="):
         custom.ParquetReader(folder, sp.Lane(), columns=["action"])
     (folder / "meta/info.json").write_text(json.dumps({**INFO, "codebase_version": "v2.1"}))
-    assert kind_of(folder) == "parquet"
+    assert recognize(folder).kind.name == "parquet"
 
 
 def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

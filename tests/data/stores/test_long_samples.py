@@ -179,7 +179,7 @@ def test_a_sample_that_lies_elsewhere_than_indexed_is_an_error(server: ToyServer
 
 
 def test_a_cache_smaller_than_a_sample_gives_its_bytes_and_keeps_its_bound(server: ToyServer, tmp_path: Path) -> None:
-    samples = samples_of(open_any(f"{server.url}/data", cache_size=3 * MIB))
+    samples = samples_of(open_any(f"{server.url}/data", cache=(None, 3 * MIB)))
     for _ in range(2):
         with samples["film0"].open("bin") as one, samples["film1"].open("bin") as other:
             for begin in range(0, 9 * MIB, 250_000):

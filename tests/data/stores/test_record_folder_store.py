@@ -17,7 +17,7 @@ import zstandard
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_any, open_store
-from savable_pipeline.data.dataset.source import kind_of
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.stores import pins
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
@@ -37,13 +37,15 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_records.json").read_text())
 
 
 def store_of(folder: Path, **settings: Any) -> RecordFolderStore:
-    store = open_store(kind_of(folder), folder, **settings)
+    store = open_store(recognize(folder).kind.name, folder, **settings)
     assert isinstance(store, RecordFolderStore)
     return store
 
 
 def reader_of(folder: Path, lane: sp.Lane, **settings: Any) -> custom.SampleStage:
-    return {"mds": custom.MdsReader, "litdata": custom.LitDataReader}[kind_of(folder)](folder, lane, **settings)
+    return {"mds": custom.MdsReader, "litdata": custom.LitDataReader}[recognize(folder).kind.name](
+        folder, lane, **settings
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -378,7 +380,11 @@ def test_an_index_that_is_none_is_an_error_and_no_wait(
 
 def test_text_of_another_encoding_in_an_index_is_no_bare_error(tmp_path: Path) -> None:
     source = with_index(tmp_path / "in", lambda index: index.write_bytes(b'{"shards": [{"format": "\xff"}]}'))
-    for read in (lambda: kind_of(source), lambda: sp.open_dataset(source), lambda: custom.MdsReader(source, sp.Lane())):
+    for read in (
+        lambda: recognize(source),
+        lambda: sp.open_dataset(source),
+        lambda: custom.MdsReader(source, sp.Lane()),
+    ):
         with pytest.raises(sp.ShardError):
             read()
 
