@@ -27,6 +27,7 @@ from savable_pipeline.core.files import read_regular
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import key_index
+from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.errors import SavableError
 
 log = logging.getLogger(__name__)
@@ -85,12 +86,11 @@ class ExcludeFile:
             )
         self._stamp = stamp
 
-    def _stamp_now(self) -> tuple[int, int, int]:
+    def _stamp_now(self) -> FileVersion:
         try:
-            found = self.path.stat()
+            return FileVersion.of(self.path.stat())
         except OSError as error:
             raise self._unreadable(error) from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _read(self) -> bytes:
         try:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
+from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places
 from savable_pipeline.data.shards.index_place import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
@@ -155,10 +156,9 @@ def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
 def is_touched(shard: Path, table: Path) -> bool:
     """Whether a shard, on a disk, may have been written since the table was."""
     try:
-        look, made = shard.stat(), table.stat().st_mtime_ns
+        return FileVersion.of(shard.stat()).newest_ns >= table.stat().st_mtime_ns
     except OSError:
         return False
-    return max(look.st_mtime_ns, look.st_ctime_ns) >= made
 
 
 def _info_of(row: Any) -> Known:

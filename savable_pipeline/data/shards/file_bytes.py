@@ -1,4 +1,7 @@
-"""`FileBytes`: the bytes of one file, wherever it lies, as formats read it: to index it, and to notice changes."""
+"""`FileBytes`: the bytes of one file, wherever it lies, as formats read it: to index it, and to notice changes.
+
+`FileVersion`: what the system says of a file on a disk, which is another after each change.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,31 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.open_files import with_handles
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from what it was before, without reading it."""
+
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int  # of the inode; it cannot be put back
+    rights: tuple[int, int, int, int]  # mode, owner, group, number of links: they explain another `changed_ns`
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileVersion:
+        """The version that has this status."""
+        rights = stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink
+        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, rights)
+
+    @property
+    def newest_ns(self) -> int:
+        """When the file was written or put there, whichever came last."""
+        return max(self.written_ns, self.changed_ns)
 
 
 class FileBytes(Protocol):

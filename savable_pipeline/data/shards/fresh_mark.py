@@ -21,6 +21,7 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files
+from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.errors import ShardError
@@ -29,13 +30,11 @@ MARKED_SHARDS = 4096  # fewer are looked at each time: it takes a tenth of a sec
 _LEAST_BYTES = 40  # of a shard in an index
 _QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
 
-_Look = tuple[int, int, int, int]  # inode, size, and times of the last change: of the content, and of anything
-
 
 class _Mark(msgspec.Struct, array_like=True):
     index: bytes
-    folders: dict[str, _Look]
-    metadata: dict[str, _Look | None]  # None: there is no such file
+    folders: dict[str, FileVersion]
+    metadata: dict[str, FileVersion | None]  # None: there is no such file
 
 
 def known_index(root: Path, form: FileFormat, *, tolerant: bool) -> ShardIndex | None:
@@ -72,7 +71,7 @@ def mark_fresh(root: Path, form: FileFormat, index: ShardIndex, folders: Iterabl
     """Writes the mark, if none of these folders has changed since two seconds before `began`."""
     with contextlib.suppress(OSError, ShardError):
         looks = {name: _look(root / name) for name in folders}
-        if all(max(look[2:]) < began - _QUIET_NS for look in looks.values()):
+        if all(look.newest_ns < began - _QUIET_NS for look in looks.values()):
             mark = _Mark(index.identity, looks, _metadata(root))
             replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
@@ -92,12 +91,11 @@ def _mark_of(index_path: Path) -> Path:
     return index_path.with_name(f"{index_path.name}.fresh")
 
 
-def _metadata(root: Path) -> dict[str, _Look | None]:
+def _metadata(root: Path) -> dict[str, FileVersion | None]:
     """Energon's files, which may list shards too. Raises `ShardError` if one of them is wrong."""
     names = {*METADATA_FILES, *named_files(root)}
     return {name: _look(root / META / name) if (root / META / name).exists() else None for name in sorted(names)}
 
 
-def _look(path: Path) -> _Look:
-    found = path.stat()
-    return found.st_ino, 0 if path.is_dir() else found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _look(path: Path) -> FileVersion:
+    return FileVersion.of(path.stat())

@@ -20,6 +20,7 @@ import numpy as np
 
 from savable_pipeline.data.shards import fresh_mark
 from savable_pipeline.data.shards.energon_metadata import read_counts
+from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
@@ -225,10 +226,9 @@ class _FilesNow:
     def _written_beside(self, name: str) -> int:
         """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
         try:
-            found = (self.root / self.form.companion(name)).stat()
+            return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns
         except OSError:
             return time.time_ns()  # it may be gone
-        return max(found.st_mtime_ns, found.st_ctime_ns)
 
     def are_as_in(self, index: ShardIndex, path: Path) -> bool:
         """Whether the index at `path` has all of them as they are. Raises KeyError without one of them, OSError."""

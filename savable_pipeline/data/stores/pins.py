@@ -17,24 +17,13 @@ import os
 import time
 from collections.abc import ItemsView, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from savable_pipeline.data.shards.file_bytes import FileVersion
 
 log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks: seconds, and times what a look takes (on a network disk)
-
-
-class _Pin(NamedTuple):
-    inode: int
-    size: int
-    written_ns: int
-    changed_ns: int  # of the inode; it cannot be put back
-    rights: tuple[int, int, int, int]  # mode, owner, group, number of links
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> _Pin:
-        rights = stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink
-        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, rights)
 
 
 class Watched(Protocol):
@@ -53,7 +42,7 @@ class Pins:
     """The shards that were opened, by number, as they were then."""
 
     def __init__(self) -> None:
-        self._found: dict[int, _Pin] = {}
+        self._found: dict[int, FileVersion] = {}
         self._changed: list[int] = []
         self._told: set[int] = set()  # of which there was a warning
         self._slots: list[int] = []  # of the batches since the last look
@@ -61,7 +50,7 @@ class Pins:
 
     def pin(self, files: Watched, shard: int, stat: os.stat_result, descriptor: int | None = None) -> bool:
         """Remembers a shard that was opened; False if it is another than when it was opened before."""
-        now = _Pin.of(stat)
+        now = FileVersion.of(stat)
         was = self._found.setdefault(shard, now)
         return was.inode == now.inode and self._is_same(files, shard, now, descriptor)
 
@@ -110,19 +99,19 @@ class Pins:
                 stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
             )
             if not same and files.get(shard) == descriptor:
-                self._look_closer(files, shard, _Pin.of(stat), descriptor)
+                self._look_closer(files, shard, FileVersion.of(stat), descriptor)
 
     def _look_at_views(self, files: Watched, views: Iterable[tuple[int, os.stat_result]]) -> None:
         """Looks at files by their paths: another file in the place of one leaves the map as it is."""
         for number, stat in views:
             if stat.st_ino == self._found[number].inode:
-                self._look_closer(files, number, _Pin.of(stat), None)
+                self._look_closer(files, number, FileVersion.of(stat), None)
 
-    def _look_closer(self, files: Watched, number: int, now: _Pin, descriptor: int | None) -> None:
+    def _look_closer(self, files: Watched, number: int, now: FileVersion, descriptor: int | None) -> None:
         if not self._is_same(files, number, now, descriptor):
             self._changed.append(number)
 
-    def _is_same(self, files: Watched, number: int, now: _Pin, descriptor: int | None) -> bool:
+    def _is_same(self, files: Watched, number: int, now: FileVersion, descriptor: int | None) -> bool:
         """Whether a file holds what it did, as far as can be seen; then it is remembered as it is now."""
         was = self._found[number]
         if (now.size, now.written_ns) != (was.size, was.written_ns):

@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import counted, listed
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_bytes import FileBytes, FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_place import in_first_place, index_places
@@ -65,7 +65,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     rejected: list[Reject]
     hidden: int  # hidden files and folders
     merged: Merged | None
-    folders: dict[str, tuple[int, int]]  # of each: inode, and when it was changed last, in ns
+    folders: dict[str, FileVersion]
     began_ns: int  # when the first was listed
 
     @classmethod
@@ -89,7 +89,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
             return False
         with contextlib.suppress(OSError):
             return all(
-                _look(root / name) == look and look[1] < self.began_ns - _QUIET_NS
+                FileVersion.of((root / name).stat()) == look and look.written_ns < self.began_ns - _QUIET_NS
                 for name, look in self.folders.items()
             )
         return False
@@ -185,11 +185,6 @@ def _stays(index: PlaceIndex, table: ShardTable, tolerant: bool) -> bool:
     return few and msgspec.structs.replace(ours, began_ns=0) == msgspec.structs.replace(theirs, began_ns=0)
 
 
-def _look(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
-
-
 @dataclass(slots=True)
 class _File:
     extension: str
@@ -206,7 +201,7 @@ class _Walk:
         self.root, self.allow_outside = root, allow_outside
         self.real = os.path.realpath(root)
         self.hidden = 0
-        self.folders: dict[str, tuple[int, int]] = {}
+        self.folders: dict[str, FileVersion] = {}
 
     def files(self) -> Iterator[tuple[str, os.stat_result | None, str]]:
         """Name, status and fault of every file below the root, in no particular order."""
@@ -214,7 +209,7 @@ class _Walk:
         while folders:
             folder = folders.pop()
             here = f"{self.real}/{folder}"
-            self.folders[folder] = _look(Path(here))
+            self.folders[folder] = FileVersion.of(Path(here).stat())
             with os.scandir(here) as entries:
                 for entry in entries:
                     name = f"{folder}{entry.name}"
