@@ -187,7 +187,7 @@ def test_a_head_that_is_cut_short_or_forged_makes_another_index(server: ToyServe
     raw = index.read_bytes()
     for n, wrong in enumerate([raw[:60], raw[:16] + b"\xff" * 8 + raw[24:], raw[:30] + b"x" + raw[31:]]):
         index.write_bytes(wrong)
-        dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache=tmp_path / f"cache{n}")
+        dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache=(tmp_path / f"cache{n}", None))
         assert dataset.count == 3 * SAMPLES
 
 

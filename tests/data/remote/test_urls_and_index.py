@@ -90,7 +90,7 @@ def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> No
 def test_without_obstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
-        open_any("s3://b/p/", cache=tmp_path)
+        open_any("s3://b/p/", cache=(tmp_path, None))
 
 
 @pytest.fixture

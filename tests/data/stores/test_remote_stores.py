@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.source import kind_of
+from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl
@@ -261,7 +261,7 @@ def test_a_folder_in_a_bucket_is_listed(
     server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)
-    assert kind_of(f"s3://{kind}/") == kind
+    assert recognize(f"s3://{kind}/").kind.name == kind
     with loader_of(kind, f"s3://{kind}/") as loader:
         assert batches(loader) == local(www, kind)
 
