@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import compress
 from typing import Any, ClassVar
 
 import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
-from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import HeldItems
@@ -67,7 +65,7 @@ class Batcher(EncoderBatches):
         self.size = size
         self._held = HeldItems(self)  # of the next batch
         self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
-        hint_rows(source, size, aligned=True)
+        source.set_batch_size(size, aligned=True)
 
     def describe(self) -> StageInfo:
         """The source's, one deeper; excluded samples are left out here at the latest."""
@@ -112,7 +110,7 @@ class Batcher(EncoderBatches):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count divided by `size`, rounded up, or down with `drop_last`."""
-        items = None if self._leaves_out else count_of(self.source, lane, epoch)
+        items = None if self._leaves_out else self.source.count_of(lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _hold(self, n: int) -> list[Any]:
@@ -125,19 +123,16 @@ class Batcher(EncoderBatches):
         """Take items until `n` are held; False at the end."""
         if not self._leaves_out:
             return self._held.fill(n) > 0
-        items, refs = self.source.take(n - len(self._held))
-        self._held.add(*self._without_these(items, refs))
-        return bool(items)
+        elements = self.source.take(n - len(self._held))
+        self._held.add([element for element in elements if not self._is_excluded(element.ref)])
+        return bool(elements)
 
-    def _without_these(self, items: list[Any], refs: list[ItemRef]) -> tuple[list[Any], list[ItemRef]]:
-        """Drop items made from excluded samples, counting them."""
-        excluded = self.info.excluded
-        found = [next((index for index in sample_indices(ref) if index in excluded), None) for ref in refs]
-        for index in found:
-            if index is not None:
-                self.counts.update(skip_counters(REASON, index))
-        kept = [index is None for index in found]
-        return list(compress(items, kept)), list(compress(refs, kept))
+    def _is_excluded(self, ref: ItemRef) -> bool:
+        """Whether an item is made from an excluded sample, which is counted."""
+        index = next((index for index in sample_indices(ref) if index in self.info.excluded), None)
+        if index is not None:
+            self.counts.update(skip_counters(REASON, index))
+        return index is not None
 
     def save_state(self) -> State:
         """`held`: refs of the items taken for the next batch; `count`: batches given so far."""

@@ -13,7 +13,7 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.bucket_rule import BucketRule
 from savable_pipeline.stages.bucket_sizes import BatchSize, Bucket, BucketSizes, Group
-from savable_pipeline.stages.capabilities import name_branch
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef
@@ -124,7 +124,7 @@ class BucketBatcher(EncoderBatches):
         """Refuse to be in a branch of a Blend with `same_bucket`: its turns would part the lanes' batches."""
         if self.same_bucket:
             raise ValueError(f"BucketBatcher(same_bucket=True) stands after a Blend, not in its source {name!r}")
-        name_branch(self.source, name)
+        super().name_branch(name)
 
     def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
         if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
@@ -255,7 +255,7 @@ class BucketBatcher(EncoderBatches):
         return False
 
     def _put(self, key: Bucket, item: Any, ref: ItemRef) -> None:
-        self._buckets.setdefault(key, HeldItems(self)).add([item], [ref])
+        self._buckets.setdefault(key, HeldItems(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
         """`buckets`: the refs of the items in each bucket; `count`: batches given so far.

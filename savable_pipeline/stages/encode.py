@@ -1,39 +1,43 @@
-"""`Encode`: the stage that turns samples into items with the user's encoder."""
+"""`Encode`: the stage that turns samples into items with the user's encoder, and makes an item again from its ref.
+
+encode(sample, rng) ──▶ item                       part 0
+encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with random numbers of its own
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from operator import index
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.stages.capabilities import count_of
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import made_encoder
-from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.held_items import SamplesAhead, known_refs
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
-from savable_pipeline.stages.sample_encoding import (
-    DONE,
-    EncoderError,
-    FanOut,
-    KeyedEncoder,
-    SamplesAhead,
-    part_of,
-)
+from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
 from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_rules, encoder_settings
 
+EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
+
+DONE: Any = object()
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
@@ -81,7 +85,6 @@ class Encode(TakesItems):
     """
 
     source: SampleStage
-    sizes: tuple[Size, ...] | None = None
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Encode(TakesItems):
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
         self.on_error = on_error
-        self.one_for_one = encoder.one_to_one
+        self.one_for_one: bool = encoder.one_to_one
         self._encoder = encoder
         self.setting_rules = encoder_rules(encoder)
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
@@ -109,63 +112,57 @@ class Encode(TakesItems):
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder; excluded samples are left out."""
-        return replace(super().describe(), encoder=self._encoder, gives_excluded=False, deferred=self.keyed.told.tells)
+        return replace(
+            super().describe(), encoder=self._encoder, gives_excluded=False, declared=self.keyed.declared.known
+        )
 
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """Up to `n` items and their refs; fewer only at the end.
-
-        `deferred`: one item, not made if the encoder declares its length, which is then in `sizes`.
-        """
-        if deferred:
-            n, self.sizes = 1, None
-        items: list[Any] = []
-        refs: list[ItemRef] = []
+    def take(self, n: int) -> list[Element]:
+        """The next items, 1 to `n` of them, unmade if the encoder declares their sizes; none only at the end."""
+        elements: list[Element] = []
         ahead = self._ahead
-        first, part, before = ahead.next, self._part, self._skipped.begin(refs)
+        first, part, before = ahead.next, self._part, self._skipped.begin(elements)
         try:
-            while len(items) < n:
+            while len(elements) < n:
                 if ahead.next == len(ahead.refs):
-                    if not ahead.load(self.source, max(n - len(items), _AHEAD), keep=first):
+                    if not ahead.load(self.source, max(n - len(elements), _AHEAD), keep=first):
                         break
                     first = 0
                 if self._fan is not None:
-                    self._take_parts(items, refs, n)
-                elif deferred and self.keyed.told.tells:
-                    self._take_told(items, refs)
+                    self._take_parts(elements, n)
+                elif self.keyed.declared.known:
+                    self._take_declared(elements)
                 else:
-                    self._take_samples(items, refs, n)
+                    self._take_samples(elements, n)
         except BaseException:
             ahead.next = first  # the call returns no item: undo it as a whole
             self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
         self._skipped.end(self.info.tags)
-        self.counts["items"] += len(items)
-        return items, refs
+        self.counts["items"] += len(elements)
+        return elements
 
-    def _take_told(self, items: list[Any], refs: list[ItemRef]) -> None:
-        """Take the next sample, unmade if the encoder declares its size, which is then in `sizes`."""
+    def _take_declared(self, elements: list[Element]) -> None:
+        """Take the next sample, unmade if the encoder declares its size."""
         sample, size = self._ahead.samples[self._ahead.next], None
         if not self._is_left_out(sample):
             self._report_sample(sample)
             try:
-                size = self.keyed.told.of(sample)
+                size = self.keyed.declared.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
         if size is None:
-            self._take_samples(items, refs, 1)
+            self._take_samples(elements, len(elements) + 1)
             return
-        self.sizes = (size,)
         self._ahead.next += 1
-        items.append(MISSING)
-        refs.append((sample.index, sample.epoch, 0))
+        elements.append(Element((sample.index, sample.epoch, 0), sizes=(size,)))
 
     def _is_left_out(self, sample: Sample) -> bool:
         return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided
 
-    def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
+    def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
         encode, seed = keyed.encode_many(), keyed.seed_globals
@@ -174,7 +171,7 @@ class Encode(TakesItems):
         if status is not None:
             status[0] = self.info.depth
         first = ahead.next
-        chosen = ahead.samples[first : first + n - len(items)]
+        chosen = ahead.samples[first : first + n - len(elements)]
         for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
@@ -203,8 +200,7 @@ class Encode(TakesItems):
                         return
                     continue
                 plain.add(type(item))
-            items.append(item)
-            refs.append(ref)
+            elements.append(Element(ref, item))
         ahead.next += 1
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
@@ -225,7 +221,7 @@ class Encode(TakesItems):
         """The number of parts given so far of the sample at `_next`."""
         return 0 if self._fan is None else self._fan.given
 
-    def _take_parts(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
+    def _take_parts(self, elements: list[Element], n: int) -> None:
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
         fan, skipped = self._fan, self._skipped
         assert fan is not None
@@ -234,13 +230,12 @@ class Encode(TakesItems):
             return
         self._report_sample(fan.sample)
         try:
-            while len(items) < n:
+            while len(elements) < n:
                 part, item = fan.given, fan.next()
                 if type(item) is Skip:
                     skipped.skipped(fan.sample, item)
                 elif item is not DONE:
-                    items.append(item)
-                    refs.append((fan.sample.index, fan.sample.epoch, part))
+                    elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
                 else:
                     if not part:
                         skipped.skipped(fan.sample, Skip("an iterator without items"))
@@ -257,7 +252,7 @@ class Encode(TakesItems):
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
 
-    def may_avoid(self, error: SavableError) -> bool:
+    def can_skip(self, error: SavableError) -> bool:
         """Whether `on_error` says to skip such a sample."""
         return skips(self.on_error, error)
 
@@ -285,7 +280,7 @@ class Encode(TakesItems):
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
         counted = self.one_for_one and self.on_error == "raise" and not self.info.excluded
-        return count_of(self.source, lane, epoch) if counted else None
+        return self.source.count_of(lane, epoch) if counted else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
@@ -317,3 +312,200 @@ class Encode(TakesItems):
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""
         return encoder_settings(self._encoder)
+
+
+class EncoderError(Exception):
+    """Carries an encoder's error to the place where `on_error` is applied."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class KeyedEncoder:
+    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref.
+
+    `purpose` keeps the numbers of a stage other than `Encode` apart from those.
+    """
+
+    def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
+        self._check = _purity_check(encoder, lane, check)
+        self._plain: EncodeCall = encoder.encode
+        self.encode: EncodeCall = self._check or self._plain
+        self.seed_globals = seeder(encoder.global_rng)
+        self.declared = DeclaredSize(encoder)
+        self._name = type(encoder).__name__
+        self._run_seed, self._purpose = lane.seed, purpose
+        self._bases: dict[int, int] = {}
+
+    def encode_many(self) -> EncodeCall:
+        """What encodes the next samples: the encoder itself, once no more samples are to be checked."""
+        if self._check is not None and self._check.left <= 0 and self.encode is self._check:
+            self.encode, self._check = self._plain, None
+        return self.encode
+
+    def base(self, source: int) -> int:
+        """The base of the keys of the random numbers of samples with this `Ref.source`."""
+        if source not in self._bases:
+            self._bases[source] = derive_key(self._run_seed, self._purpose, source)
+        return self._bases[source]
+
+    def encoded(self, sample: Sample) -> tuple[Any, Rng]:
+        """What `encode` makes of a sample, and its random numbers. Raises `EncoderError`."""
+        rng = Rng(self.base(sample.origin.source), (sample.index, sample.epoch, 0))
+        if self.seed_globals is not None:
+            self.seed_globals(rng.key)
+        try:
+            return self.encode(sample, rng), rng
+        except Exception as error:
+            raise EncoderError(error) from error
+
+    def part(self, sample: Sample, part: int) -> Any:
+        """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
+        made, rng = self.encoded(sample)
+        try:
+            self.declared.check(sample, made)
+        except EncodeError:
+            raise
+        except Exception as error:
+            raise EncoderError(error) from error
+        if not hasattr(made, "__next__"):
+            item = made if not part or type(made) is Skip else DONE
+        else:
+            fan = FanOut(self, sample, (made, rng))
+            item = fan.next() if fan.pass_over(part) else DONE
+        if item is DONE:
+            raise EncodeError(
+                f"{self._name}.encode made no part {part} of shard {sample.shard}, key {sample.key!r} this time; it "
+                "must depend on the sample and `rng` alone"
+            )
+        return item
+
+
+def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
+    """The check of some samples, by default of the first ones that all lanes of a process encode."""
+    if share is None:
+        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None))
+    return PurityCheck(encoder, share) if share else None
+
+
+@runtime_checkable
+class PassesOver(Protocol):
+    """An encoder's iterator that can leave out items without making them."""
+
+    def pass_over(self, parts: int) -> int:
+        """Go on behind this many more items, or the last; returns how many there were."""
+
+
+class FanOut:
+    """The items of a sample that fans out, one by one; `given` counts those so far, a `Skip` too.
+
+    `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
+    """
+
+    def __init__(
+        self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, given: int = 0
+    ) -> None:
+        self.sample = sample
+        self.given = given
+        self._keyed = keyed
+        self.made = made
+
+    def next(self) -> Any:
+        """The next item; `DONE` after the last.
+
+        Raises `EncoderError`, and `CheckpointMismatchError` if there are not as many items as were given before.
+        """
+        if self.made is not None:
+            return self._next(*self.made)
+        made, rng = self.made = self._keyed.encoded(self.sample)
+        wanted, self.given = self.given, 0
+        fans_out = hasattr(made, "__next__")
+        if not fans_out or not self.pass_over(wanted):
+            raise CheckpointMismatchError(
+                f"Encode: by the state, {wanted} items of sample {self.sample.key!r} of {self.sample.shard} were "
+                f"given, but made again it gives {self.given if fans_out else 'one alone'}; is the encoder the one "
+                "of the saved run, and pure?"
+            )
+        return self._next(made, rng)
+
+    def pass_over(self, parts: int) -> bool:
+        """Go on behind this many items, unmade where the iterator can do so; False if there are fewer.
+
+        Raises `EncoderError`.
+        """
+        assert self.made is not None
+        made, rng = self.made
+        if parts and isinstance(made, PassesOver):
+            try:
+                self.given = index(made.pass_over(parts))
+            except Exception as error:
+                raise EncoderError(error) from error
+        else:
+            while self.given < parts and self._next(made, rng) is not DONE:
+                pass
+        return self.given == parts
+
+    def _next(self, made: Iterator[Any], rng: Rng) -> Any:
+        rng.rekey((self.sample.index, self.sample.epoch, self.given))
+        if self._keyed.seed_globals is not None:
+            self._keyed.seed_globals(rng.key)
+        try:
+            item = next(made, DONE)
+        except Exception as error:
+            raise EncoderError(error) from error
+        self.given += item is not DONE
+        return item
+
+
+def part_of(ref: ItemRef | Ref) -> int:
+    """The number of the part that a ref names. Raises `CheckpointMismatchError` for one of a state that names none."""
+    if isinstance(ref, Ref):
+        return ref.part
+    if len(ref) != 3 or not hasattr(ref[2], "__index__"):
+        raise CheckpointMismatchError(f"Encode: {ref} is not the ref of an item; use another copy of the checkpoint")
+    return int(ref[2])
+
+
+class DeclaredSize:
+    """Asks `length_of` and `images_of` of one encoder, if it has them (`known`)."""
+
+    def __init__(self, encoder: TaskEncoder) -> None:
+        self._encoder = encoder
+        self.known = _has(encoder, "length_of") and (_has(encoder, "images_of") or not _has(encoder, "images"))
+
+    def of(self, sample: Sample) -> Size | None:
+        """(length, images) of the item of a sample; None if only encoding can tell. Raises what the encoder raises."""
+        if not self.known:
+            return None
+        length = self._encoder.length_of(sample)
+        return None if length is None else (index(length), index(self._encoder.images_of(sample)))
+
+    def check(self, sample: Sample, item: Any) -> None:
+        """Raise `EncodeError` if the item of a sample has another size than the encoder declared."""
+        declared = self.of(sample)
+        if declared is None:
+            return
+        name = type(self._encoder).__name__
+        where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
+        if type(item) is Skip:
+            raise EncodeError(
+                f"{name}.length_of declared {declared[0]}, but encode skipped the sample, {item.reason!r}; {where}: "
+                "length_of must be None for a sample that encode skips"
+            )
+        if hasattr(item, "__next__"):
+            raise EncodeError(
+                f"{name}.length_of declared {declared[0]}, but encode makes several items of the sample; {where}: "
+                "length_of must be None for it"
+            )
+        found = self._encoder.length(item), self._encoder.images(item)
+        for method, before, after in zip(("length", "images"), declared, found, strict=True):
+            if before != after:
+                raise EncodeError(
+                    f"{name}.{method}_of declared {before}, but {method} of the item is {after}; {where}: the two must "
+                    "agree for every sample"
+                )
+
+
+def _has(encoder: TaskEncoder, method: str) -> bool:
+    """Whether an encoder has a method of its own in place of the default."""
+    return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)

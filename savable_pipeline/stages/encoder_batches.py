@@ -13,7 +13,6 @@ from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import sample_names
@@ -154,4 +153,4 @@ def _refs_given_by(stage: Stage) -> Iterator[ItemRef]:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
     for source in stage.sources:
-        yield from (ref_alone(stage, ref) for ref in _refs_given_by(source))
+        yield from map(stage.ref_alone, _refs_given_by(source))

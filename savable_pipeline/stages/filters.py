@@ -14,11 +14,12 @@ from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
-from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import ItemRef, sample_indices
+from savable_pipeline.stages.element import Element
+from savable_pipeline.stages.encode import EncoderError, KeyedEncoder
+from savable_pipeline.stages.held_items import SamplesAhead, known_refs
+from savable_pipeline.stages.item_ref import sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.sample_encoding import EncoderError, KeyedEncoder, SamplesAhead
 from savable_pipeline.stages.skipped_samples import SkippedSamples, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
@@ -71,17 +72,17 @@ class SampleFilter(TakesRefs):
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
                 self._in_vain.end()
                 break
-            refs: list[ItemRef] = []
-            first, before, kept = ahead.next, self._skipped.begin(refs), list[bool | None]()
+            given: list[Element] = []
+            first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 for ahead.next, sample in enumerate(chosen, first):
                     kept.append(sample.index in excluded or self._keeps(sample))
                     if kept[-1]:
-                        refs.append((sample.index, sample.epoch, 0))
+                        given.append(Element((sample.index, sample.epoch, 0)))
                 ahead.next += 1
             except SavableError:
-                if not refs:
+                if not given:
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
@@ -90,7 +91,7 @@ class SampleFilter(TakesRefs):
                 raise
             self._skipped.end(self.info.tags)
             self._in_vain.count(kept)
-            if refs:
+            if given:
                 left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
                 return left
         return _NONE

@@ -1,7 +1,7 @@
 """`HeldItems`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
 
 refs     r3  r7  r8  r9     all that a state keeps of them
-items    a   ·   b   ·      in memory, or · MISSING: made again from the ref when it is needed
+values   a   ·   b   ·      in memory, or · UNMADE: made again from the ref when it is needed
 bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
 
 An element that can no longer be made, since its sample is now excluded or gone, is returned as a `Skip`, which the
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray, skip_counters, tag_of
-from savable_pipeline.stages.capabilities import LosesParts
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.stages.element import UNMADE, Element
 from savable_pipeline.stages.excluded_samples import REASON
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
-from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
+from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
@@ -63,10 +65,7 @@ class HeldItems:
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
         # Weak: a stage that is let go of frees its items and its source's files at once.
         self._stage = weakref.ref(stage)
-        self._items: list[Any] = []
-        self._refs: list[ItemRef] = []
-        self._bytes: list[int] = []  # of those in memory, where there is a limit
-        self._made = 0
+        self._elements: list[Element] = []
         self._share: BudgetShare | None = None
         if max_bytes is not None:
             self._share = BudgetShare(stage.source.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
@@ -77,21 +76,21 @@ class HeldItems:
         assert stage is not None, "a stage lives as long as it asks"
         return stage
 
-    @property
-    def _source(self) -> Stage:
-        return self._holder.source
-
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self._elements)
+
+    def __getitem__(self, at: int) -> Element:
+        """The element in this place, as it is held; `look` makes it."""
+        return self._elements[at]
 
     @property
     def made(self) -> int:
         """The number of elements in memory."""
-        return self._made
+        return sum([1 for element in self._elements if element.value is not UNMADE])
 
     def refs(self) -> list[ItemRef]:
         """Return the refs, in order: for `save_state`."""
-        return list(self._refs)
+        return [element.ref for element in self._elements]
 
     def restore(self, refs: Sequence[Any]) -> None:
         """Hold the elements of a saved state, none of them made, and no others.
@@ -101,40 +100,23 @@ class HeldItems:
         Args:
             refs: What `refs()` returned.
         """
-        self.drop(len(self._refs))
-        self.hold_refs(known_refs(self._holder, list(map(as_ref, refs))))
+        self.drop(len(self._elements))
+        self.add(list(map(Element, known_refs(self._holder, list(map(as_ref, refs))))))
 
-    def hold_refs(self, refs: Sequence[ItemRef]) -> None:
-        """Hold more elements, made when they are needed.
-
-        Args:
-            refs: Their refs.
-        """
-        self.add([MISSING] * len(refs), refs)
-
-    def add(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
+    def add(self, elements: Sequence[Element]) -> None:
         """Hold more elements, behind the others.
 
         Args:
-            items: The elements; one may be `MISSING`.
-            refs: The ref of each.
+            elements: As a stage's `take` returns them; they may be unmade.
         """
-        self._refs += refs
-        for item in items:
-            self._items.append(MISSING)
-            self._bytes.append(0)
-            if item is not MISSING:
-                self._keep(-1, item)
-
-    def _add_made(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
-        """The same with items that are all there: without a limit in few steps, as a batch of many needs."""
-        if self._share is not None:
-            self.add(items, refs)
+        self._elements += elements
+        share = self._share
+        if share is None:
             return
-        self._refs += refs
-        self._items += items
-        self._bytes += [0] * len(items)
-        self._made += len(items)
+        for element in elements:
+            if element.is_made:
+                value, element.value = element.value, UNMADE
+                share.keep(element, value)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are held or it ends.
@@ -145,13 +127,13 @@ class HeldItems:
         Returns:
             The number of elements taken.
         """
-        before = len(self._refs)
-        while len(self._refs) < n:
-            items, refs = self._source.take(n - len(self._refs))
-            if not items:
+        source, before = self._holder.source, len(self._elements)
+        while len(self._elements) < n:
+            elements = source.take(n - len(self._elements))
+            if not elements:
                 break
-            self._add_made(items, refs)
-        return len(self._refs) - before
+            self.add(elements)
+        return len(self._elements) - before
 
     def look(self, at: int) -> tuple[Any, ItemRef]:
         """Return an element and its ref, without changing what is held.
@@ -163,44 +145,54 @@ class HeldItems:
             The element, made if it is missing, or a `Skip` if it can no longer be made; and its ref, of the parts that
             are left: a pack may have lost items.
         """
-        item, ref = self._items[at], self._refs[at]
-        return left_of(self._source, ref) if item is MISSING else (item, ref)
+        element = self._elements[at]
+        return (element.value, element.ref) if element.is_made else self._holder.source.fetch_left(element.ref)
 
-    def take(self, at: int, *, last_fills: bool = False) -> tuple[Any, ItemRef]:
+    def take(self, at: int) -> tuple[Any, ItemRef]:
         """Return an element and its ref, as `look`, and remove it. If the source raises, it is still held.
 
         Args:
             at: Its place, from 0, or -1 for the last.
-            last_fills: Put the last element in its place, instead of moving up those behind it.
         """
         found = self.look(at)
-        self.remove(at, last_fills=last_fills)
+        self.remove(at)
         return found
 
-    def remove(self, at: int, *, last_fills: bool = False) -> None:
-        """Remove an element.
+    def remove(self, at: int, *, last_fills: bool = False) -> Element:
+        """Remove an element, and return it as it was held.
 
         Args:
             at: Its place, from 0, or -1 for the last.
             last_fills: Put the last element in its place, instead of moving up those behind it.
         """
-        self._let_go(at, at + 1 if at != -1 else None)
-        columns: tuple[list[Any], ...] = (self._items, self._refs, self._bytes)
-        for column in columns:
-            if last_fills:
-                column[at] = column[-1]
-            del column[-1 if last_fills else at]
+        element = self._elements[at]
+        if last_fills:
+            self._elements[at] = self._elements[-1]
+        del self._elements[-1 if last_fills else at]
+        self._release(element)
+        return element
 
-    def _let_go(self, begin: int, end: int | None) -> None:
-        """Subtract these elements from the count of those in memory."""
-        if self._share is None and self._made == len(self._items):
-            self._made -= len(self._items[begin:end])
-            return
-        for place, item in enumerate(self._items[begin:end]):
-            if item is not MISSING:
-                self._made -= 1
-                if self._share is not None:
-                    self._share.release(self._bytes[begin + place])
+    def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
+        """Put each fresh element in turn into its slot, and return those that were there.
+
+        Args:
+            slots: Their places, int64 (n,).
+            fresh: The elements, n of them.
+        """
+        given = []
+        for slot, element in zip(slots.tolist(), fresh, strict=True):
+            self.add([element])
+            given.append(self.remove(slot, last_fills=True))
+        return given
+
+    @staticmethod
+    def listed(elements: list[Element]) -> list[Element]:
+        """Return the elements that were removed, as `exchange` returns them."""
+        return elements
+
+    def _release(self, element: Element) -> None:
+        if self._share is not None:
+            self._share.release(element)
 
     def ready(self, n: int) -> list[Any]:
         """Return the first items, made; elements that can no longer be made are removed.
@@ -208,10 +200,11 @@ class HeldItems:
         Args:
             n: How many; fewer are returned if fewer are held.
         """
-        if self._made == len(self._refs):
-            return self._items[:n]
-        made: list[Any] = []
-        while (at := len(made)) < min(n, len(self._refs)):
+        made = [element.value for element in self._elements[:n]]
+        if not [True for value in made if value is UNMADE]:
+            return made
+        made = []
+        while (at := len(made)) < min(n, len(self._elements)):
             item, ref = self.look(at)
             if type(item) is Skip:
                 self.remove(at)
@@ -228,18 +221,15 @@ class HeldItems:
             item: The element.
             ref: Its ref, as `look` returned it.
         """
-        if self._items[at] is MISSING:
-            self._refs[at] = ref
-            self._keep(at, item)
-
-    def _keep(self, at: int, item: Any) -> None:
+        element = self._elements[at]
+        if element.is_made:
+            return
+        if ref != element.ref:
+            element.ref, element.sizes = ref, None
         if self._share is not None:
-            item_bytes = size_of(item)
-            if not self._share.hold(item_bytes):
-                return
-            self._bytes[at] = item_bytes
-        self._items[at] = item
-        self._made += 1
+            self._share.keep(element, item)
+        else:
+            element.value = item
 
     def drop(self, n: int) -> None:
         """Remove the first elements.
@@ -247,17 +237,9 @@ class HeldItems:
         Args:
             n: How many.
         """
-        self._let_go(0, n)
-        del self._items[:n], self._refs[:n], self._bytes[:n]
-
-
-def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
-    """The element of `stage.fetch(ref)`, and the ref of its parts: a pack may have lost items that cannot be made."""
-    if hasattr(stage, "fetch_left"):
-        return cast(LosesParts, stage).fetch_left(ref)
-    if stage.__class__.fetch is Stage.fetch:  # by `__class__`, which sees through what times a stage
-        return left_of(stage.source, ref)
-    return stage.fetch(ref), ref
+        for element in self._elements[:n] if self._share is not None else ():
+            self._release(element)
+        del self._elements[:n]
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
@@ -287,3 +269,106 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
     if left and left != [ref]:
         stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
     return left == [ref]
+
+
+class HeldRefs:
+    """The refs of samples that a stage has taken and not yet returned, as an array: 12 bytes each."""
+
+    def __init__(self, stage: SampleStage) -> None:
+        self._stage = weakref.ref(stage)
+        self._slots = np.empty(0, REF)
+        self._filled = 0
+
+    def __len__(self) -> int:
+        return self._filled
+
+    @property
+    def array(self) -> RefArray:
+        """The refs, in order: REF (held,)."""
+        return self._slots[: self._filled]
+
+    def refs(self) -> bytes:
+        """The same as bytes: for `save_state`."""
+        return self.array.tobytes()
+
+    def restore(self, refs: object) -> None:
+        """Hold the refs of a saved state, but for those of a source that was removed since, which are counted."""
+        stage = self._stage()
+        assert stage is not None, "a stage lives as long as it asks"
+        self._slots = known_refs(stage, saved_refs(stage, refs)).copy()
+        self._filled = len(self._slots)
+
+    def add(self, fresh: RefArray) -> None:
+        """Hold more refs, behind the others."""
+        if self._filled + len(fresh) > len(self._slots):
+            room = np.empty(max(len(fresh), self._filled), REF)
+            self._slots = np.concatenate([self.array, room])
+        self._slots[self._filled : self._filled + len(fresh)] = fresh
+        self._filled += len(fresh)
+
+    def exchange(self, slots: NDArray[np.int64], fresh: RefArray) -> RefArray:
+        """Put each of `fresh` in turn into its slot, and return the refs that were there: REF (n,).
+
+        A slot that comes twice gives, the second time, the ref that came into it the first time. Sorting brings equal
+        slots side by side: 5 2 5 give the ref in slot 5, the one in slot 2, and the first of `fresh`.
+        """
+        given = self._slots[slots]
+        order = np.argsort(slots, kind="stable")
+        again = slots[order[1:]] == slots[order[:-1]]
+        given[order[1:][again]] = fresh[order[:-1][again]]
+        last = np.append(~again, True)
+        self._slots[slots[order[last]]] = fresh[order[last]]
+        return given
+
+    def remove(self, at: int, *, last_fills: bool) -> Any:
+        """Remove a ref, into whose place the last one moves, and return it."""
+        assert last_fills
+        given = self._slots[at].copy()
+        self._filled -= 1
+        self._slots[at] = self._slots[self._filled]
+        return given
+
+    @staticmethod
+    def listed(removed: list[Any]) -> RefArray:
+        """The refs that were removed: REF (n,)."""
+        return np.array(removed, REF)
+
+
+class SamplesAhead:
+    """Samples and their refs; those before `next` are done. `taken` counts all that the lane took in this run."""
+
+    def __init__(self) -> None:
+        self.refs: RefArray = np.empty(0, REF)
+        self.samples: list[Sample] = []
+        self.next = 0
+        self._taken = 0
+
+    @property
+    def left(self) -> RefArray:
+        """The refs of the samples that are not done: REF (any,)."""
+        return self.refs[self.next :]
+
+    @property
+    def done(self) -> int:
+        """The number of samples of the lane that are done."""
+        return self._taken - len(self.refs) + self.next
+
+    def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
+        """Take `n` more from the source and keep the old ones from `keep` on; False at the end."""
+        fresh = source.take_refs(n)
+        if not len(fresh):
+            return False
+        self._taken += len(fresh)
+        samples = source.open_samples(fresh)
+        if keep == len(self.refs):
+            self.refs, self.samples, self.next = fresh, samples, 0
+        else:
+            self.next -= keep
+            self.refs = np.concatenate([self.refs[keep:], fresh])
+            self.samples = self.samples[keep:] + samples
+        return True
+
+    def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
+        """Continue with these refs, after this many samples that are done."""
+        self.refs, self.samples, self.next = refs, source.open_samples(refs), 0
+        self._taken = done + len(refs)

@@ -8,14 +8,13 @@ batch     (number, ItemRef, …)         the number of the batch in its lane, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from savable_pipeline.errors import CheckpointMismatchError
 
 ItemRef: TypeAlias = tuple[Any, ...]
 SizeT = TypeVar("SizeT")
-MISSING: Any = object()  # stands for an item that is made again from its ref when it is needed
 """The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
 
 
@@ -37,10 +36,12 @@ def as_ref(ref: Any) -> ItemRef:
     return tuple(part if hasattr(part, "__index__") else as_ref(part) for part in ref)
 
 
-def left_sizes(sizes: Sequence[SizeT], ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...]:
-    """Of the sizes of the items in a pack, those of the items that are left of it."""
-    if left == ref or len(sizes) != len(ref) - 1:
-        return tuple(sizes)
+def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...] | None:
+    """Of the sizes of the items in a pack, those of the items that are left of it; None if they are not known."""
+    if left == ref or sizes is None:
+        return sizes
+    if len(sizes) != len(ref) - 1:
+        return None
     return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in left[1:])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from savable_pipeline.core.containers import named_parts
 from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.stages.element import Element
 
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
@@ -24,7 +25,7 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """The bytes that one stage holds, released when the stage is garbage-collected."""
+    """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget = budget
@@ -32,20 +33,21 @@ class BudgetShare:
         self._bytes = 0
         self.count = 0
 
-    def hold(self, item_bytes: int) -> bool:
-        """Count an item of this size as held and return True; False if it exceeds the limit."""
-        if self._budget.used + item_bytes > self._max_bytes:
-            return False
-        self._budget.used += item_bytes
-        self._bytes += item_bytes
-        self.count += 1
-        return True
+    def keep(self, element: Element, value: Any) -> None:
+        """Give an unmade element this value, if that does not exceed the limit."""
+        size = size_of(value)
+        if self._budget.used + size <= self._max_bytes:
+            self._budget.used += size
+            self._bytes += size
+            self.count += 1
+            element.value, element.held_bytes = value, size
 
-    def release(self, item_bytes: int) -> None:
-        """Stop counting an item of this size."""
-        self._budget.used -= item_bytes
-        self._bytes -= item_bytes
-        self.count -= 1
+    def release(self, element: Element) -> None:
+        """Count an element as held no more."""
+        if element.is_made:
+            self._budget.used -= element.held_bytes
+            self._bytes -= element.held_bytes
+            self.count -= 1
 
     def __del__(self) -> None:
         self._budget.used -= self._bytes
@@ -75,4 +77,6 @@ def _sum_of(parts: list[Any]) -> int:
     if len(parts) <= _LOOKED_AT:
         return sum(map(size_of, parts))
     step = len(parts) // _LOOKED_AT
-    return sum(map(size_of, parts[: step * _LOOKED_AT : step])) * len(parts) // _LOOKED_AT
+    some = parts[: step * _LOOKED_AT : step]
+    measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of
+    return sum(map(measure, some)) * len(parts) // _LOOKED_AT

@@ -21,7 +21,6 @@ from savable_pipeline.data.media.clips import Clips
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
 from savable_pipeline.stages.bucket_sizes import BatchSize, Group
-from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.clip_encoder import ClipEncoder
 from savable_pipeline.stages.cost import Cost
 from savable_pipeline.stages.encode import Encode
@@ -119,7 +118,7 @@ class Pipeline:
         Raises:
             TypeError: It cannot be known before they are made.
         """
-        count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
+        count = self.step.build(Lane(), one_pass=True).count_of(0, 0)
         if count is None:
             raise TypeError("how many this pipeline gives is not known before they are made; sp.read(…) alone knows")
         return count

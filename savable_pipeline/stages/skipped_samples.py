@@ -15,9 +15,9 @@ from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, count_of_source, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.excluded_samples import REASON
-from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.sample_encoding import SamplesAhead
+from savable_pipeline.stages.held_items import SamplesAhead
 from savable_pipeline.stages.source_counts import SourceCounts
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
@@ -67,35 +67,35 @@ class SkippedSamples:
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
         self._by_source = SourceCounts(counts)
         self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
-        self._refs: list[ItemRef] = []  # of the items of the call since `begin`, of which `_noted` have ended rows
+        self._given: list[Element] = []  # by the call since `begin`, of which `_noted` have ended rows
         self._noted = 0
         self._counted: Counter[str] = Counter()  # counters raised since `begin`
 
-    def begin(self, refs: list[ItemRef]) -> _Snapshot:
-        """Snapshot the counts before a call that may fail, whose items have these refs."""
+    def begin(self, given: list[Element]) -> _Snapshot:
+        """Snapshot the counts before a call that may fail, and that adds its elements to `given`."""
         self._counted.clear()
-        self._refs, self._noted = refs, 0
+        self._given, self._noted = given, 0
         return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
 
     def roll_back(self, before: _Snapshot) -> None:
         """Undo the counting of a call that failed."""
         self._counts.subtract(self._counted)
         self.errors, self._row, self._by_source.rows = before
-        self._refs = []
+        self._given = []
 
     def end(self, tags: frozenset[int]) -> None:
         """Count the items of a call, of sources with these tags."""
-        if self._refs:
+        if self._given:
             if self._row or self._by_source.rows:
                 self._end_rows()
-            self._by_source.kept(self._refs, tags)
-            self._refs = []
+            self._by_source.kept(self._given, tags)
+            self._given = []
 
     def _end_rows(self) -> None:
         """End what came in a row without an item, where there are items since."""
-        if self._refs[self._noted :]:
-            self._by_source.end_rows(self._refs[self._noted :])
-            self._row, self._noted = 0, len(self._refs)
+        if self._given[self._noted :]:
+            self._by_source.end_rows(self._given[self._noted :])
+            self._row, self._noted = 0, len(self._given)
 
     def skipped(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.

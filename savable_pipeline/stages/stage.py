@@ -10,6 +10,7 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
@@ -20,9 +21,11 @@ import numpy as np
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.class_checks import check_class, gives
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.tree import called, tree
@@ -49,7 +52,7 @@ class Stage:
     - `settings()` returns every setting that changes the output: a saved state must agree on them.
 
     Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. Keep elements that the
-    stage has taken but not yet returned in a `custom.HeldItems`.
+    stage has taken but not yet returned in a `custom.HeldItems`. The other methods have defaults.
 
     Args:
         source: The stage before this one.
@@ -154,7 +157,7 @@ class Stage:
     def describe(self) -> StageInfo:
         """Build `info`: the source's, one deeper. Called again in a `Blend`, once the branch has its name."""
         info = self.source.info
-        return replace(info, depth=info.depth + 1, deferred=False)
+        return replace(info, depth=info.depth + 1, declared=False)
 
     @property
     def lane(self) -> Lane:
@@ -166,17 +169,103 @@ class Stage:
         """Event counters of this stage, such as `skipped/REASON`. A loader collects and clears them at each batch."""
         return Counter()
 
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """Take the next elements, and their refs; two empty lists only at the end.
+    # Elements, several at a time, and made again.
+
+    sizes: tuple[Size, ...] | None = None
+    """(length, images) of each item in the element that `__next__` returned last; None: ask the encoder."""
+
+    def take(self, n: int) -> list[Element]:
+        """Take the next elements; an empty list only at the end.
+
+        An element whose size the encoder declares may be unmade: `fetch` makes it when it is needed.
 
         Args:
             n: The most elements to take; at least one follows.
-            deferred: Whether an element may be `MISSING` where `info.deferred`, to be made by `fetch(ref)` when it is
-                needed.
         """
-        for item in self:
-            return [item], [as_ref(self.ref)]
-        return [], []
+        for value in self:
+            return [Element(as_ref(self.ref), value, self.sizes)]
+        return []
+
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """Make an earlier element again, and return it with the ref of what is left of it: a pack may lose items.
+
+        Args:
+            ref: The ref of the element.
+        """
+        return self.source.fetch_left(ref) if self._asks_source else (self.fetch(ref), ref)
+
+    def fetch_rows(self, ref: ItemRef, size: int) -> tuple[Any, tuple[int, ...]]:
+        """Make an earlier batch again, and return the numbers of its rows that can no longer be made, which it lacks.
+
+        Args:
+            ref: The ref of the batch.
+            size: The rows that it had when it was filled up; 0 if it was not.
+        """
+        return self.source.fetch_rows(ref, size) if self._asks_source else (self.fetch(ref), ())
+
+    @property
+    def _asks_source(self) -> bool:
+        """Whether `fetch` is the default: elements of this stage are its source's."""
+        return type(self).fetch is Stage.fetch
+
+    def ref_alone(self, ref: ItemRef) -> ItemRef:
+        """Return the ref of the element that this stage would make of its source's single element `ref`."""
+        return ref
+
+    @property
+    def held_items(self) -> int:
+        """The number of made elements that the stage holds, to be made again if the lane moves to another process."""
+        return 0
+
+    # What the pipeline is told before the first element.
+
+    one_for_one: bool | None = None
+    """Whether it yields one element for each of its source, leaving none out; None: its elements are made of others."""
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """Return the number of elements in a pass of a lane; None if it is not known beforehand.
+
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
+        """
+        return self.source.count_of(lane, epoch) if self.one_for_one else None
+
+    def set_batch_size(self, rows: int, *, aligned: bool) -> None:
+        """Learn, before the first element, of how many elements a batch downstream is.
+
+        Args:
+            rows: Elements of this stage that make a batch.
+            aligned: Whether each makes one row of it.
+        """
+        if self.one_for_one is not None:
+            self.source.set_batch_size(rows, aligned=aligned and self.one_for_one)
+
+    def name_branch(self, name: str) -> None:
+        """Become part of the source `name` of a `Blend`, with all upstream, before the first element."""
+        for source in self.sources:
+            source.name_branch(name)
+        vars(self).pop("info", None)  # it is described again, with the name
+
+    # Files that may change, and samples that end their worker.
+
+    def verify(self, slot: int) -> None:
+        """Raise `ShardError` if a file that this stage read for the batch of a slot has changed."""
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """Return the stores that this stage itself reads from, for a last look at the end of the lane."""
+        return ()
+
+    def addresses(self) -> dict[str, str]:
+        """Return the address of the data of each setting: shown where the setting differs, never compared."""
+        return {}
+
+    def can_skip(self, error: SavableError) -> bool:
+        """Whether a sample that killed its worker several times, as `error` describes, may be left out."""
+        return False
+
+    def avoid(self, index: int, epoch: int, reason: str) -> None:
+        """Leave this sample out from now on, in this lane and in all that are restored from its state."""
 
 
 class SampleStage(Stage):
@@ -206,7 +295,7 @@ class SampleStage(Stage):
         super().__init__(source)
 
     def take_refs(self, n: int) -> RefArray:
-        """Return the refs of the next samples: REF (any,); empty only at the end, or if `n` is 0.
+        """Return the next samples as refs, unmade: REF (any,); empty only at the end, or if `n` is 0.
 
         Args:
             n: The most refs to take; at least one follows.
@@ -256,11 +345,6 @@ class ItemStage(Stage):
         [0, 1, 2]
     """
 
-    @property
-    def sizes(self) -> tuple[Size, ...] | None:
-        """(length, images) of each item in the pack given last, or of the one item; None: ask the encoder."""
-        return None
-
 
 class BatchStage(ItemStage):
     """A stage that yields batches: `Batcher`, `BucketBatcher`, or your own last stage.
@@ -289,6 +373,10 @@ class BatchStage(ItemStage):
         (['s000000', 's000001'], ['s000000', 's000001'])
     """
 
+    def filler(self) -> Any:
+        """Return a batch of rows that do not count, for a lane that has no more: see `tail="pad"`."""
+        raise NotImplementedError(f"{type(self).__name__} has no filler")
+
     def more(self) -> bool | None:
         """Whether another batch will come; None if that is not known before it is made."""
         return None
@@ -311,11 +399,12 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
         ) from error
 
 
-def saved_refs(stage: Stage, raw: bytes) -> RefArray:
-    """The refs that a state has as bytes. Raises `CheckpointMismatchError` for half a ref."""
-    if len(raw) % REF.itemsize:
+def saved_refs(stage: Stage, raw: object) -> RefArray:
+    """The refs that a state has as bytes: REF (any,). Raises `CheckpointMismatchError` for anything else."""
+    if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
+        found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
         raise CheckpointMismatchError(
-            f"{type(stage).__name__}: {len(raw)} bytes are no refs of {REF.itemsize} bytes each; use another copy of "
-            "the checkpoint"
+            f"{type(stage).__name__}: {found} are no refs of {REF.itemsize} bytes each; use another copy of the "
+            "checkpoint"
         )
     return np.frombuffer(raw, REF)

@@ -6,8 +6,10 @@ from typing import Any
 
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.element import Element
+from savable_pipeline.stages.item_ref import ItemRef, left_sizes
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage
+from savable_pipeline.stages.task_encoder import Skip
 
 
 class PassThrough(Stage):
@@ -35,9 +37,9 @@ class PassThrough(Stage):
         return self.source.ref
 
     @property
-    def sizes(self) -> tuple[Size, ...] | None:
+    def sizes(self) -> tuple[Size, ...] | None:  # type: ignore[override]
         """The sizes of the source's last element."""
-        return getattr(self.source, "sizes", None)
+        return self.source.sizes
 
 
 class TakesRefs(SampleStage):
@@ -52,15 +54,27 @@ class TakesRefs(SampleStage):
         self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
         return self.open_samples(refs)[0]
 
+    def take(self, n: int) -> list[Element]:
+        """The next samples, 1 to `n` of them; none only at the end."""
+        refs = self.take_refs(n)
+        numbers = zip(refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
+        return [Element((*each, 0), sample) for each, sample in zip(numbers, self.open_samples(refs), strict=True)]
+
 
 class TakesItems(ItemStage):
-    """Base of a stage of items that writes `take`."""
+    """Base of a stage of items that writes `take`: `__next__` makes what that leaves unmade."""
 
     ref: ItemRef = ()
+    _unmade: Element | None = None  # that could not be made when it was taken: the next call tries it again
 
     def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
+        while (element := self._unmade or next(iter(self.take(1)), None)) is not None:
+            value, left = element.value, element.ref
+            if not element.is_made:
+                self._unmade = element
+                value, left = self.fetch_left(element.ref)
+                self._unmade = None
+            if type(value) is not Skip:  # which was counted where that was found
+                self.ref, self.sizes = left, left_sizes(element.sizes, element.ref, left)
+                return value
+        raise StopIteration

@@ -34,8 +34,8 @@ class StageInfo:
     """The samples of the readers upstream that must not be given."""
     gives_excluded: bool = False
     """Whether the stage may give some of these: no `Encode`, or `Batcher` of samples, has left them out yet."""
-    deferred: bool = False
-    """Whether `take(n, deferred=True)` returns elements not made yet, with the sizes that the encoder declares."""
+    declared: bool = False
+    """Whether the encoder may declare the sizes of elements, which are then given unmade."""
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
         """The ref of an item or a pack without excluded samples, and those of sources that are no longer upstream."""

@@ -17,18 +17,10 @@ import pytest
 import savable_pipeline
 import task_encoders
 from savable_pipeline import custom, errors
-from savable_pipeline.stages import capabilities
 
 Callable: TypeAlias = griffe.Class | griffe.Function
 Promised: TypeAlias = dict[str, Callable]
 ROOT = Path(__file__).resolve().parents[2]
-_CAPABILITIES = {
-    name
-    for protocol in vars(capabilities).values()
-    if getattr(protocol, "_is_protocol", False)
-    for name in vars(protocol)
-    if name[0] != "_"
-}
 _OTHER_ERRORS = {"JSONDecodeError", "TemplateError"}  # of json and jinja2
 
 
@@ -75,9 +67,8 @@ def is_record(value: Callable) -> bool:
 
 
 def _is_documented_by_base(method: griffe.Function, owner: griffe.Class) -> bool:
-    """Whether a base of a class, or the protocol of what some stages can do, says what a method is for."""
-    inherited = any(method.name in base.members and base[method.name].docstring for base in owner.mro())
-    return inherited or method.name in _CAPABILITIES
+    """Whether a base of a class says what a method is for."""
+    return any(method.name in base.members and base[method.name].docstring for base in owner.mro())
 
 
 def sections(docstring: griffe.Docstring | None, kind: str) -> list[Any]:

@@ -20,6 +20,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
+from tests.support.values_and_refs import values_and_refs
 
 
 class Made(sp.TaskEncoder):
@@ -55,9 +56,9 @@ def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
     stage = encoded(lambda n, rng: n * 10)
     assert next(stage) == 0
     assert stage.ref == (0, 0, 0)
-    assert stage.take(3) == ([10, 20, 30], [(1, 0, 0), (2, 0, 0), (3, 0, 0)])
+    assert values_and_refs(stage, 3) == ([10, 20, 30], [(1, 0, 0), (2, 0, 0), (3, 0, 0)])
     assert list(stage) == [40, 50, 60, 70, 80, 90]
-    assert stage.take(3) == ([], [])
+    assert values_and_refs(stage, 3) == ([], [])
 
 
 def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
@@ -78,7 +79,7 @@ def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
 
 @pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
 def test_whatever_has_no_next_is_one_item(encoded: Any, item: Any) -> None:
-    items, refs = encoded(lambda n, rng: item).take(3)
+    items, refs = values_and_refs(encoded(lambda n, rng: item), 3)
     assert [one is item for one in items] == [True, True, True]
     assert refs == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
@@ -91,7 +92,7 @@ def fan(n: int, rng: sp.Rng) -> Iterator[Any]:
 
 def test_a_sample_may_fan_out_into_several_items(encoded: Any) -> None:
     stage = encoded(fan)
-    items, refs = stage.take(100)
+    items, refs = values_and_refs(stage, 100)
     assert [item[:2] for item in items] == [(1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (6, 0), (7, 0), (7, 2), (9, 0)]
     assert refs == [(n, 0, part) for n, part, _ in items]
     assert without_sources(stage.counts) == {"items": 9, "skipped/second": 4, "skipped/an iterator without items": 3}
@@ -110,36 +111,36 @@ def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
     encoded: Any, takes: list[int], cuts: list[bool]
 ) -> None:
     whole = encoded(mixed, epochs=2)
-    expected = whole.take(1000)
+    expected = values_and_refs(whole, 1000)
     stage, items, refs = encoded(mixed, epochs=2), [], []
     skips: Counter[str] = Counter()
     for n, cut in zip(takes * 8, cuts * 8, strict=False):
-        taken = stage.take(n)
+        taken = values_and_refs(stage, n)
         items, refs = items + taken[0], refs + taken[1]
         if cut:
             state, skips = stage.save_state(), skips + stage.counts
             stage = encoded(mixed, epochs=2)
             stage.restore_state(state)
-    rest = stage.take(1000)
+    rest = values_and_refs(stage, 1000)
     assert (items + rest[0], refs + rest[1]) == expected
     assert skips + stage.counts == whole.counts
 
 
 def test_the_state_within_a_fan_out_is_the_refs_left_and_the_parts_given(encoded: Any) -> None:
     stage = encoded(lambda n, rng: iter([(n, i) for i in range(5)]))
-    stage.take(7)  # all of sample 0, and parts 0 and 1 of sample 1
+    values_and_refs(stage, 7)  # all of sample 0, and parts 0 and 1 of sample 1
     state = stage.save_state()
     refs = np.frombuffer(state["refs"], dtype=[("index", "<u8"), ("epoch", "<u4")])
     assert state["part"] == 2
     assert refs["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     after = encoded(lambda n, rng: iter([(n, i) for i in range(5)]))
     after.restore_state(state)
-    assert after.take(4)[0] == [(1, 2), (1, 3), (1, 4), (2, 0)]
+    assert values_and_refs(after, 4)[0] == [(1, 2), (1, 3), (1, 4), (2, 0)]
 
 
 def test_restoring_reads_and_encodes_nothing(encoded: Any) -> None:
     stage = encoded(fan)
-    stage.take(4)
+    values_and_refs(stage, 4)
     after = encoded(fan)
     after.restore_state(stage.save_state())
     assert after.info.encoder.calls == []
@@ -153,7 +154,7 @@ def test_fetch_makes_every_item_again_parts_too_and_disturbs_nothing(encoded: An
         taken.append((item, stage.ref))
         for old, ref in taken[-3:]:
             assert stage.fetch(ref) == old
-    assert [item for item, _ in taken] == helper.take(100)[0]
+    assert [item for item, _ in taken] == values_and_refs(helper, 100)[0]
     index, epoch, part = taken[-1][1]
     assert stage.fetch(custom.Ref(0, epoch, index, part)) == taken[-1][0]
 
@@ -190,12 +191,12 @@ def test_a_resume_within_a_sample_makes_none_of_its_earlier_parts_that_can_be_pa
     encoded: Any, given: int
 ) -> None:
     whole, made = encoded(lambda n, rng: Counting(n, rng, [])), list[int]()
-    expected = whole.take(12)
+    expected = values_and_refs(whole, 12)
     stage, after = (encoded(lambda n, rng: Counting(n, rng, made)) for _ in range(2))
-    stage.take(given)
+    values_and_refs(stage, given)
     made.clear()
     after.restore_state(stage.save_state())
-    rest = after.take(12 - given)
+    rest = values_and_refs(after, 12 - given)
     assert rest == tuple(taken[given:] for taken in expected)
     assert made[0] == (expected[1][given - 1][2] + 1) % 5
     assert len(made) <= 12 - given + 3  # three skipped parts
@@ -206,11 +207,11 @@ def test_a_resume_within_a_sample_makes_none_of_its_earlier_parts_that_can_be_pa
 
 def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> None:
     stage = encoded(lambda n, rng: Counting(n, rng, []))
-    stage.take(3)
+    values_and_refs(stage, 3)
     state = {**stage.save_state(), "part": 6}
     stage.restore_state(state)
     with pytest.raises(sp.CheckpointMismatchError, match=r"6 items of sample 's000000'.* it gives 5; is the encoder"):
-        stage.take(1)
+        values_and_refs(stage, 1)
     with pytest.raises(sp.EncodeError, match=r"made no part 5 of shard 0000\.tar, key 's000000'"):
         stage.fetch((0, 0, 5))
     with pytest.raises(sp.EncodeError, match=r"made no part 6 of shard 0000\.tar, key 's000000'"):
@@ -219,11 +220,11 @@ def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> 
 
 def test_to_pass_over_without_saying_how_many_is_the_encoders_error(encoded: Any, monkeypatch: Any) -> None:
     stage = encoded(lambda n, rng: Counting(n, rng, []))
-    stage.take(2)
+    values_and_refs(stage, 2)
     stage.restore_state(stage.save_state())
     monkeypatch.setattr(Counting, "pass_over", lambda self, parts: None)
     with pytest.raises(sp.EncodeError, match=r"TypeError: 'NoneType' object .* key 's000000'"):
-        stage.take(1)
+        values_and_refs(stage, 1)
 
 
 class Fails:
@@ -254,7 +255,7 @@ class Fails:
 def test_an_error_says_stage_shard_key_offset_and_cause(encoded: Any) -> None:
     stage = encoded(Fails(5, 1))
     with pytest.raises(sp.EncodeError) as caught:
-        stage.take(10)
+        values_and_refs(stage, 10)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     for part in ("Made.encode raised ZeroDivisionError: no such luck", "stage Encode", "shard 0001.tar", "'s000005'"):
         assert part in str(caught.value)
@@ -268,11 +269,11 @@ def test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_tw
     encoded: Any, part: int | None, n: int, restore: bool
 ) -> None:
     expected = encoded(Fails(5, 0, part))
-    expected_items = expected.take(100)[0]
+    expected_items = values_and_refs(expected, 100)[0]
     stage, items, errors = encoded(Fails(5, 2, part)), [], 0
     while True:
         try:
-            taken, _ = stage.take(n)
+            taken, _ = values_and_refs(stage, n)
         except sp.EncodeError:
             errors += 1
             if restore:
@@ -307,7 +308,7 @@ def test_a_shard_that_cannot_be_read_is_a_shard_error_not_the_encoders(tmp_path:
     assert next(stage) == "{}"
     os.truncate(tmp_path / "a.tar", 3584)  # the last payload is gone
     with pytest.raises(sp.ShardError, match=r"a\.tar: 2 bytes at byte 3584 are missing"):
-        stage.take(3)
+        values_and_refs(stage, 3)
     with pytest.raises(sp.ShardError, match=r"a\.tar: 2 bytes"):
         stage.fetch((1, 0, 0))
 
@@ -325,9 +326,9 @@ def test_global_generators_are_seeded_for_each_call_as_global_rng_says(
     encoded: Any, setting: Any, seeded: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Made, "global_rng", setting)
-    one = encoded(drawn, check=0.0).take(100)[0]
+    one = values_and_refs(encoded(drawn, check=0.0), 100)[0]
     random.random(), np.random.rand(), torch.rand(1)
-    two = encoded(drawn, check=0.0).take(100)[0]
+    two = values_and_refs(encoded(drawn, check=0.0), 100)[0]
     for generator in range(4):
         same = [a[generator] == b[generator] for a, b in zip(one, two, strict=True)]
         assert all(same) if generator in {*seeded, 3} else not any(same)
@@ -344,7 +345,7 @@ def test_a_global_generator_that_is_not_known_is_refused(encoded: Any, wrong: An
 def test_random_numbers_belong_to_seed_epoch_and_sample_not_to_the_lane(encoded: Any) -> None:
     def numbers(**how: Any) -> dict[Any, float]:
         stage = encoded(lambda n, rng: rng.random(), epochs=2, **how)
-        items, refs = stage.take(100)
+        items, refs = values_and_refs(stage, 100)
         return dict(zip(refs, items, strict=True))
 
     alone = numbers(seed=3)
@@ -354,7 +355,7 @@ def test_random_numbers_belong_to_seed_epoch_and_sample_not_to_the_lane(encoded:
 
 
 def test_parts_of_a_sample_have_random_numbers_of_their_own(encoded: Any) -> None:
-    items, _ = encoded(lambda n, rng: (rng.random() for _ in range(3))).take(100)
+    items, _ = values_and_refs(encoded(lambda n, rng: (rng.random() for _ in range(3))), 100)
     assert len(set(items)) == 30
 
 
@@ -363,20 +364,20 @@ def test_parts_of_a_sample_have_random_numbers_of_their_own(encoded: Any) -> Non
 def test_an_encoder_that_never_gives_an_item_is_an_error_not_a_spin(encoded: Any, nothing: Any, n: int) -> None:
     stage = encoded(lambda n, rng: nothing(), epochs=None)
     with pytest.raises(sp.EncodeError, match="skipped 1300 samples in a row"):
-        stage.take(n)
+        values_and_refs(stage, n)
 
 
 def test_many_skips_between_items_are_no_error_however_many_are_taken_at_once(encoded: Any) -> None:
     stage = encoded(lambda n, rng: n if n % 2 else sp.Skip("even"), epochs=None)
     assert max_empty_samples(10) == 1300
-    assert stage.take(3000)[0] == [1, 3, 5, 7, 9] * 600
+    assert values_and_refs(stage, 3000)[0] == [1, 3, 5, 7, 9] * 600
 
 
 def test_a_run_dry_after_some_items_of_the_same_call_is_an_error_too(encoded: Any) -> None:
     calls = iter(range(10**9))
     stage = encoded(lambda n, rng: n if next(calls) < 5 else sp.Skip("later"), epochs=None, check=0.0)
     with pytest.raises(sp.EncodeError, match="1300 samples in a row"):
-        stage.take(100)
+        values_and_refs(stage, 100)
 
 
 def test_the_error_limit_is_the_data_thirty_times_over_and_at_most_a_hundred_thousand() -> None:
@@ -419,7 +420,7 @@ def test_a_source_of_only_next_will_do(encoded: Any, tmp_path: Path) -> None:
         return sp.Encode(EveryOther(reader), Made(lambda n, rng: n))
 
     stage = build()
-    assert stage.take(2)[0] == [1, 3]
+    assert values_and_refs(stage, 2)[0] == [1, 3]
     after = build()
     after.restore_state(stage.save_state())
     assert list(after) == list(stage) == [5]

@@ -11,7 +11,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.item_ref import MISSING
+from savable_pipeline.stages.element import Element
 from savable_pipeline.testing import assert_exact_resume
 
 
@@ -62,9 +62,9 @@ def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
     assert held.fill(5) == 5 and len(held) == 5 and held.made == 5
     assert held.take(1) == ("1", ref(1))
     assert held.refs() == [ref(0), ref(2), ref(3), ref(4)], "those behind it move up"
-    assert held.take(0, last_fills=True) == ("0", ref(0))
+    assert held.remove(0, last_fills=True).value == "0"
     assert held.refs() == [ref(4), ref(2), ref(3)], "the last one takes its place"
-    assert held.take(-1, last_fills=True) == ("3", ref(3))
+    assert held.take(-1) == ("3", ref(3))
     held.drop(1)
     assert held.refs() == [ref(2)] and held.look(0) == ("2", ref(2)) and len(held) == 1
 
@@ -93,7 +93,7 @@ def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(
     stage, encoder = holder(shards)
     stage.held.restore([ref(0), ref(1)])
     encoder.broken = frozenset({1})
-    for ask in (lambda: stage.held.take(1, last_fills=True), lambda: stage.held.ready(2)):
+    for ask in (lambda: stage.held.take(1), lambda: stage.held.ready(2)):
         with pytest.raises(sp.EncodeError):
             ask()
         assert stage.held.refs() == [ref(0), ref(1)]
@@ -110,7 +110,7 @@ def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> No
     one.held.drop(3)
     assert other.held.fill(2) == 2 and other.held.made == 2, "let go of, their bytes are free again"
     other.held.restore([ref(0)])
-    one.held.add(["x", MISSING], [ref(7), ref(8)])
+    one.held.add([Element(ref(7), "x"), Element(ref(8))])
     assert other.held.made == 0 and one.held.made == 1 and one.held.take(1) == ("8", ref(8))
     assert one.held.ready(1) == ["x"]
 

@@ -240,7 +240,7 @@ def test_an_item_that_a_blend_has_taken_and_lost_is_not_given(shards: str) -> No
     stage = blend()
     next(stage)
     (tag,) = stage.sources[0].info.tags
-    state = {**stage.save_state(), "taken": ("a", (tag << 48 | 3, 0, 0))}  # as an error leaves it
+    state = {**stage.save_state(), "ahead": {"a": [((tag << 48 | 3, 0, 0), None)]}}  # as an error leaves it
     encoder.bad = frozenset({3})
     stage = blend()
     stage.restore_state(state)

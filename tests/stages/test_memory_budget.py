@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 
 
@@ -70,10 +71,13 @@ def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
 def test_lanes_share_one_budget_and_give_their_part_back() -> None:
     budget = MemoryBudget()
     one, other = BudgetShare(budget, max_bytes=100), BudgetShare(budget, max_bytes=100)
-    assert one.hold(60)
-    assert not other.hold(60)
-    assert other.hold(40)
-    one.release(60)
+    first, second = Element((0, 0, 0)), Element((1, 0, 0))
+    one.keep(first, bytes(27))  # of 60 bytes with its header
+    other.keep(second, bytes(27))
+    assert first.is_made and not second.is_made
+    other.keep(second, bytes(7))
+    assert second.is_made
+    one.release(first)
     assert (one.count, other.count, budget.used) == (0, 1, 40)
     del other
     assert budget.used == 0

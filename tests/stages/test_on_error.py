@@ -20,6 +20,7 @@ from savable_pipeline.core.on_error import Quarantine, is_of_environment
 from savable_pipeline.data.dataset.ref import REF
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
+from tests.support.values_and_refs import values_and_refs
 
 
 class Odd(NumberEncoder):
@@ -48,7 +49,7 @@ def reader(folder: Path, lane: sp.Lane | None = None, **settings: Any) -> sp.Tar
 def taken(stage: custom.Stage, n: int = 3) -> list[Any]:
     """All items of a stage, some at a time."""
     items = []
-    while some := stage.take(n)[0]:
+    while some := values_and_refs(stage, n)[0]:
         items += some
     return items
 
@@ -95,7 +96,7 @@ def test_what_was_skipped_is_skipped_again_after_a_resume(make_shards: Any, n: i
     assert expected == [0, 0, 2, 4, 6, 6, 8, 10, 12, 12]
     stage, items = build(), []
     for _ in range(cut):
-        items += stage.take(n)[0]
+        items += values_and_refs(stage, n)[0]
     after = build()
     after.restore_state(stage.save_state())
     assert items + taken(after, n) == expected
@@ -115,23 +116,23 @@ def test_a_function_decides_and_sees_the_encoders_own_error(make_shards: Any) ->
     assert [type(error) for error in seen] == [sp.EncodeError] * 2
     stage = sp.Encode(reader(make_shards([4])), Odd(KeyError("jpg")), on_error=decide)
     with pytest.raises(sp.EncodeError, match="raised KeyError"):
-        stage.take(4)
+        values_and_refs(stage, 4)
     assert skipped(stage) == {}
 
 
 def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shards: Any) -> None:
     folder = make_shards([400])
     stage = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
-    assert stage.take(2)[0] == [0, 2]
+    assert values_and_refs(stage, 2)[0] == [0, 2]
     for _ in range(2):
         with pytest.raises(
             sp.EncodeError, match=r"3 of the 6 samples of Lane\(0 of 1, seed=0\) .* max_errors=2 allows"
         ):
-            stage.take(2)
+            values_and_refs(stage, 2)
     after = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
     after.restore_state(stage.save_state())
     with pytest.raises(sp.EncodeError, match="3 of the 6 samples"):
-        after.take(2)
+        values_and_refs(after, 2)
     share = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=0.5)
     assert len(taken(share)) == 200
     with pytest.raises(sp.EncodeError, match="101 of the 202 samples"):  # 100 are never too large a share
@@ -213,7 +214,7 @@ def test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered(
     short = reason.partition(":")[0]
     with pytest.raises(sp.ShardError, match=r"0001\.tar"):
         taken(before)
-    assert tolerant.take(5)[0] == [0, 1, 2, 3, 8]
+    assert values_and_refs(tolerant, 5)[0] == [0, 1, 2, 3, 8]
     assert skipped(tolerant) == {f"skipped/{short}": 4}
     state = tolerant.save_state()
     assert {r: np.frombuffer(raw, REF)["index"].tolist() for r, raw in state["avoided"].items()} == {
@@ -233,7 +234,7 @@ def test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered(
 
 def test_a_disk_that_cannot_be_read_is_the_shards_fault(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = sp.Encode(reader(three, on_error="skip"), NumberEncoder())
-    assert stage.take(5)[0] == [0, 1, 2, 3, 4]
+    assert values_and_refs(stage, 5)[0] == [0, 1, 2, 3, 4]
     pread = os.pread
 
     def broken(fd: int, size: int, offset: int) -> bytes:
@@ -297,7 +298,7 @@ def test_a_ref_that_is_avoided_is_skipped_now_and_after_a_resume(make_shards: An
 
 def test_a_sample_that_is_avoided_in_the_middle_of_its_parts_gives_no_more_of_them(make_shards: Any) -> None:
     stage = sp.Encode(reader(make_shards([9])), Odd(fan_out=True), on_error="skip")
-    assert stage.take(1)[0] == [0]
+    assert values_and_refs(stage, 1)[0] == [0]
     state = stage.save_state()
     after = sp.Encode(reader(make_shards([9])), Odd(fan_out=True), on_error="skip")
     after.restore_state(state)

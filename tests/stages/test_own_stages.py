@@ -112,31 +112,6 @@ def test_the_page_as_it_was_first_written_resumes_exactly(shards: str) -> None:
     assert sum(map(len, Pairs(sp.Encode(odd, Words())))) == 25
 
 
-@pytest.mark.parametrize("kind", [custom.Stage, custom.SampleStage, custom.ItemStage, custom.BatchStage])
-def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind: type[custom.Stage]) -> None:
-    public = {name for name in [*dir(custom.Stage), *custom.Stage.__annotations__] if name[0] != "_"}
-    assert len(public) <= 12
-    assert len({name for name in dir(kind) if name[0] != "_"} - public) <= 3
-
-
-@pytest.mark.parametrize(
-    "members,told",
-    [
-        ({"take_measured": lambda self: None}, r"no `take_measured` any more; write take\(n, deferred=True\)"),
-        ({"unmade": True}, r"write the field `deferred` of what describe\(\) returns"),
-        ({"leaves_out_excluded": True}, r"write the field `gives_excluded`"),
-        ({"make_again": lambda self, ref: (None, ref)}, r"write fetch_left\(ref\)"),
-        ({"restore_state": lambda self, state: self.keep_known([])}, r"write custom.HeldItems\(self\).restore\(refs\)"),
-        ({"count_of": lambda self, lane, epoch: self.source.count_of(lane, epoch)}, r"ask count_of\(stage, …\) of"),
-        ({"verify": lambda self, slot: None}, r"Own: a stage with `verify` has verify and stores_read"),
-        ({"take": lambda self, n: ([], [])}, r"Own: `take\(self, n\)` .* is now `take\(self, n, \*, deferred=False\)`"),
-    ],
-)
-def test_a_class_that_uses_what_stages_had_is_told_what_is_in_its_place(members: dict[str, Any], told: str) -> None:
-    with pytest.raises(TypeError, match=told):
-        type("Own", (custom.ItemStage,), members)
-
-
 class Reading(custom.PassThrough, custom.SampleStage):
     """Has a few of the methods that the loader asks stages for, as their docstrings said."""
 

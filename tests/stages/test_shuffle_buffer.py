@@ -120,7 +120,7 @@ def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
 def test_a_slot_costs_twelve_bytes() -> None:
     stage = buffer(5000, 4000)
     stage.take_refs(1)
-    assert stage._slots.nbytes == 4000 * 12
+    assert stage._held._slots.nbytes == 4000 * 12
     assert REF.itemsize == 12
 
 
@@ -142,11 +142,11 @@ def test_a_size_below_one_is_refused() -> None:
         buffer(5, 0)
 
 
-@pytest.mark.parametrize("refs", [bytes(12 * 6), bytes(13)])
-def test_a_state_of_another_size_is_a_mismatch(refs: bytes) -> None:
+@pytest.mark.parametrize("refs", [bytes(12 * 6), bytes(13), [[1, 0, 0]]])
+def test_a_state_of_another_size_is_a_mismatch(refs: object) -> None:
     stage = buffer(20, 5)
     state = stage.save_state()
-    with pytest.raises(sp.CheckpointMismatchError, match=r"ShuffleBuffer\(size=5\)"):
+    with pytest.raises(sp.CheckpointMismatchError, match="ShuffleBuffer"):
         stage.restore_state({**state, "refs": refs})
 
 

@@ -308,7 +308,7 @@ class OwnEncode(custom.ItemStage):
     def fetch(self, ref: Any) -> Any:
         return self.source.fetch(ref).json()["id"]
 
-    def may_avoid(self, error: sp.SavableError) -> bool:
+    def can_skip(self, error: sp.SavableError) -> bool:
         return True
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:

@@ -21,6 +21,7 @@ from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_index import TarIndex
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
+from tests.support.values_and_refs import values_and_refs
 
 EDITS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6)
 
@@ -90,7 +91,7 @@ def test_a_state_with_any_value_anywhere_is_restored_or_refused(indexed: Path, v
     with contextlib.suppress(sp.SavableError, msgspec.ValidationError):
         after = build()
         after.restore_state(state)
-        after.take(1)
+        values_and_refs(after, 1)
 
 
 def test_the_index_of_the_fixture_is_whole(indexed: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.transport.status_page import WorkerStatus
-from savable_pipeline.stages.capabilities import AvoidsSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
@@ -23,10 +20,10 @@ def where(last: Stage, status: WorkerStatus) -> str:
     return f", in {type(stage).__name__}, shard {sample.shard}, key {sample.key!r}, {sample.place}"
 
 
-def may_avoid(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
+def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
     """Whether the sample of a status, which has killed several workers, may be left out by its stage's `on_error`."""
     stage = _stage_at(last, status)
-    return hasattr(stage, "may_avoid") and cast(AvoidsSamples, stage).may_avoid(error)
+    return stage is not None and stage.can_skip(error)
 
 
 def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:

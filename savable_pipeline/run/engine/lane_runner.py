@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +20,6 @@ from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take
 from savable_pipeline.run.state.in_vain import InVain, with_counts
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.stages.capabilities import FillsUp, HoldsItems, ReadsFiles
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import PipelineFunction, upstream
 from savable_pipeline.stages.stage import BatchStage, Stage
@@ -35,8 +34,6 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    holding: Sequence[HoldsItems]  # of the stages, as those after
-    reading: Sequence[ReadsFiles]
     in_vain: InVain  # as its state has it
     counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
     state: bytes | None = None  # delivered with the last batch
@@ -142,7 +139,7 @@ class LaneRunner:
         live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum(stage.held_items for stage in live.holding)
+        held = sum([stage.held_items for stage in live.stages])
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
@@ -171,9 +168,9 @@ class LaneRunner:
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
         if batch is _DRY and self._pad:
-            batch = cast(FillsUp, live.stage).filler()  # `build` has checked it
+            batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1
-        for stage in live.reading:
+        for stage in live.stages:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
         if not more:
             self.verify_given()
@@ -202,10 +199,8 @@ class LaneRunner:
                 stage.restore_state(saved.stages)
         lane.unused = 0
         stages = list(upstream(stage))
-        holding = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
-        reading = [cast(ReadsFiles, each) for each in stages if hasattr(each, "verify")]
-        live = _Live(stages, lane, saved.batches, holding, reading, saved.in_vain or {})
-        self._stores.update((id(store), store) for each in reading for store in each.stores_read())
+        live = _Live(stages, lane, saved.batches, saved.in_vain or {})
+        self._stores.update((id(store), store) for each in stages for store in each.stores_read())
         return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:
@@ -270,7 +265,7 @@ def _check_last(stage: Any, lane: Lane) -> None:
             "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
             f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
         )
-    if lane.pad and not hasattr(stage, "filler"):
+    if lane.pad and getattr(type(stage), "filler", BatchStage.filler) is BatchStage.filler:
         raise ValueError(
             f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
             f"{type(stage).__name__} has none"
@@ -293,7 +288,7 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
     """Leave these samples, by index and epoch, out of a lane from now on."""
     for index, epoch in samples:
         for stage in stages:
-            if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
+            if tag_of(index) in stage.info.tags:
                 stage.avoid(index, epoch, "its worker died")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import ShardError, WorkerError
-from savable_pipeline.run.engine.blame import may_avoid, where
+from savable_pipeline.run.engine.blame import can_skip, where
 from savable_pipeline.run.engine.last_look import tell
 from savable_pipeline.run.engine.launchers import EXIT_WAIT_S, Launcher, wait_until_ended
 from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request, RequestKind
@@ -374,7 +374,7 @@ class Pool:
         """Leave out a sample that kills worker after worker, if `on_error` allows it; else fail the lane's requests."""
         lane = self._lanes[first.lane]
         error = WorkerError(message)
-        if status.sample is not None and may_avoid(self._last_stage, status, error):
+        if status.sample is not None and can_skip(self._last_stage, status, error):
             lane.avoid.append((status.sample, status.epoch))
             log.warning("%s: it is left out from now on", message)
             return

@@ -19,9 +19,8 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, MadeOf
 from savable_pipeline.run.engine.stage_timing import take_counts
 from savable_pipeline.run.state.lane_state import LaneState
-from savable_pipeline.stages.capabilities import FillsUp, fetch_rows
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, batch_rows
-from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.stage import BatchStage, Stage
 from savable_pipeline.stages.task_encoder import Skip
 
 
@@ -49,8 +48,7 @@ def remade(runner: LaneRunner, packed: bytes, avoid: tuple[tuple[int, int], ...]
     last = stages[-1]
     batch, ref, kept = _fetched(last, job) if job.ref else _filler(last)
     for stage in stages:
-        if hasattr(stage, "verify"):
-            stage.verify(job.lane.batches * last.lane.count + last.lane.index)
+        stage.verify(job.lane.batches * last.lane.count + last.lane.index)
     counts, seconds = take_counts(stages, {}), time.perf_counter() - start
     made_of = MadeOf.of(ref, type(last).__name__, kept)
     return Delivery(batch, packed, True, seconds=seconds, counts=counts, samples=ref, made_of=made_of)
@@ -63,7 +61,7 @@ def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
     try:
         number, rows = batch_rows(as_ref(msgspec.msgpack.decode(job.ref)))
         left = {row: ref for row, part in enumerate(rows) if (ref := last.info.left_of(part)) is not None}
-        batch, lost = fetch_rows(last, (*number, *left.values()), job.size) if left else (None, ())
+        batch, lost = last.fetch_rows((*number, *left.values()), job.size) if left else (None, ())
     except (SavableError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -80,7 +78,7 @@ def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
 def _filler(last: Stage) -> tuple[Any, ItemRef, tuple[int, ...]]:
     """A batch that counts for nothing: that of a padded lane which has no more, or the lane's first. It has no rows."""
     if last.lane.pad:
-        return cast(FillsUp, last).filler(), (), ()
+        return cast(BatchStage, last).filler(), (), ()
     for batch in last:
         return batch, last.ref, ()
     raise SavableError(

@@ -29,7 +29,6 @@ from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.stats import Stats
-from savable_pipeline.stages.capabilities import count_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class EpochEnds:
         """Where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:
             stage = self._local.last_stage
-            counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
+            counts = [stage.count_of(lane, epoch) for lane in range(self._settings.lanes)]
             known = [count for count in counts if count is not None]
             countable = len(known) == len(counts) and not stage.info.endless
             self._ends = {epoch: counted_end(known, pad=self._settings.pad) if countable else None}

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,6 @@ from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import has_too_many
-from savable_pipeline.stages.capabilities import HasAddresses
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.setting_rules import SettingRule, rules_of
 from savable_pipeline.stages.stage import Stage
@@ -91,7 +90,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     rules, renamed = dict(_FIXED), {}
     for branch, step in path:
         own_rules = rules_of(step)
-        lies_at = cast(HasAddresses, step).addresses() if hasattr(step, "addresses") else {}
+        addressed = step.addresses()
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
             if rule.field:
@@ -101,8 +100,8 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
             fields[field] = _plain(field, value)
             if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
                 required.add(field)
-            if setting in lies_at:
-                addresses[field] = clean_address(lies_at[setting])
+            if setting in addressed:
+                addresses[field] = clean_address(addressed[setting])
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
     return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required), rules, renamed)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight
-from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.blending.blend_turns import TokenTurns
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.weighted_sources import NONE, By, Until, WeightedSources
-from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.held_items import left_of
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, left_sizes
-from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State
+from savable_pipeline.stages.blending.weighted_sources import By, Elements, Until, WeightedSources
+from savable_pipeline.stages.element import Element
+from savable_pipeline.stages.held_items import known_refs
+from savable_pipeline.stages.item_ref import as_ref, left_sizes
+from savable_pipeline.stages.stage import ItemStage, SampleStage, saved_refs
 from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -81,47 +83,16 @@ class Blend(WeightedSources):
 
 
 class _BlendOfSamples(Blend, TakesRefs):
-    """A Blend of samples, before Encode: takes many refs at a time."""
+    """A Blend of samples, before Encode, as refs."""
 
     _stages: dict[str, SampleStage]  # type: ignore[assignment]
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end."""
-        while n and self._active:
-            given = self._take_turns(n)
-            if len(given):
-                return given
-        return NONE
+        return self._given(n)
 
-    def _take_turns(self, n: int) -> RefArray:
-        """The refs of the next `n` turns, or of those before the turn of a source that has ended: REF (any,)."""
-        turns, active = self._turns, self._active
-        assert isinstance(turns, Turns)
-        chosen = np.array(turns.plan(n))
-        for source, name in enumerate(active):
-            mine = np.flatnonzero(chosen == source)
-            have = self._load(name, len(mine))
-            if have < len(mine):
-                chosen = chosen[: mine[have]]
-        given = np.empty(len(chosen), REF)
-        for source, name in enumerate(active):
-            mine = np.flatnonzero(chosen == source)
-            given[mine] = self._ahead[name][: len(mine)]
-            self._count_drawn(name, len(mine))
-            self._ahead[name] = self._ahead[name][len(mine) :]
-        turns.take(chosen.tolist())
-        if len(chosen) < n:
-            self._end_sources({*self._ended, active[turns.plan(1)[0]]})
-        return given
-
-    def _load(self, name: str, n: int) -> int:
-        """Take refs of a source until `n` are ready or it ends; return the number that are ready."""
-        while len(self._ahead[name]) < n:
-            fresh = self._stages[name].take_refs(n - len(self._ahead[name]))
-            if not len(fresh):
-                break
-            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
-        return len(self._ahead[name])
+    def _taken(self, name: str, n: int) -> RefArray:
+        return self._stages[name].take_refs(n)
 
     def _of_tag(self, tag: int) -> SampleStage:
         return super()._of_tag(tag)  # type: ignore[return-value]
@@ -132,8 +103,8 @@ class _BlendOfSamples(Blend, TakesRefs):
         found: list[Any] = [None] * len(refs)
         for tag in np.unique(tags).tolist():
             mine = np.flatnonzero(tags == tag)
-            for place, sample in zip(mine.tolist(), self._of_tag(tag).open_samples(refs[mine]), strict=True):
-                found[place] = sample
+            for at, sample in zip(mine.tolist(), self._of_tag(tag).open_samples(refs[mine]), strict=True):
+                found[at] = sample
         return found
 
     def prefetch(self, refs: RefArray) -> None:
@@ -142,63 +113,77 @@ class _BlendOfSamples(Blend, TakesRefs):
         for tag in np.unique(tags).tolist():
             self._of_tag(tag).prefetch(refs[tags == tag])
 
-    def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; downloads of remote samples begin."""
-        super().restore_state(state)
-        for name, refs in self._ahead.items():
-            if len(refs):
-                self._stages[name].prefetch(refs)
+    def _saved(self, ahead: RefArray) -> bytes:
+        return ahead.tobytes()
+
+    def _restored(self, name: str, saved: Any) -> RefArray:
+        refs = saved_refs(self, saved)
+        if len(refs):
+            self._stages[name].prefetch(refs)
+        return refs
 
 
 class _BlendOfItems(Blend, TakesItems):
-    """A Blend of items, after Encode: takes one item at a time, and may count its tokens."""
+    """A Blend of items, after Encode; by tokens it takes one at a time, since its length says whose turn is next."""
 
-    sizes: tuple[Size, ...] | None = None
+    def take(self, n: int) -> list[Element]:
+        """The next items, 1 to `n` of them; none only at the end."""
+        if not isinstance(self._turns, TokenTurns):
+            return list(self._given(n))
+        while self._active:
+            source = self._turns.next()
+            name = self._active[source]
+            if not self._load(name, 1):
+                self._end_sources({*self._ended, name})
+                continue
+            element: Element = self._ahead[name][0]
+            length = self._length(name, element)
+            self._ahead[name] = self._ahead[name][1:]
+            if length is not None:
+                self._turns.took(source, length)
+                self._count_drawn(name, 1, length)
+                return [element]
+        return []
 
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """The next item and its ref; two empty lists at the end. One item whatever `n`."""
-        deferred = deferred and self.info.deferred
-        while active := self._active:
-            if self._taken is None:
-                turns = self._turns
-                source = turns.next() if isinstance(turns, TokenTurns) else turns.plan(1)[0]
-                stage = self._stages[active[source]]
-                items, refs = stage.take(1, deferred=deferred)
-                if not items:
-                    self._end_sources({*self._ended, active[source]})
-                    continue
-                self._taken = active[source], items[0], refs[0], getattr(stage, "sizes", None)
-            name, item, ref, sizes = self._taken
-            if item is MISSING and not deferred:
-                whole = ref
-                item, ref = left_of(self._stages[name], whole)
-                sizes = None if sizes is None else left_sizes(sizes, whole, ref)
-            if type(item) is not Skip:
-                self._take_turn(active.index(name), self._stages[name], item)
-            self._taken = None
-            if type(item) is not Skip:  # else it cannot be made again, which was counted where that was found
-                self.sizes = sizes
-                return [item], [ref]
-        return [], []
-
-    def _take_turn(self, source: int, stage: Stage, item: Any) -> None:
-        """Count a turn of a source, by its item. Raises `EncodeError` if `encoder.length` does."""
-        name = self._active[source]
-        if isinstance(self._turns, Turns):
-            self._turns.take([source])
-            self._count_drawn(name, 1)
-            return
+    def _length(self, name: str, element: Element) -> int | None:
+        """The length of an element, which is made if that is not known; None if it can no longer be made."""
+        if element.sizes is not None and not element.is_made:
+            return sum([length for length, _ in element.sizes])
+        stage = self._stages[name]
+        if not element.is_made:
+            element.value, element.ref = stage.fetch_left(element.ref)
+        if type(element.value) is Skip:
+            return None
         encoder = stage.info.encoder
         assert encoder is not None
         try:
-            length = int(encoder.length(item))
-            self._turns.took(source, length)
-            self._count_drawn(name, 1, length)
+            return int(encoder.length(element.value))
         except Exception as error:
             raise EncodeError(
                 f"{type(encoder).__name__}.length raised {type(error).__name__}: {error}; stage Blend, source "
                 f"{name!r} of {self.lane}"
             ) from error
+
+    def _taken(self, name: str, n: int) -> Elements:
+        return _array(self._stages[name].take(n))
+
+    def _saved(self, ahead: Elements) -> list[Any]:
+        return [(element.ref, element.sizes) for element in ahead]
+
+    def _restored(self, name: str, saved: Any) -> Elements:
+        try:
+            elements = msgspec.convert(saved or [], list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
+        except msgspec.ValidationError as error:
+            raise CheckpointMismatchError(f"Blend: items of the source {name!r} cannot be read: {error}") from error
+        left = []
+        for ref, sizes in elements:
+            whole = as_ref(ref)
+            left += [Element(kept, sizes=left_sizes(sizes, whole, kept)) for kept in known_refs(self, [whole])]
+        return _array(left)
+
+
+def _array(elements: list[Element]) -> Elements:
+    return np.fromiter(elements, object, len(elements))
 
 
 def _tags_of(refs: RefArray) -> NDArray[np.int64]:

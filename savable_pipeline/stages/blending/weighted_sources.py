@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
-from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, count_of_source, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, count_of_source, tag_of
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
 from savable_pipeline.stages.blending.lane_turns import ScheduledTurns, begin_schedule, begin_turns
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.capabilities import name_branch
-from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.held_items import known_refs, left_of
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import common_encoder
 
@@ -33,16 +30,14 @@ _ORDER = 2  # the version of the order of turns, which a state must agree on
 
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
-NONE = np.empty(0, REF)
+Elements: TypeAlias = NDArray[Any]  # refs of samples, REF (n,), or `Element`s, object (n,)
 
 
 class _BlendState(msgspec.Struct):
     sources: dict[str, dict[str, Any]]
     ended: list[str]
-    ahead: dict[str, bytes]
-    taken: tuple[str, Any] | None
+    ahead: dict[str, Any]
     turns: TurnsState
-    taken_sizes: list[tuple[SavedCount, SavedCount]] | None = None
 
 
 class WeightedSources(Stage):
@@ -95,9 +90,7 @@ class WeightedSources(Stage):
         self.stride = stride
         self._counters: dict[str, list[str]] = {}  # of each source, by name
         self._end_sources(self._ended)
-        self._ahead = dict.fromkeys(self._stages, NONE)  # refs taken from a source before its turn
-        # Source, item, ref and sizes of an item that is not given yet.
-        self._taken: tuple[str, Any, ItemRef, tuple[Size, ...] | None] | None = None
+        self._ahead: dict[str, Elements] = {name: self._restored(name, b"") for name in self._stages}  # of their turns
         if self.schedule is not None:
             self._check_schedule(self.schedule)
         if by == "tokens" and isinstance(self, SampleStage):
@@ -140,6 +133,7 @@ class WeightedSources(Stage):
             encoder=common_encoder([info.encoder for info in infos]),
             excluded=reduce(or_, (info.excluded for info in infos)),
             gives_excluded=any(info.gives_excluded for info in infos),
+            declared=any(info.declared for info in infos),
         )
 
     # The sources.
@@ -154,22 +148,18 @@ class WeightedSources(Stage):
         """Their names."""
         return list(self._stages)
 
-    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
-        """Replace each source by `change(source)`."""
-        self._stages = {name: change(stage) for name, stage in self._stages.items()}
-        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
-
     def name_branch(self, name: str) -> None:
         """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
         self._branch = name
         for own, stage in self._stages.items():
-            name_branch(stage, f"{name}/{own}" if name else own)
+            stage.name_branch(f"{name}/{own}" if name else own)
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
         decided = next(iter(self.sources)).lane.decisions.weights.get(name, {})
         self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
         self._end_sources(self._ended)
+        vars(self).pop("info", None)
 
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
@@ -177,7 +167,7 @@ class WeightedSources(Stage):
 
     def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
         """The element with this ref, and the ref of what is left of it."""
-        return left_of(self._source_of(ref), ref)
+        return self._source_of(ref).fetch_left(ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):
@@ -223,6 +213,60 @@ class WeightedSources(Stage):
                 self._begun = begin_turns(self.info, self._on, self._active, by_tokens=by_tokens, stride=self.stride)
         return self._begun
 
+    # The elements.
+
+    def _given(self, n: int) -> Elements:
+        """The elements of the next turns, 1 to `n` of them; none only at the end."""
+        given = self._of_turns(n)
+        while not len(given) and self._active:
+            given = self._of_turns(n)
+        return given
+
+    def _of_turns(self, n: int) -> Elements:
+        """The elements of the next `n` turns, or of those before the turn of a source that has ended."""
+        active = self._active
+        if not active:
+            return self._restored("", b"")
+        turns = self._turns
+        assert isinstance(turns, Turns)
+        chosen = np.array(turns.plan(n))
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            have = self._load(name, len(mine))
+            if have < len(mine):
+                chosen = chosen[: mine[have]]
+        given = np.empty(len(chosen), self._ahead[active[0]].dtype)
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            given[mine] = self._ahead[name][: len(mine)]
+            self._count_drawn(name, len(mine))
+            self._ahead[name] = self._ahead[name][len(mine) :]
+        turns.take(chosen.tolist())
+        if len(chosen) < n:
+            self._end_sources({*self._ended, active[turns.plan(1)[0]]})
+        return given
+
+    def _load(self, name: str, n: int) -> int:
+        """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
+        while len(self._ahead[name]) < n:
+            fresh = self._taken(name, n - len(self._ahead[name]))
+            if not len(fresh):
+                break
+            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
+        return len(self._ahead[name])
+
+    def _taken(self, name: str, n: int) -> Elements:
+        """The next 1 to `n` elements of a source; none only at its end."""
+        raise NotImplementedError
+
+    def _saved(self, ahead: Elements) -> Any:
+        """Elements as a state has them."""
+        raise NotImplementedError
+
+    def _restored(self, name: str, saved: Any) -> Elements:
+        """Elements of a source in a state."""
+        raise NotImplementedError
+
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
         """Count the elements of a source. A Blend in this one counts its own sources."""
         counters = self._counters.get(name)
@@ -240,16 +284,14 @@ class WeightedSources(Stage):
     def save_state(self) -> State:
         """`sources`: the state of each, by name; `ended`: names of those that have ended; `turns`: the counts so far.
 
-        `ahead`: refs taken from a source before its turn, 12 bytes each; `taken`: the source and ref of an item that an
-        error kept from being given, else None, and of a pack `taken_sizes`.
+        `ahead`: what was taken from a source before its turn: refs of samples, 12 bytes each, or of each item its ref
+        and sizes.
         """
         turns = self._turns
         return {
             "sources": {name: stage.save_state() for name, stage in self._stages.items()},
             "ended": sorted(self._ended),
-            "ahead": {name: refs.tobytes() for name, refs in self._ahead.items() if len(refs)},
-            "taken": None if self._taken is None else (self._taken[0], self._taken[2]),
-            **({"taken_sizes": self._taken[3]} if self._taken and self._taken[3] else {}),
+            "ahead": {name: self._saved(ahead) for name, ahead in self._ahead.items() if len(ahead)},
             "turns": {
                 "names": list(self._active),
                 "weights": list(turns.weights),
@@ -267,14 +309,7 @@ class WeightedSources(Stage):
             if name in saved.sources:
                 stage.restore_state(saved.sources[name])
         self._end_sources({name for name in saved.ended if name in self._stages})
-        self._ahead = {name: saved_refs(self, saved.ahead.get(name, b"")) for name in self._stages}
-        self._taken = None
-        if saved.taken is not None and saved.taken[0] in self._stages and saved.taken[0] not in self._on:
-            self.counts["dropped/source turned off"] += 1
-        elif saved.taken is not None and saved.taken[0] in self._stages:
-            ref, sizes = as_ref(saved.taken[1]), saved.taken_sizes
-            for left in known_refs(self, [ref]):
-                self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
+        self._ahead = {name: self._restored(name, saved.ahead.get(name, b"")) for name in self._stages}
         self._begun, self._before = None, saved.turns.before
         turns = self._turns
         if saved.turns.names == self._active and saved.turns.weights == turns.weights:

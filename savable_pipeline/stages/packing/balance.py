@@ -11,6 +11,7 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
@@ -114,18 +115,19 @@ class Balance(TakesItems):
         """The number of held packs that are in memory."""
         return self._held.made
 
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """The next pack and its ref; none only at the end. After an error of the source, the next call tries again."""
+    def take(self, n: int) -> list[Element]:
+        """The next pack; none only at the end. After an error of the source, the next call tries again."""
         while True:
             self._fill()
             if not self._held:
-                return [], []
+                return []
             at = self._rule.choose([place.waiting for place in self._places])
+            sizes, whole = self._held[at].sizes, self._held[at].ref
             item, ref = self._held.take(at)
             waiting = self._places.pop(at).waiting
             if type(item) is not Skip:
                 self._gave(waiting)
-                return [item], [ref]
+                return [Element(ref, item, left_sizes(sizes, whole, ref))]
             self._skipped(item)
 
     def _gave(self, waiting: WaitingPack) -> None:
@@ -150,13 +152,18 @@ class Balance(TakesItems):
 
     def _fill(self) -> None:
         while len(self._held) < self._rule.room:
-            items, refs = self.source.take(1, deferred=True)
-            if not items:
+            elements = self.source.take(1)
+            if not elements:
                 return
-            sizes = self.source.sizes or ((self._calls.length(items[0], least=0), self._calls.images(items[0])),)
-            place = self._place(refs[0], self._rule.count, sizes)
-            self._held.add(items, refs)
-            self._places.append(place)
+            (element,) = elements
+            if element.sizes is None:
+                if not element.is_made:
+                    element.value, element.ref = self.source.fetch_left(element.ref)
+                if type(element.value) is Skip:
+                    continue
+                element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
+            self._places.append(self._place(element.ref, self._rule.count, element.sizes))
+            self._held.add([element])
 
     def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
@@ -200,8 +207,9 @@ class Balance(TakesItems):
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
         for left in known_refs(self, [ref]):
-            self._held.hold_refs([left])
-            self._places.append(self._place(left, saved.arrival, left_sizes(sizes, ref, left)))
+            kept = left_sizes(sizes, ref, left) or sizes
+            self._held.add([Element(left, sizes=kept)])
+            self._places.append(self._place(left, saved.arrival, kept))
 
     def settings(self) -> dict[str, Any]:
         """`hold`, the name of the cost, and the encoder unless it is the one upstream."""

@@ -22,13 +22,15 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
+from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.item_selection import Select, select_places
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -41,7 +43,7 @@ class _ItemPackerState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class ItemPacker(ItemStage):
+class ItemPacker(TakesItems):
     """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
 
     When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
@@ -77,7 +79,6 @@ class ItemPacker(ItemStage):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items."""
-    sizes: tuple[Size, ...] | None = None
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER)}
 
     def __init__(
@@ -114,7 +115,8 @@ class ItemPacker(ItemStage):
         """Made items in pending packs."""
         return self._held.made
 
-    def __next__(self) -> Any:
+    def take(self, n: int) -> list[Element]:
+        """The next pack; none only at the end."""
         while self._groups or self._choose():
             packed, refs, sizes = self._pack([self._held.look(at) for at in range(self._groups[0])], self._count)
             self._held.drop(self._groups.pop(0))
@@ -122,10 +124,10 @@ class ItemPacker(ItemStage):
             if type(packed) is Skip:
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
-                self.ref, self.sizes, self._in_vain = (self._count - 1, *refs), sizes, 0
+                self._in_vain = 0
                 self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
-                return packed
-        raise StopIteration
+                return [Element((self._count - 1, *refs), packed, sizes)]
+        return []
 
     def _choose(self) -> bool:
         """Take rounds of items until one has packs; False at the end.
@@ -135,11 +137,11 @@ class ItemPacker(ItemStage):
         while not self._groups:
             made = [self._held.look(at) for at in range(len(self._held))]
             while len(self._held) < self.size:
-                more, refs = self.source.take(self.size - len(self._held))
+                more = self.source.take(self.size - len(self._held))
                 if not more:
                     break
-                made += zip(more, refs, strict=True)
-                self._held.hold_refs(refs)
+                self._held.add([Element(element.ref) for element in more])
+                made += [self._made(element) for element in more]
             if not self._held:
                 return False
             items, refs = _left(made)
@@ -149,12 +151,15 @@ class ItemPacker(ItemStage):
             self._groups = list(map(len, groups))
             chosen = [place for group in groups for place in group]
             self._held.drop(len(self._held))
-            self._held.add([items[place] for place in chosen], [refs[place] for place in chosen])
+            self._held.add([Element(refs[place], items[place]) for place in chosen])
             for place in set(range(len(refs))).difference(chosen):
                 self.counts.update(skip_counters("not selected", next(sample_indices(refs[place]))))
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
+
+    def _made(self, element: Element) -> tuple[Any, ItemRef]:
+        return (element.value, element.ref) if element.is_made else self.source.fetch_left(element.ref)
 
     def _give_up_after(self, items: int, last: str) -> None:
         """Count items that came into no pack. Raises `EncodeError` for very many in a row."""
@@ -182,7 +187,7 @@ class ItemPacker(ItemStage):
         number, *parts = as_ref(ref)
         if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
             raise CheckpointMismatchError(f"ItemPacker: {ref} is not the ref of a pack")
-        pack, refs, _ = self._pack([left_of(self.source, part) for part in parts], number)
+        pack, refs, _ = self._pack([self.source.fetch_left(part) for part in parts], number)
         return pack, (number, *refs) if refs else ()
 
     def save_state(self) -> State:
@@ -203,7 +208,7 @@ class ItemPacker(ItemStage):
         self._rounds, self._count = saved.rounds, saved.count
         self._held.restore([])
         left = [known_refs(self, list(map(as_ref, group))) for group in [*saved.groups, saved.held]]
-        self._held.hold_refs([ref for group in left for ref in group])
+        self._held.add([Element(ref) for group in left for ref in group])
         self._groups = [len(group) for group in left[:-1] if group]
 
     def settings(self) -> dict[str, Any]:

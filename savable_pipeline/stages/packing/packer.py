@@ -10,14 +10,16 @@ from typing import Any, ClassVar, get_args
 
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
 from savable_pipeline.stages.packing.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, placed
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 _NOTHING = Skip("a pack of nothing")
 
 
-class OnlinePacker(ItemStage):
+class OnlinePacker(TakesItems):
     """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
     Args:
@@ -73,7 +75,6 @@ class OnlinePacker(ItemStage):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
-    sizes: tuple[Size, ...] | None = None
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER, follows=("policy",))}
 
     def __init__(
@@ -121,7 +122,7 @@ class OnlinePacker(ItemStage):
         self.max_held_bytes = max_held_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = 0  # packs given
-        self._counts_when_made = False  # packs that were given deferred
+        self._counts_when_made = False  # packs that were given unmade
         self._row_of_skipped_packs = 0
 
     @cached_property
@@ -147,11 +148,11 @@ class OnlinePacker(ItemStage):
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.
 
-        Items are placed before they are made if the encoder upstream declares their lengths, and is ours.
+        Where the encoder upstream declares sizes, and is ours, items are placed and packs given before they are made.
         """
         source = self.source.info
-        deferred = source.deferred and source.encoder is self._calls.encoder
-        return replace(super().describe(), encoder=self._calls.encoder, deferred=deferred)
+        declared = source.declared and source.encoder is self._calls.encoder
+        return replace(super().describe(), encoder=self._calls.encoder, declared=declared)
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
         """The ref of a first pack that holds this item alone."""
@@ -162,23 +163,16 @@ class OnlinePacker(ItemStage):
         """Made items in open packs, and the made item that is not placed yet."""
         return self._pieces.made
 
-    def __next__(self) -> Any:
+    def take(self, n: int) -> list[Element]:
+        """The next pack, unmade where the encoder declares sizes; none only at the end."""
         while (pack := self._fill()) is not None:
-            packed = self._give(pack)
-            if type(packed) is not Skip:
-                return packed
-        raise StopIteration
-
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """The next pack, and the sizes of its items in `sizes`; with `deferred` not made, if its items are not."""
-        if not (deferred and self.info.deferred):
-            return super().take(n)
-        self._counts_when_made = True
-        pack = self._fill()
-        if pack is None:
-            return [], []
-        self._close(pack, pack.pieces)
-        return [MISSING], [self.ref]
+            if self.info.declared:
+                self._counts_when_made = True
+                return [self._close(pack, pack.pieces)]
+            element = self._give(pack)
+            if element is not None:
+                return [element]
+        return []
 
     def _fill(self) -> OpenPack | None:
         """The next pack to give, once enough items are placed; None at the end."""
@@ -187,27 +181,29 @@ class OnlinePacker(ItemStage):
                 return self._packing.last()
         return pack
 
-    def _give(self, pack: OpenPack) -> Any:
-        """The pack, made; a `Skip` if nothing is left of it or the encoder skips it."""
+    def _give(self, pack: OpenPack) -> Element | None:
+        """The pack, made; None if nothing is left of it or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
         packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else _NOTHING
         pieces = [piece for piece, _ in left]
         if type(packed) is Skip:
-            self._let_go(pack)
+            self._release(pack)
             self._left_out(packed, pieces)
-        else:
-            self._count_pack(self._close(pack, pieces))
-        return packed
+            return None
+        element = self._close(pack, pieces)
+        element.value = packed
+        self._count_pack(element.sizes or ())
+        return element
 
-    def _close(self, pack: OpenPack, pieces: list[Piece]) -> tuple[Size, ...]:
-        """Close a pack with these of its pieces, and return their sizes."""
-        self._let_go(pack)
-        self.ref = (self._count, *map(piece_ref, pieces))
-        self.sizes = sizes = tuple([(piece.length, piece.images) for piece in pieces])
+    def _close(self, pack: OpenPack, pieces: list[Piece]) -> Element:
+        """Close a pack with these of its pieces."""
+        self._release(pack)
+        sizes = tuple([(piece.length, piece.images) for piece in pieces])
+        element = Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
         self._count += 1
         self._row_of_skipped_packs = 0
-        return sizes
+        return element
 
     def _count_pack(self, sizes: Sequence[Size]) -> None:
         """Count a pack, made of items of these sizes."""
@@ -219,9 +215,9 @@ class OnlinePacker(ItemStage):
         if self._costing is not None:
             self.counts["cost"] += self._costing.of_pack(sizes)
 
-    def _let_go(self, pack: OpenPack) -> None:
+    def _release(self, pack: OpenPack) -> None:
         self._packing.packs.remove(pack)
-        self._pieces.let_go(pack.pieces)
+        self._pieces.release(pack.pieces)
 
     def _left_out(self, skip: Skip, pieces: list[Piece]) -> None:
         """Count a pack of these pieces that the encoder skipped: the next one has another number, and random numbers.

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.stages.cost import Costing
-from savable_pipeline.stages.item_ref import MISSING
+from savable_pipeline.stages.element import Element
 
 Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 
@@ -34,19 +34,18 @@ _LONGEST = 4  # rounds that a piece is held back
 ORDERS = {"first_fit_decreasing": 2}  # the versions of the orders that changed, which a state must agree on
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
-    """An item in a pack, or a part of one: `length` tokens from `start` on of an item of `total` tokens."""
+class Piece(Element, kw_only=True, eq=False, gc=False):
+    """An item in a pack, or a part of one: `length` tokens from `start` on of an item of `total` tokens.
 
-    ref: Any
+    Its ref is the item's, its value the part.
+    """
+
     length: int
     images: int = 0
     start: int = 0
     total: int = 0
     cost: int = 0  # 0 where packs have no greatest cost
     rounds: int = 0  # how often it was held back
-    item: Any = MISSING
-    item_bytes: int = 0  # size of the item, as counted in the memory budget
 
     @property
     def is_cut(self) -> bool:

@@ -16,10 +16,11 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.element import UNMADE
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import is_whole
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.source_counts import SourceCounts
@@ -62,17 +63,18 @@ class PieceMaker:
     @property
     def made(self) -> int:
         """How many made items are in packs, or not placed yet."""
-        return self._share.count + (self.taken is not None and self.taken.item is not MISSING)
+        return self._share.count + (self.taken is not None and self.taken.is_made)
 
     def place_next(self) -> bool:
         """Place a piece of the next item, or leave it out; False at the end of the source."""
         if self.taken is None:
-            stage = self._packer
-            items, refs = stage.source.take(1, deferred=stage.info.deferred)
-            if not items:
+            elements = self._packer.source.take(1)
+            if not elements:
                 return False
-            sizes = stage.source.sizes if items[0] is MISSING else None  # type: ignore[attr-defined]
-            self.taken, self.taken_size = Piece(refs[0], 0, item=items[0]), sizes[0] if sizes else None
+            (element,) = elements
+            self.taken = Piece(element.ref, element.value, length=0)
+            is_declared = element.sizes and not element.is_made and self._packer.info.declared
+            self.taken_size = element.sizes[0] if element.sizes and is_declared else None
         if self._place(self.taken):
             self.taken = None
         return True
@@ -91,7 +93,8 @@ class PieceMaker:
                 stop = self._packing.max_length
                 if stop <= taken.start:  # of which more than this was placed before it was decided
                     return True
-        piece = Piece(taken.ref, min(stop - taken.start, self._packing.reach), 0, taken.start, total)
+        length = min(stop - taken.start, self._packing.reach)
+        piece = Piece(taken.ref, length=length, start=taken.start, total=total)
         item = self._measure(piece, taken)
         if type(item) is Skip:
             return True
@@ -103,8 +106,8 @@ class PieceMaker:
             self._skipped("of more than max_images", piece.length, piece.images)
         else:
             self._by_source.kept_one(taken.ref, piece.length)
-            if item is not MISSING:
-                self._hold(piece, item)
+            if item is not UNMADE:
+                self._share.keep(piece, item)
             self._packing.add(piece)
         taken.start += piece.length
         return taken.start == stop
@@ -118,17 +121,17 @@ class PieceMaker:
 
     def _item_of(self, taken: Piece) -> Any:
         """The taken item; a `Skip` if it can no longer be made, which the stage upstream has counted."""
-        if taken.item is MISSING:
-            taken.item = self._whole(taken)
-        return taken.item
+        if not taken.is_made:
+            taken.value = self._whole(taken)
+        return taken.value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
-        """Set images and cost of a piece of the taken item, and return its part of the item; MISSING if not made yet.
+        """Set images and cost of a piece of the taken item, and return its part of the item; UNMADE if not made yet.
 
         How many images are in a part is not known without the item.
         """
         if self.taken_size is not None and not (piece.is_cut and self.taken_size[1]):
-            item, piece.images = MISSING, self.taken_size[1]
+            item, piece.images = UNMADE, self.taken_size[1]
         else:
             whole = self._item_of(taken)
             item = whole if type(whole) is Skip else self._part_of(whole, piece)
@@ -140,22 +143,15 @@ class PieceMaker:
         if self._packing.costing is not None:
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
-    def _hold(self, piece: Piece, item: Any) -> None:
-        """Keep a made item with its piece, if the memory budget allows it."""
-        piece.item_bytes = size_of(item)
-        if self._share.hold(piece.item_bytes):
-            piece.item = item
-
-    def let_go(self, pieces: Sequence[Piece]) -> None:
+    def release(self, pieces: Sequence[Piece]) -> None:
         """Keep the items of these pieces no more."""
         for piece in pieces:
-            if piece.item is not MISSING:
-                self._share.release(piece.item_bytes)
+            self._share.release(piece)
 
     def item(self, piece: Piece) -> Any:
         """The item of a piece, made if it is missing; a `Skip` if that is no longer possible."""
-        if piece.item is not MISSING:
-            return piece.item
+        if piece.is_made:
+            return piece.value
         whole = self._whole(piece)
         return whole if type(whole) is Skip else self._part_of(whole, piece)
 
@@ -168,10 +164,10 @@ class PieceMaker:
         if piece.total and length != piece.total:
             raise self._changed(piece, length)
         if self.taken is not None and self.taken.ref == piece.ref:
-            self.taken.item = whole
+            self.taken.value = whole
         for other in self._packing.pieces():
-            if other is not piece and other.item is MISSING and other.ref == piece.ref:
-                self._hold(other, self._part_of(whole, other))
+            if other is not piece and not other.is_made and other.ref == piece.ref:
+                self._share.keep(other, self._part_of(whole, other))
         return whole
 
     def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
@@ -225,7 +221,7 @@ class PieceMaker:
         """Continue with the item of this ref of a state, partly placed, unless its source is gone; or with none."""
         self.taken, self.taken_size = None, size
         if ref is not None and is_whole(self._packer, as_ref(ref)):
-            self.taken = Piece(as_ref(ref), 0, start=part[0], total=part[1])
+            self.taken = Piece(as_ref(ref), length=0, start=part[0], total=part[1])
 
 
 class Placed(msgspec.Struct, array_like=True):
@@ -240,8 +236,9 @@ class Placed(msgspec.Struct, array_like=True):
 
     def piece(self) -> Piece:
         """The piece, whose item is missing."""
-        total = self.total or self.length
-        return Piece(as_ref(self.ref), self.length, self.images, self.start, total, rounds=self.rounds)
+        piece = Piece(as_ref(self.ref), length=self.length, images=self.images, rounds=self.rounds)
+        piece.start, piece.total = self.start, self.total or self.length
+        return piece
 
 
 class PackerState(msgspec.Struct):

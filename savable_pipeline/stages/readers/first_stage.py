@@ -142,7 +142,7 @@ class FirstStage(TakesRefs):
         return self.dataset.open_samples(refs)[0]
 
     def verify(self, slot: int) -> None:
-        """See `ReadsFiles`: the shards are looked at, at most once a second."""
+        """See `Stage`: the shards are looked at, at most once a second."""
         self.dataset.verify(slot)
         if self.exclude_file is not None:
             self.exclude_file.verify()
@@ -155,7 +155,7 @@ class FirstStage(TakesRefs):
                 self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `ReadsFiles`."""
+        """See `Stage`."""
         return (self.dataset.store,)
 
     def addresses(self) -> dict[str, str]:

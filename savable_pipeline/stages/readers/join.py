@@ -87,6 +87,7 @@ class Join(TakesRefs):
             if not isinstance(name, str) or not name or set("./#") & set(name):
                 raise ValueError(f"Join: a store's name is a word without . / and #, not {name!r}")
         self.missing = missing
+        self.one_for_one = missing == "empty"
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
         self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
         self._row = 0  # samples in a row that were left out
@@ -172,18 +173,13 @@ class Join(TakesRefs):
         self.source.prefetch(refs)
 
     def verify(self, slot: int) -> None:
-        """See `ReadsFiles`: the shards of the stores are looked at too."""
+        """See `Stage`: the shards of the stores are looked at too."""
         for store in self._stores.values():
             store.dataset.verify(slot)
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `ReadsFiles`: those that are joined."""
+        """See `Stage`: those that are joined."""
         return [store.dataset.store for store in self._stores.values()]
-
-    @property
-    def one_for_one(self) -> bool:
-        """Whether no sample is left out."""
-        return self.missing == "empty"
 
     def save_state(self) -> State:
         """The source's: there is nothing to add, so that states with and without a Join are alike."""

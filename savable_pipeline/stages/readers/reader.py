@@ -156,7 +156,7 @@ class RecordReader(FirstStage):
         self._shares = shares if begun is None else shares.cut_by(begun)
         self._move_to(shares.first_epoch, 0)
 
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
+    def set_batch_size(self, rows: int, *, aligned: bool) -> None:
         """Cut the lanes' shares for batches of `rows` samples. Called before the first sample.
 
         Args:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
 
 How = Literal["counted", "one item a sample", "unknown"]
@@ -49,7 +48,7 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
-    counts = [] if endless else [count_of(parts.last, lane, 0) for lane in range(parts.last.lane.count)]
+    counts = [] if endless else [parts.last.count_of(lane, 0) for lane in range(parts.last.lane.count)]
     known = [count for count in counts if count is not None]
     if known and len(known) == len(counts):
         return _finite("counted", settings, parts, known, ranks)

@@ -14,7 +14,6 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
-from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
@@ -128,7 +127,7 @@ def _first_of(stage: Stage) -> Stage:
 
 def _samples_of(stage: Stage, lane: int) -> int | None:
     """The samples of a lane in a pass; None where there is no end, or a join leaves samples out."""
-    counts = [count_of(each, lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
+    counts = [each.count_of(lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
     return None if None in counts else sum(count or 0 for count in counts)
 
 

@@ -31,13 +31,15 @@ def laid_out(
         return pack is not None
 
     for number, (length, images) in enumerate(sizes):
-        rest = Piece(number, length, images, total=length)
+        rest = Piece(number, length=length, images=images, total=length)
         while rest.length:
             while give(packing.due()):
                 pass
-            head = Piece(number, min(rest.length, packing.reach), rest.images, rest.start, length)
+            head = Piece(
+                number, length=min(rest.length, packing.reach), images=rest.images, start=rest.start, total=length
+            )
             packing.add(head)
-            rest = Piece(number, rest.length - head.length, 0, rest.start + head.length, length)
+            rest = Piece(number, length=rest.length - head.length, start=rest.start + head.length, total=length)
     while give(packing.due()) or give(packing.last()):
         pass
     return packs
@@ -77,7 +79,7 @@ def test_first_fit_decreasing_lays_the_longest_out_first_and_keeps_the_last_pack
     packing = make_packing("first_fit_decreasing", max_length=10, max_images=0, open_packs=2, key=1)
     for number, length in enumerate([3, 8, 2, 6, 4, 5, 5]):  # 33 of 30 are enough
         assert packing.due() is None or number == 6
-        packing.add(Piece(number, length, total=length))
+        packing.add(Piece(number, length=length, total=length))
     #   8 2 │ 6 4 │ 5 5 │ 3      the last is taken apart
     assert sorted(sorted(piece.ref for piece in pack.pieces) for pack in packing.packs) == [[1, 2], [3, 4], [5, 6]]
     assert [piece.ref for piece in packing.held] == [0]
@@ -144,7 +146,7 @@ def test_of_too_many_open_packs_the_one_whose_cost_is_nearly_reached_is_given_th
     packing = make_packing("best_fit", key=1, costing=Costing("OnlinePacker", cost), **bounds)
     for number, length in enumerate([31, 20, 20, 28]):
         assert packing.due() is None
-        packing.add(Piece(number, length, total=length, cost=cost(length, 0)))
+        packing.add(Piece(number, length=length, total=length, cost=cost(length, 0)))
     due = packing.due()
     assert due is not None
     assert [piece.length for piece in due.pieces] == [31]  # 31² of 1,000; the other has 40 of 100, but 800 of 1,000
@@ -174,7 +176,7 @@ def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]
             packing.packs.remove(pack)
             for piece in pack.pieces:
                 after[piece.ref] = number
-        packing.add(Piece(number, length, images, total=length, cost=dear))
+        packing.add(Piece(number, length=length, images=images, total=length, cost=dear))
     return after
 
 

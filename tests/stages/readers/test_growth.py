@@ -88,7 +88,7 @@ def test_a_finite_pass_is_one_on_its_shards_alone(
         alone = reader(sizes[: shards_of(epoch, pairs)], lane, lanes, epoch=epoch, epochs=1, **how)
         at_first = reader(sizes, 0, lanes, {"": pairs}, epochs=1, **how)  # counts beforehand, for any pass
         for each in (here, alone, at_first):
-            each.hint_rows(rows, aligned=True)
+            each.set_batch_size(rows, aligned=True)
         found = drained(here)
         assert found == drained(alone)
         assert at_first.count_of(lane, epoch) == len(found)

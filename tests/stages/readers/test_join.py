@@ -17,7 +17,6 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
 from tests.support.streams import take
@@ -124,7 +123,7 @@ def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:
 def test_or_it_has_no_such_parts(data: Path) -> None:
     samples = custom.Join(reader(data), {"captions": data / "captions"}, missing="empty")
     found = list(samples)
-    assert len(found) == count_of(samples, 0, 0) == 60
+    assert len(found) == samples.count_of(0, 0) == 60
     assert list(found[4]) == ["json"]
     assert found[4].get("captions.txt") is None
     assert found[5]["captions.txt"] == b"caption of s000005"

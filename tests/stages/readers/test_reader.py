@@ -200,7 +200,7 @@ def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
         counted = 0
         for number in range(lanes):
             reader = make(number)
-            reader.hint_rows(rows, aligned=True)
+            reader.set_batch_size(rows, aligned=True)
             refs = drained(reader, 3)
             found.update(refs)
             assert reader.count_of(number, 0) == len(refs)
@@ -276,7 +276,7 @@ def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **setti
         shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([count])}
         lane = sp.Lane(number, lanes, pad=pad, shared=shared)
         reader = sp.TarShardReader("numbers", lane, epochs=1, **settings)
-        reader.hint_rows(rows, aligned=True)
+        reader.set_batch_size(rows, aligned=True)
         given = len(drained(reader))
         sizes.append([rows] * (given // rows) + [given % rows] * bool(given % rows))
     return sizes
@@ -303,7 +303,7 @@ def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
             reader = sp.TarShardReader(
                 "numbers", sp.Lane(number, lanes, epoch=epoch, shared=shared), epochs=2, shuffle=False
             )
-            reader.hint_rows(3, aligned=True)
+            reader.set_batch_size(3, aligned=True)
             lists.append([index for index, _ in drained(reader)])
         batches = [[share[i : i + 3] for i in range(0, len(share), 3)] for share in lists]
         return [batch for step in itertools.zip_longest(*batches) for batch in step if batch]
@@ -319,12 +319,12 @@ def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> 
     given, states = [], []
     for number in range(4):
         reader = make(number)
-        reader.hint_rows(7, aligned=True)
+        reader.set_batch_size(7, aligned=True)
         given += [index for index, _ in first(reader, 9)]
         states.append(reader.save_state())
     for number, state in enumerate(states):
         again = make(number)
-        again.hint_rows(5, aligned=True)
+        again.set_batch_size(5, aligned=True)
         again.restore_state(state)
         given += [index for index, _ in drained(again)]
     assert sorted(given) == list(range(100))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.sample_encoding import ToldSize
+from savable_pipeline.stages.encode import DeclaredSize
 
 
 class Telling(sp.TaskEncoder):
@@ -59,8 +59,8 @@ def test_items_are_placed_by_what_is_told_and_encoded_otherwise(make_shards: Any
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"told": 1}, r"Telling.length_of told 3, but length of the item is 2; .* key 's000005'"),
-        ({"told_images": 2}, r"Telling.images_of told 2, but images of the item is 0; .* key 's000000'"),
+        ({"told": 1}, r"Telling.length_of declared 3, but length of the item is 2; .* key 's000005'"),
+        ({"told_images": 2}, r"Telling.images_of declared 2, but images of the item is 0; .* key 's000000'"),
     ],
 )
 def test_another_size_than_told_is_an_error_with_both_numbers_and_the_key(
@@ -77,7 +77,7 @@ def test_a_length_told_of_what_is_no_single_item_is_an_error(make_shards: Any, n
     encoder = Telling()
     encoder.told = 1
     items = sp.Encode(sp.TarShardReader(str(make_shards([20])), sp.Lane(), shuffle=False), encoder)
-    with pytest.raises(sp.EncodeError, match=f"length_of told .*{message}.*key 's0000{number}'"):
+    with pytest.raises(sp.EncodeError, match=f"length_of declared .*{message}.*key 's0000{number}'"):
         items.fetch((number, 0, 0))
 
 
@@ -115,6 +115,6 @@ def test_an_encoder_with_images_tells_nothing_unless_it_tells_them_too() -> None
     class LengthsAlone(Telling):
         images_of = sp.TaskEncoder.images_of
 
-    assert ToldSize(Telling()).tells
-    assert not ToldSize(LengthsAlone()).tells
-    assert not ToldSize(sp.TaskEncoder()).tells
+    assert DeclaredSize(Telling()).known
+    assert not DeclaredSize(LengthsAlone()).known
+    assert not DeclaredSize(sp.TaskEncoder()).known
