@@ -77,31 +77,32 @@ class Batcher(EncoderBatches):
         return self._held.made
 
     def __next__(self) -> Any:
-        items = self._hold_batch()
-        batch = self._given(items, self._held.refs(), self.size)
-        self._let_go()
+        items, refs = self._hold_batch()
+        batch = self._given(items, refs, self.size)
+        self._drop(refs)
         return batch
 
     def pass_over(self) -> None:
         """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
-        self._hold_batch()
-        self._let_go()
+        _, refs = self._hold_batch()
+        self._drop(refs)
 
-    def _hold_batch(self) -> list[Any]:
-        """Take the items of the next batch, and return them. Raises StopIteration at the end."""
+    def _hold_batch(self) -> tuple[list[Any], list[ItemRef]]:
+        """Take the items of the next batch, and return them and their refs. Raises StopIteration at the end."""
         items = self._hold(self.size)
         if len(items) < (self.size if self.drop_last else 1):
             raise StopIteration
-        self._note_first(self._held.refs()[0])
-        return items
+        refs = self._held.refs(self.size)
+        self._note_first(refs[0])
+        return items, refs
 
     def _rows_of(self, item: Any) -> int:
         return self.size
 
-    def _let_go(self) -> None:
+    def _drop(self, refs: list[ItemRef]) -> None:
         """Drop the items of one batch; more may be held if the state was saved with a larger `size`."""
-        self._gave(self._held.refs()[: self.size])
-        self._held.drop(self.size)
+        self._gave(refs)
+        self._held.drop(len(refs))
 
     def more(self) -> bool:
         """Whether another batch will come; takes its first item, or all of them with `drop_last`, to find out."""

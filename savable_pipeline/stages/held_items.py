@@ -11,7 +11,7 @@ stage upstream has counted: leave it out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,14 +83,21 @@ class HeldItems:
         """The element in this place, as it is held; `look` makes it."""
         return self._elements[at]
 
+    def __iter__(self) -> Iterator[Element]:
+        return iter(self._elements)
+
     @property
     def made(self) -> int:
         """The number of elements in memory."""
         return sum([1 for element in self._elements if element.value is not UNMADE])
 
-    def refs(self) -> list[ItemRef]:
-        """Return the refs, in order: for `save_state`."""
-        return [element.ref for element in self._elements]
+    def refs(self, n: int | None = None) -> list[ItemRef]:
+        """Return the refs, in order: for `save_state`.
+
+        Args:
+            n: Of the first ones only, at most this many. None: all.
+        """
+        return [element.ref for element in self._elements[:n]]
 
     def restore(self, refs: Sequence[Any]) -> None:
         """Hold the elements of a saved state, none of them made, and no others.

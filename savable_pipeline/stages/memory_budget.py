@@ -57,6 +57,8 @@ def size_of(item: Any) -> int:
     """The approximate size of an item in memory, in bytes; of a long list, some elements are measured."""
     if type(item) in _LEAVES:  # most parts of an item are of these types, and the checks below take longer
         return sys.getsizeof(item)
+    if type(item) is list:
+        return 64 + _sum_of(item)
     if isinstance(nbytes := getattr(item, "nbytes", None), int):  # a tensor, an array, a memoryview
         return nbytes
     if isinstance(item, Sample):
@@ -74,9 +76,7 @@ def size_of(item: Any) -> int:
 
 
 def _sum_of(parts: list[Any]) -> int:
-    if len(parts) <= _LOOKED_AT:
-        return sum(map(size_of, parts))
     step = len(parts) // _LOOKED_AT
-    some = parts[: step * _LOOKED_AT : step]
+    some = parts[: step * _LOOKED_AT : step] if step > 1 else parts
     measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of
-    return sum(map(measure, some)) * len(parts) // _LOOKED_AT
+    return sum(map(measure, some)) * len(parts) // max(1, len(some))

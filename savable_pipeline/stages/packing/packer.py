@@ -25,6 +25,8 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 16  # the most items to take from the source at a time
+
 _NOTHING = Skip("a pack of nothing")
 
 
@@ -199,6 +201,7 @@ class OnlinePacker(TakesItems):
     def _close(self, pack: OpenPack, pieces: list[Piece]) -> Element:
         """Close a pack with these of its pieces."""
         self._release(pack)
+        self._pieces.at_once = min(_AT_ONCE, max(1, len(pieces)))
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         element = Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
         self._count += 1
@@ -257,8 +260,8 @@ class OnlinePacker(TakesItems):
         An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
         needed: `lengths`, of open packs once another `max_length` was decided; `taken_part`, the start of that item's
-        rest and its whole length; `taken_size`, the length and images that the encoder declared; `held`, the items in
-        no pack yet; `rounds`, how often held items have been placed.
+        rest and its whole length; `taken_size`, the length and images that the encoder declared; `ahead`, the items
+        taken after it, with these; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
@@ -271,6 +274,8 @@ class OnlinePacker(TakesItems):
             state["taken_part"] = (taken.start, taken.total)
         if taken is not None and self._pieces.taken_size is not None:
             state["taken_size"] = self._pieces.taken_size
+        if self._pieces.ahead:
+            state["ahead"] = self._pieces.save_ahead()
         if any(pack.length != self.max_length for pack in packing.packs):
             state["lengths"] = [pack.length for pack in packing.packs]
         if packing.holds:
@@ -284,6 +289,7 @@ class OnlinePacker(TakesItems):
         self.source.restore_state(saved.source)
         self._count = saved.count
         self._pieces.restore_taken(saved.taken, saved.taken_part, saved.taken_size)
+        self._pieces.restore_ahead(saved.ahead)
         packing = self._packing
         packing.rounds = saved.rounds
         lengths = saved.lengths or [self.max_length] * len(saved.packs)

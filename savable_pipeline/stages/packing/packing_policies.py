@@ -194,8 +194,9 @@ class BestFit(Packing):
     def add(self, piece: Piece) -> None:
         """Put a piece into the fullest pack with room, or into a new one."""
         best, least = None, _NEVER
+        length, images, cost = piece.length, piece.images, piece.cost
         for pack in self.packs:
-            if pack.slack < least and pack.fits(piece):
+            if length <= pack.room and pack.slack < least and images <= pack.images and cost <= pack.cost:
                 best, least = pack, pack.slack
         (best or self.open()).add(piece)
 

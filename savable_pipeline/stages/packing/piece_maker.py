@@ -16,9 +16,9 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import UNMADE
+from savable_pipeline.stages.element import UNMADE, Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import is_whole
+from savable_pipeline.stages.held_items import HeldItems, is_whole, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
@@ -46,6 +46,8 @@ class PieceMaker:
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
+        self.ahead = HeldItems(stage)  # items that come after it
+        self.at_once = 1  # how many to take: those of a pack, which costs less than one at a time
         self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
         self._calls = calls
         self._packing = packing
@@ -63,15 +65,14 @@ class PieceMaker:
     @property
     def made(self) -> int:
         """How many made items are in packs, or not placed yet."""
-        return self._share.count + (self.taken is not None and self.taken.is_made)
+        return self._share.count + self.ahead.made + (self.taken is not None and self.taken.is_made)
 
     def place_next(self) -> bool:
         """Place a piece of the next item, or leave it out; False at the end of the source."""
         if self.taken is None:
-            elements = self._packer.source.take(1)
-            if not elements:
+            if not (self.ahead or self.ahead.fill(self.at_once)):
                 return False
-            (element,) = elements
+            element = self.ahead.remove(0)
             self.taken = Piece(element.ref, element.value, length=0)
             is_declared = element.sizes and not element.is_made and self._packer.info.declared
             self.taken_size = element.sizes[0] if element.sizes and is_declared else None
@@ -223,6 +224,18 @@ class PieceMaker:
         if ref is not None and is_whole(self._packer, as_ref(ref)):
             self.taken = Piece(as_ref(ref), length=0, start=part[0], total=part[1])
 
+    def save_ahead(self) -> list[tuple[ItemRef, int, int]]:
+        """The items taken that come after `taken`: ref, and length and images as the encoder declared them, else 0."""
+        declared = [element.sizes[0] if element.sizes and not element.is_made else (0, 0) for element in self.ahead]
+        return [(ref, *size) for ref, size in zip(self.ahead.refs(), declared, strict=True)]
+
+    def restore_ahead(self, saved: Sequence[tuple[Any, int, int]]) -> None:
+        """Continue with these items of a state, but for those of a source that is gone."""
+        self.ahead.drop(len(self.ahead))
+        for ref, length, images in saved:
+            for left in known_refs(self._packer, [as_ref(ref)]):
+                self.ahead.add([Element(left, sizes=((length, images),) if length else None)])
+
 
 class Placed(msgspec.Struct, array_like=True):
     """A piece in a state; trailing fields with their default values may be left out."""
@@ -250,6 +263,7 @@ class PackerState(msgspec.Struct):
     source: dict[str, Any]
     taken_part: tuple[SavedCount, SavedCount] = (0, 0)
     taken_size: tuple[SavedCount, SavedCount] | None = None
+    ahead: list[tuple[Any, SavedCount, SavedCount]] = []
     held: list[Placed] = []
     rounds: SavedCount = 0
     lengths: list[SavedCount] = []
