@@ -12,8 +12,8 @@ from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
 from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.turns import TokenTurns, Turns
 from savable_pipeline.stages.blending.weighted_sources import NONE, By, Until, WeightedSources
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.held_items import left_of
@@ -33,22 +33,21 @@ class _BlendSettings(TypedDict, total=False):
 class Blend(WeightedSources):
     """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
-    Among the first n samples of a lane, n a multiple of `stride`, each source's share is within 1.5 samples of the
-    exact one; by tokens, within about twice the longest item. Sums over all lanes are as close, except with very many
-    rare sources. In between, each lane shuffles its turns, so that the ranks of a step hold different sources
-    (Tijdeman: The Chairman Assignment Problem, Discrete Mathematics 32, 1980).
+    Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
+    source's share, and each lane within 2.6 (found by search); by tokens, a lane is within about twice the longest
+    item. In between, each lane shuffles its turns, so that the ranks of a step hold different sources.
 
     Args:
         sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder; a Blend may
             be one. The name is part of the keys of a source's order and random numbers: the same shards under two names
             are two sources.
         weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
-            `allow={"weights"}`. With a `Schedule` they change during the run: a lane is then within 2.5 samples of the
-            integral of each share, and sums over lanes are not controlled.
+            `allow={"weights"}`. With a `Schedule` they change during the run, and a source keeps to the integral of its
+            share.
         by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`.
         until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
             "first" ends the Blend.
-        stride: Set it to the batch size if that is no multiple of 8. With very many lanes a small one costs time.
+        stride: Set it to the batch size if that is no multiple of 8. A small one costs time.
 
     Raises:
         ValueError: A setting is wrong.
@@ -97,7 +96,7 @@ class _BlendOfSamples(Blend, TakesRefs):
         """The refs of the next `n` turns, or of those before the turn of a source that has ended: REF (any,)."""
         turns, active = self._turns, self._active
         assert isinstance(turns, Turns)
-        chosen = np.array(turns.plan(n))
+        chosen = turns.plan(n)
         for source, name in enumerate(active):
             mine = np.flatnonzero(chosen == source)
             have = self._load(name, len(mine))
@@ -109,7 +108,7 @@ class _BlendOfSamples(Blend, TakesRefs):
             given[mine] = self._ahead[name][: len(mine)]
             self._count_drawn(name, len(mine))
             self._ahead[name] = self._ahead[name][len(mine) :]
-        turns.take(chosen.tolist())
+        turns.take(chosen)
         if len(chosen) < n:
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
         return given

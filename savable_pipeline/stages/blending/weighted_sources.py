@@ -15,9 +15,8 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, count_of_source, tag_of
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
-from savable_pipeline.stages.blending.lane_turns import ScheduledTurns, begin_schedule, begin_turns
 from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.capabilities import name_branch
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.held_items import known_refs, left_of
@@ -29,7 +28,7 @@ from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)
 
-_ORDER = 2  # the version of the order of turns, which a state must agree on
+_ORDER = 3  # the version of the order of turns, which a state must agree on
 
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
@@ -209,18 +208,17 @@ class WeightedSources(Stage):
         self._ended = ended
         self._active = [] if over else [name for name in self._on if name not in ended]
         if self._begun is not None:
-            self._before += sum(self._begun.counts)
+            self._before += self._begun.taken
         self._begun = None
 
     @property
     def _turns(self) -> Turns | TokenTurns:
         """The turns of the sources that have not ended."""
         if self._begun is None:
-            by_tokens = self.by == "tokens"
-            if self.schedule is not None and self._decided is None:
-                self._begun = begin_schedule(self.info, self.schedule, self._active, self._before, stride=self.stride)
-            else:
-                self._begun = begin_turns(self.info, self._on, self._active, by_tokens=by_tokens, stride=self.stride)
+            schedule, on = self.schedule, self._on
+            if schedule is None or self._decided is not None:
+                schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
+            self._begun = begin_turns(self.info, schedule, self._active, self._before, stride=self.stride)
         return self._begun
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
@@ -243,7 +241,7 @@ class WeightedSources(Stage):
         `ahead`: refs taken from a source before its turn, 12 bytes each; `taken`: the source and ref of an item that an
         error kept from being given, else None, and of a pack `taken_sizes`.
         """
-        turns = self._turns
+        turns = self._turns.save() if self._active else {"weights": 0, "counts": [], "taken": 0}
         return {
             "sources": {name: stage.save_state() for name, stage in self._stages.items()},
             "ended": sorted(self._ended),
@@ -252,11 +250,8 @@ class WeightedSources(Stage):
             **({"taken_sizes": self._taken[3]} if self._taken and self._taken[3] else {}),
             "turns": {
                 "names": list(self._active),
-                "weights": list(turns.weights),
-                "counts": list(turns.counts),
-                **({"lags": list(turns.lags), "unit": turns.unit} if isinstance(turns, TokenTurns) else {}),
+                **turns,
                 **({"before": self._before} if self._before else {}),
-                **({"begin": list(turns.begin)} if isinstance(turns, ScheduledTurns) else {}),
             },
         }
 
@@ -276,17 +271,10 @@ class WeightedSources(Stage):
             for left in known_refs(self, [ref]):
                 self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
         self._begun, self._before = None, saved.turns.before
-        turns = self._turns
-        if saved.turns.names == self._active and saved.turns.weights == turns.weights:
-            lags = turns.lags if isinstance(turns, TokenTurns) else []
-            saved.turns.check_lengths(turns.counts, lags, turns.begin if isinstance(turns, ScheduledTurns) else [])
-            turns.counts = saved.turns.counts
-            if isinstance(turns, TokenTurns):
-                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit
-            if isinstance(turns, ScheduledTurns):
-                turns.begin = saved.turns.begin
+        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:
+            self._turns.restore(saved.turns)
         else:
-            self._begun, self._before = None, saved.turns.before + sum(saved.turns.counts)
+            self._begun, self._before = None, saved.turns.before + saved.turns.taken
             log.info("Blend of %s: the shares are counted again from here", self.lane)
 
     def settings(self) -> dict[str, Any]:
