@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import lcm
 from typing import Any, Literal, NamedTuple, get_args
 
+from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.weights import Weight, integer_weights
 
 Unit = Literal["samples", "tokens"]
@@ -75,6 +76,10 @@ class Schedule:
         points = [[start, weights] for start, weights in zip(self.starts, self.weights, strict=True)]
         return {"points": points, "unit": self.unit, "shape": self.shape}
 
+    def key(self) -> int:
+        """A number that another schedule does not have."""
+        return derive_key("schedule", repr(self.settings()))
+
 
 def _count(start: object) -> int:
     if not isinstance(start, int) or not 0 <= start < _LARGEST:
@@ -87,17 +92,17 @@ class _Piece(NamedTuple):
 
     start: int
     rates: list[int]
-    growth: list[int]  # of the rates, times the length of the piece
+    growth: list[int]  # of the rates, times the length of the piece; empty: none grows
     length: int  # 0: for ever
     dues: list[int]
+    open: list[int]  # the numbers of the sources that have a share
 
 
 class Dues:
     """The dues of some sources of a schedule, by count, in units of 1 / `unit`: integers.
 
-    Counts start at `begin`, and dues at the point that holds there. Raises ValueError if none of the sources has a
-    weight at
-    a point from there on.
+    Counts start at `begin`, and dues at the point that holds there, where the sources have the `rates`. Raises
+    ValueError if none of the sources has a weight at a point from there on.
     """
 
     def __init__(self, schedule: Schedule, names: Sequence[str], begin: int = 0) -> None:
@@ -118,6 +123,8 @@ class Dues:
         lengths = [b - a for a, b in pairwise(starts)]
         scale = 2 * lcm(*lengths) if linear and lengths else 1
         self.unit = whole * scale
+        self.sources = len(names)
+        self.rates = [share * scale for share in shares[0]]  # they sum to `unit`
         self._starts = starts
         self._pieces: list[_Piece] = []
         dues = [0] * len(names)
@@ -126,7 +133,9 @@ class Dues:
             grows = linear and length
             following = shares[i + 1] if grows else shares[i]
             growth = [b - a for a, b in zip(shares[i], following, strict=True)]
-            piece = _Piece(start, [share * scale for share in shares[i]], [scale * g for g in growth], length, dues)
+            has_share = [source for source, ends in enumerate(zip(shares[i], following, strict=True)) if any(ends)]
+            rates, growth = [share * scale for share in shares[i]], [scale * g for g in growth] if any(growth) else []
+            piece = _Piece(start, rates, growth, length, dues, has_share)
             self._pieces.append(piece)
             if length:
                 dues = _dues(piece, start + length)
@@ -135,11 +144,16 @@ class Dues:
         """The dues of each source, which sum to `unit` times what was drawn since the first point."""
         return _dues(self._pieces[bisect_right(self._starts, count) - 1], count)
 
+    def open_at(self, count: int) -> tuple[list[int], list[int]]:
+        """The numbers of the sources that have a share, and the dues of each source."""
+        piece = self._pieces[bisect_right(self._starts, count) - 1]
+        return piece.open, _dues(piece, count)
+
 
 def _dues(piece: _Piece, count: int) -> list[int]:
     """The integral of the rates up to `count`, which is not before the piece."""
     x = count - piece.start
-    if not piece.length:
+    if not piece.growth:
         return [due + x * rate for due, rate in zip(piece.dues, piece.rates, strict=True)]
     parts = zip(piece.dues, piece.rates, piece.growth, strict=True)
     return [due + x * rate + growth * x * x // (2 * piece.length) for due, rate, growth in parts]

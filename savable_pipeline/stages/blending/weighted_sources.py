@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, count_of_source, tag_of
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
-from savable_pipeline.stages.blending.lane_turns import ScheduledTurns, begin_schedule, begin_turns
 from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
@@ -26,7 +25,7 @@ from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)
 
-_ORDER = 2  # the version of the order of turns, which a state must agree on
+_ORDER = 3  # the version of the order of turns, which a state must agree on
 
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
@@ -199,18 +198,17 @@ class WeightedSources(Stage):
         self._ended = ended
         self._active = [] if over else [name for name in self._on if name not in ended]
         if self._begun is not None:
-            self._before += sum(self._begun.counts)
+            self._before += self._begun.taken
         self._begun = None
 
     @property
     def _turns(self) -> Turns | TokenTurns:
         """The turns of the sources that have not ended."""
         if self._begun is None:
-            by_tokens = self.by == "tokens"
-            if self.schedule is not None and self._decided is None:
-                self._begun = begin_schedule(self.info, self.schedule, self._active, self._before, stride=self.stride)
-            else:
-                self._begun = begin_turns(self.info, self._on, self._active, by_tokens=by_tokens, stride=self.stride)
+            schedule, on = self.schedule, self._on
+            if schedule is None or self._decided is not None:
+                schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
+            self._begun = begin_turns(self.info, schedule, self._active, self._before, stride=self.stride)
         return self._begun
 
     # The elements.
@@ -229,7 +227,7 @@ class WeightedSources(Stage):
             return self._restored("", b"")
         turns = self._turns
         assert isinstance(turns, Turns)
-        chosen = np.array(turns.plan(n))
+        chosen = turns.plan(n)
         for source, name in enumerate(active):
             mine = np.flatnonzero(chosen == source)
             have = self._load(name, len(mine))
@@ -241,7 +239,7 @@ class WeightedSources(Stage):
             given[mine] = self._ahead[name][: len(mine)]
             self._count_drawn(name, len(mine))
             self._ahead[name] = self._ahead[name][len(mine) :]
-        turns.take(chosen.tolist())
+        turns.take(chosen)
         if len(chosen) < n:
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
         return given
@@ -287,18 +285,15 @@ class WeightedSources(Stage):
         `ahead`: what was taken from a source before its turn: refs of samples, 12 bytes each, or of each item its ref
         and sizes.
         """
-        turns = self._turns
+        turns = self._turns.save() if self._active else {"weights": 0, "counts": [], "taken": 0}
         return {
             "sources": {name: stage.save_state() for name, stage in self._stages.items()},
             "ended": sorted(self._ended),
             "ahead": {name: self._saved(ahead) for name, ahead in self._ahead.items() if len(ahead)},
             "turns": {
                 "names": list(self._active),
-                "weights": list(turns.weights),
-                "counts": list(turns.counts),
-                **({"lags": list(turns.lags), "unit": turns.unit} if isinstance(turns, TokenTurns) else {}),
+                **turns,
                 **({"before": self._before} if self._before else {}),
-                **({"begin": list(turns.begin)} if isinstance(turns, ScheduledTurns) else {}),
             },
         }
 
@@ -311,17 +306,10 @@ class WeightedSources(Stage):
         self._end_sources({name for name in saved.ended if name in self._stages})
         self._ahead = {name: self._restored(name, saved.ahead.get(name, b"")) for name in self._stages}
         self._begun, self._before = None, saved.turns.before
-        turns = self._turns
-        if saved.turns.names == self._active and saved.turns.weights == turns.weights:
-            lags = turns.lags if isinstance(turns, TokenTurns) else []
-            saved.turns.check_lengths(turns.counts, lags, turns.begin if isinstance(turns, ScheduledTurns) else [])
-            turns.counts = saved.turns.counts
-            if isinstance(turns, TokenTurns):
-                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit
-            if isinstance(turns, ScheduledTurns):
-                turns.begin = saved.turns.begin
+        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:
+            self._turns.restore(saved.turns)
         else:
-            self._begun, self._before = None, saved.turns.before + sum(saved.turns.counts)
+            self._begun, self._before = None, saved.turns.before + saved.turns.taken
             log.info("Blend of %s: the shares are counted again from here", self.lane)
 
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,297 @@
+"""The turns of a `Blend`'s sources in one lane, by weights that may change during the run.
+
+By samples, every `stride` samples of each lane are a piece. What all L lanes together draw in a piece is the integral
+of the shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are dealt
+to the first and the second half of the lanes, and those of a half to its halves, down to single lanes. Of one source,
+each group of lanes then has its part of what the group around it has drawn since the beginning, as nearly as whole
+samples allow (least squares over the sources). Three sources, 4 lanes, stride 2:
+
+    lanes 0 1 2 3            5 a  2 b  1 c
+    lanes 0 1 | lanes 2 3    3 a  1 b     | 2 a  1 b  1 c
+    0 | 1 | 2 | 3            2 a | 1 a  1 b | 1 a  1 b | 1 a  1 c
+
+A lane computes the groups around it alone, from their counts at the start of the piece: these are its state. Within a
+piece each lane shuffles its turns, so that lanes do not hold the same source at a time.
+
+By tokens, the next turn is of the source that is furthest behind the integral of its share.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heapreplace
+from math import gcd
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.keyed_random import derive_key, permutation, words
+from savable_pipeline.core.lane import latest_shared
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.blending.schedule import Dues, Schedule
+from savable_pipeline.stages.stage_info import StageInfo
+
+Counts: TypeAlias = Sequence[int]  # of each source
+_Given: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
+
+_KEPT = 1 << 16  # counts of single lanes that stay for the other lanes of the process
+_PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
+
+
+class TurnsState(msgspec.Struct):
+    """The position of a lane's turns, and the sources and weights they belong to."""
+
+    names: list[str]
+    weights: int
+    counts: list[list[_Given]]  # by samples of each group around the lane, at the start of the piece; by tokens its own
+    taken: _Given  # samples or tokens since the counts began
+    unit: _Given = 1
+    before: _Given = 0  # samples or tokens given before the counts began
+
+
+def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
+    """`n` draws of sources, of each at most `most`, nearest to `wanted` / `unit` by the sum of squares."""
+    chosen = [min(max(want // unit, 0), limit) for want, limit in zip(wanted, most, strict=True)]
+    missing = n - sum(chosen)
+    if not missing:
+        return chosen
+    sign = 1 if missing > 0 else -1
+    ahead = [  # by how much one draw more (or less) is too many (or too few), plus half a draw
+        (sign * (count * unit - want), source)
+        for source, (count, want, limit) in enumerate(zip(chosen, wanted, most, strict=True))
+        if 0 <= count + sign <= limit
+    ]
+    heapify(ahead)
+    for _ in range(abs(missing)):
+        off, source = ahead[0]
+        chosen[source] += sign
+        if 0 <= chosen[source] + sign <= most[source]:
+            heapreplace(ahead, (off + unit, source))
+        else:
+            heappop(ahead)
+    return chosen
+
+
+class _Half(NamedTuple):
+    """One half of a group of lanes. Groups are numbered: 1 is all lanes, 2 g and 2 g + 1 are the halves of g."""
+
+    number: int
+    lanes: int
+    first: int  # lanes of the first half
+    of: int  # lanes of the group
+
+
+def halves_around(place: int, lanes: int) -> list[_Half]:
+    """The half of the lanes that the one at `place` is in, the half of that half, down to the lane."""
+    found, number = [], 1
+    while lanes > 1:
+        first = (lanes + 1) // 2
+        second = place >= first
+        number, own = 2 * number + second, lanes - first if second else first
+        found.append(_Half(number, own, first, lanes))
+        place, lanes = place - first * second, own
+    return found
+
+
+class LaneDraws:
+    """What all lanes of a run draw, and what each half of them does, piece by piece from where `dues` are at `begin`.
+
+    What was computed for one lane is kept for the others of the process.
+    """
+
+    def __init__(self, dues: Dues, begin: int, lanes: int, *, stride: int) -> None:
+        self.lanes = lanes
+        self.stride = stride
+        self.sources = dues.sources
+        self._dues = dues
+        self._begin = begin
+        self._there = dues.at(begin)
+        self._pieces = max(4, _KEPT // (lanes * dues.sources))
+        self._kept: OrderedDict[int, dict[int, list[int]]] = OrderedDict()  # by piece and group, the counts after it
+
+    def after(self, piece: int, halves: Sequence[_Half], counts: Sequence[Counts]) -> list[list[int]]:
+        """The counts of all lanes and of these halves after a piece, from those before it."""
+        kept = self._kept.get(piece)
+        if kept is None:
+            kept = self._kept[piece] = {1: self._of_all(piece, counts[0])}
+            if len(self._kept) > self._pieces:
+                self._kept.popitem(last=False)
+        found = [kept[1]]
+        for level, half in enumerate(halves):
+            if half.number not in kept:
+                self._halve(kept, half, counts[level], found[-1], counts[level + 1])
+            found.append(kept[half.number])
+        return found
+
+    def _of_all(self, piece: int, counts: Counts) -> list[int]:
+        drawn = self.lanes * self.stride
+        now, then = (self._dues.at(self._begin + step * drawn) for step in (piece, piece + 1))
+        unit = self._dues.unit
+        wanted = [d - there - count * unit for d, there, count in zip(then, self._there, counts, strict=True)]
+        most = [drawn if after > before else 0 for before, after in zip(now, then, strict=True)]
+        return [a + b for a, b in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
+
+    def _halve(self, kept: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
+        """Add the counts of both halves after a piece, from the group's before and after it, and one half's before."""
+        drawn = [source for source, count in enumerate(after) if count != before[source]]
+        first = list(own) if half.number % 2 == 0 else [a - b for a, b in zip(before, own, strict=True)]
+        wanted = [half.first * after[source] - half.of * first[source] for source in drawn]
+        most = [after[source] - before[source] for source in drawn]
+        for source, taken in zip(drawn, nearest(wanted, half.of, most, half.first * self.stride), strict=True):
+            first[source] += taken
+        kept[half.number & ~1] = first
+        kept[half.number | 1] = [a - b for a, b in zip(after, first, strict=True)]
+
+
+class Turns:
+    """Turns by number of samples, of the lane at `place`.
+
+    `key` is the lane's own, and shuffles each piece; `weights` is a number that other weights do not have.
+    """
+
+    def __init__(self, draws: LaneDraws, place: int, key: int, weights: int) -> None:
+        self.taken = 0
+        self.weights = weights
+        self._draws = draws
+        self._key = key
+        self._halves = halves_around(place, draws.lanes)
+        self._piece = 0
+        self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the halves, before the piece
+        self._after: list[list[list[int]]] = []  # the same after the piece, and after those that are planned too
+        self._turns = np.empty(0, np.int64)  # of these pieces
+
+    def plan(self, n: int) -> NDArray[np.int64]:
+        """The numbers of the sources of the next `n` turns: int64 (n,); counts nothing as taken."""
+        begin = self.taken - self._piece * self._draws.stride
+        if begin + n > len(self._turns):
+            self._plan_pieces(-(-(begin + n - len(self._turns)) // self._draws.stride))
+        return self._turns[begin : begin + n]
+
+    def _plan_pieces(self, n: int) -> None:
+        begin, stride = self._piece + len(self._after), self._draws.stride
+        last, drawn = self._after[-1] if self._after else self._counts, []
+        for piece in range(begin, begin + n):
+            after = self._draws.after(piece, self._halves, last)
+            drawn.append([a - b for a, b in zip(after[-1], last[-1], strict=True)])
+            self._after.append(after)
+            last = after
+        turns = np.repeat(np.tile(np.arange(self._draws.sources), n), np.array(drawn).ravel()).reshape(n, stride)
+        order = np.argsort(words(self._key, begin * stride, n * stride).reshape(n, stride), axis=1, kind="stable")
+        self._turns = np.concatenate([self._turns, np.take_along_axis(turns, order, axis=1).ravel()])
+
+    def take(self, chosen: Collection[int]) -> None:
+        """Count these turns, which are the first of the plan, as taken."""
+        self.taken += len(chosen)
+        passed = self.taken // self._draws.stride - self._piece
+        if passed:
+            self._counts = self._after[passed - 1]
+            self._after, self._turns = self._after[passed:], self._turns[passed * self._draws.stride :]
+            self._piece += passed
+
+    def save(self) -> dict[str, object]:
+        """The fields of `TurnsState` that are the turns' own."""
+        return {"weights": self.weights, "counts": [list(counts) for counts in self._counts], "taken": self.taken}
+
+    def restore(self, saved: TurnsState) -> None:
+        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        piece = saved.taken // self._draws.stride
+        sizes = [self._draws.lanes, *(half.lanes for half in self._halves)]
+        sums = [lanes * piece * self._draws.stride for lanes in sizes]
+        _check(saved, [sum(counts) for counts in saved.counts] == sums, self._draws.sources)
+        self.taken, self._piece, self._counts = saved.taken, piece, saved.counts
+        self._after, self._turns = [], np.empty(0, np.int64)
+
+
+class TokenTurns:
+    """Turns by number of tokens, in one of `lanes` lanes whose dues begin at `begin`.
+
+    `lags` say how far each source is behind at the start, in items of the first one's length, as units of the dues;
+    `weights` is a number that other weights do not have.
+    """
+
+    def __init__(self, dues: Dues, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
+        self.weights = weights
+        self.counts = [0] * dues.sources
+        self.taken = 0
+        self._unit = 1  # tokens of the first item
+        self._dues = dues
+        self._begin = begin
+        self._lanes = lanes
+        self._lags = [lag * lanes for lag in lags]  # not in the state: they follow from the schedule
+        self._covered = self._cover()
+
+    def _cover(self) -> list[int]:
+        """The dues that each source has covered, with what it had at the start and without its lag there."""
+        there, lags = self._dues.at(self._begin), [lag * self._unit for lag in self._lags]
+        unit = self._dues.unit * self._lanes
+        return [a + count * unit - lag for a, count, lag in zip(there, self.counts, lags, strict=True)]
+
+    def next(self) -> int:
+        """The number of the source whose turn is next: the furthest behind its due, among those that have a share."""
+        candidates, dues = self._dues.open_at(self._begin + self.taken * self._lanes)
+        covered = self._covered
+        behind = [dues[source] - covered[source] for source in candidates]
+        return candidates[behind.index(max(behind))]
+
+    def took(self, source: int, tokens: int) -> None:
+        """Count an item of `tokens` tokens from the source."""
+        self.counts[source] += tokens
+        if self.taken:
+            self._covered[source] += tokens * self._dues.unit * self._lanes
+        else:
+            self._unit = tokens
+            self._covered = self._cover()
+        self.taken += tokens
+
+    def save(self) -> dict[str, object]:
+        """The fields of `TurnsState` that are the turns' own."""
+        return {"weights": self.weights, "counts": [list(self.counts)], "taken": self.taken, "unit": self._unit}
+
+    def restore(self, saved: TurnsState) -> None:
+        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        _check(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
+        (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit
+        self._covered = self._cover()
+
+
+def _check(saved: TurnsState, sums: bool, sources: int) -> None:
+    if not sums or any(len(counts) != sources for counts in saved.counts):
+        raise CheckpointMismatchError(
+            f"Blend: the state has the counts {saved.counts} of {sources} sources after {saved.taken}, which cannot "
+            "come of its turns; use another copy of the checkpoint"
+        )
+
+
+def begin_turns(
+    info: StageInfo, schedule: Schedule, active: list[str], before: int, *, stride: int
+) -> Turns | TokenTurns:
+    """The turns of the sources in `active` in a lane that has given `before` samples or tokens of them.
+
+    `info` is the `Blend`'s own. Raises ValueError as `Dues` does.
+    """
+    lane, weights = info.lane, schedule.key()
+    begin = min(before * lane.count, schedule.starts[-1])  # from the last point on, the dues are the same everywhere
+    of = (weights, *active, begin)
+    dues: Dues = lane.shared(("dues", *of), lambda: Dues(schedule, active, begin))
+    key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # the same in all lanes
+    place = int(permutation(key, lane.count)[lane.index])
+    if schedule.unit == "tokens":
+        lags = _lags(dues.rates, lane.count, place, key % _PHASES)
+        return TokenTurns(dues, begin, lane.count, lags, weights)
+    name = ("blend draws", info.branch, lane.count, stride)
+    draws = latest_shared(lane, name, of, lambda: LaneDraws(dues, begin, lane.count, stride=stride))
+    return Turns(draws, place, info.key("blend turns"), weights)
+
+
+def _lags(rates: Sequence[int], lanes: int, place: int, phase: int) -> list[int]:
+    """How far each source is behind, in units of the dues: the lanes start at different steps of one sequence."""
+    unit, common = sum(rates), gcd(*rates)
+    shares = [rate // common for rate in rates]
+    total = unit // common
+    step = phase + place * total // lanes
+    due = [share * step for share in shares]
+    taken = nearest(due, total, [step if share else 0 for share in shares], step)
+    return [common * (d - count * total) for d, count in zip(due, taken, strict=True)]
