@@ -176,13 +176,13 @@ class LaneRunner:
         for stage in live.reading:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
         if not more:
-            self.verify_given()
+            self.verify_delivered()
         live.lane.unused = 0
         live.state = self._save(live, more)
         return batch, ref, more
 
-    def verify_given(self) -> None:
-        """Raise `ShardError` if data changed that batches given since the last look may be made of.
+    def verify_delivered(self) -> None:
+        """Raise `ShardError` if data changed that batches delivered since the last look may be made of.
 
         Another thread may run lanes meanwhile.
         """

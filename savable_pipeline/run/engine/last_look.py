@@ -25,13 +25,13 @@ T = TypeVar("T")
 _IDLE_S = 1.0
 
 
-def tell(fault: str) -> None:
+def log_fault(fault: str) -> None:
     """Log what a last look has found, unless the error being raised says it."""
-    if not is_told():
+    if not is_raised():
         log.error("%s", fault)
 
 
-def is_told() -> bool:
+def is_raised() -> bool:
     """Whether an error is being raised that says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
@@ -46,11 +46,11 @@ class LastLook:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report on the status page if batches already given are of shards that changed."""
+        """Report on the status page if delivered batches are of shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
-                    self.runner.verify_given()
+                    self.runner.verify_delivered()
             except Exception as error:
                 self._status.report(str(error))
 

@@ -6,6 +6,10 @@ import multiprocessing
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.engine.process_host import ProcessHost
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -50,3 +54,7 @@ class Workers:
         if method is not None and method not in methods:
             raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}")
         return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
+
+    def host(self, job: LaneJob) -> Host:
+        """What begins the workers of a loader."""
+        return ProcessHost(job, self.context())
