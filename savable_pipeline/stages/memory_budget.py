@@ -7,6 +7,7 @@ pack is given.
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 from savable_pipeline.core.containers import named_parts
@@ -17,10 +18,11 @@ _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken t
 
 
 class MemoryBudget:
-    """The bytes that all lanes of a process hold together."""
+    """The bytes that all lanes of a process hold together, whatever threads run them."""
 
     def __init__(self) -> None:
         self.used = 0
+        self.lock = threading.RLock()  # reentrant, since garbage may be collected in any thread at any moment
 
 
 class BudgetShare:
@@ -34,21 +36,24 @@ class BudgetShare:
 
     def hold(self, item_bytes: int) -> bool:
         """Count an item of this size as held and return True; False if it exceeds the limit."""
-        if self._budget.used + item_bytes > self._max_bytes:
-            return False
-        self._budget.used += item_bytes
+        with self._budget.lock:
+            if self._budget.used + item_bytes > self._max_bytes:
+                return False
+            self._budget.used += item_bytes
         self._bytes += item_bytes
         self.count += 1
         return True
 
     def release(self, item_bytes: int) -> None:
         """Stop counting an item of this size."""
-        self._budget.used -= item_bytes
+        with self._budget.lock:
+            self._budget.used -= item_bytes
         self._bytes -= item_bytes
         self.count -= 1
 
     def __del__(self) -> None:
-        self._budget.used -= self._bytes
+        with self._budget.lock:
+            self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:

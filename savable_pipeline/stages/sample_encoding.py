@@ -44,6 +44,7 @@ class KeyedEncoder:
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
+        self.encoder = encoder
         self._check = _purity_check(encoder, lane, check)
         self._plain: EncodeCall = encoder.encode
         self.encode: EncodeCall = self._check or self._plain

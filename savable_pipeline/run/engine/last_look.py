@@ -13,11 +13,11 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.transport.status_page import StatusPage
 
 log = logging.getLogger(__name__)
 
@@ -38,26 +38,21 @@ def is_raised() -> bool:
 
 
 class LastLook:
-    """In a worker: looks at the shards of its lanes in any thread, one at a time."""
+    """In a worker: looks at the shards of its lanes in any thread, one at a time, and reports what is wrong."""
 
-    def __init__(self, status: StatusPage) -> None:
+    def __init__(self, report: Callable[[str], object]) -> None:
         self.runner: LaneRunner | None = None  # until the worker has one
-        self._status = status
+        self._report = report
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report on the status page if delivered batches are of shards that changed."""
+        """Report if delivered batches are of shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
                     self.runner.verify_delivered()
             except Exception as error:
-                self._status.report(str(error))
-
-    def answer(self) -> None:
-        """Look, and report that it is done."""
-        self.look()
-        self._status.looked()
+                self._report(str(error))
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
         """The next request; if none arrives for a second, look meanwhile."""

@@ -67,8 +67,8 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
-        last_look = LastLook(status)
-        threading.Thread(target=_listen, args=(channel, requests, parent, last_look), daemon=True).start()
+        last_look = LastLook(status.report)
+        threading.Thread(target=_listen, args=(channel, requests, parent, last_look, status), daemon=True).start()
         answers = AnswerSender(channel)
         batch_memory.use(answers.segments)
         try:
@@ -79,14 +79,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         be_quiet()  # the main module may have set handlers of its own
         answers.send(STARTED, os.getpid())
         runner = last_look.runner = LaneRunner(
-            job.pipeline,
-            seed=job.seed,
-            lanes=job.lanes,
-            pad=job.pad,
-            refs=job.refs,
-            shared=opened.usable(pinned) if opened else {},
-            status=status.words,
-            pinned=pinned,
+            job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
             request = last_look.next_of(requests.queue)
@@ -158,7 +151,7 @@ def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, Pinne
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook) -> None:
+def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook, status: StatusPage) -> None:
     """Put requests into the queue; end the process when the trainer closes its end or the parent process ends."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -167,7 +160,8 @@ def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook)
             if ready:
                 for message, _ in channel.receive():
                     if message == LOOK:
-                        last_look.answer()
+                        last_look.look()
+                        status.looked()
                     else:
                         requests.put(pickle.loads(message))
     finally:

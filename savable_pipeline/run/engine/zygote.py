@@ -73,7 +73,7 @@ class _Zygote:
             job = self._job.open()
             be_quiet()
             shared, pinned = self._opened.shared, self._opened.pinned
-            LaneRunner(job.pipeline, seed=job.seed, lanes=job.lanes, shared=shared, pinned=pinned).build(0, 0)
+            LaneRunner(job, shared=shared, pinned=pinned).build(0, 0)
         gc.freeze()  # what workers share with this process
 
     def step(self, ready: list[tuple[int, int]]) -> None:
