@@ -219,7 +219,7 @@ def apart(value: Any, known: dict[int, Any]) -> Any:
         made = {name: apart(each, known) for name, each in value.items()}
     else:
         pieces, buffers = wire.dumps(value)
-        copies: list[Any] = [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]  # without Python's lock
+        copies = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers]  # without Python's lock
         made = wire.loads(b"".join(pieces), copies)
     known[id(value)] = made
     return made
