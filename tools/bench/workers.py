@@ -78,7 +78,7 @@ def state_parts(tars: Path, buffer: int) -> list[float]:
         times.append(time.thread_time_ns())
         if written.fd is not None:
             reader.add(written.segment, written.fd)
-        wire.loads(reader.read(written.segment, written.places)[0], [])
+        wire.loads(reader.read(written.segment, written.spans)[0], [])
         times.append(time.thread_time_ns())
         rows.append([after - before for before, after in pairwise(times)])
     return [statistics.median(column) / 1000 for column in zip(*rows, strict=True)]

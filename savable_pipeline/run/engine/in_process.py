@@ -38,7 +38,7 @@ class InProcess:
     def answer(self, ticket: Ticket) -> Delivery:
         """Make the batch of a request. Raises what the lane's stages raise."""
         lane, state, want = ticket
-        live = self._runner.holds(lane, state)
+        live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
             self._seeded = seeded_kinds(live)
         # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.

@@ -35,7 +35,7 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    holding: Sequence[HoldsItems]  # of the stages, as those after
+    keeping: Sequence[HoldsItems]  # of the stages, as those after
     reading: Sequence[ReadsFiles]
     in_vain: InVain  # as its state has it
     counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
@@ -134,15 +134,15 @@ class LaneRunner:
         live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum(stage.held_items for stage in live.holding)
+        held = sum(stage.held_items for stage in live.keeping)
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
-        given = None if dry or want == "skip" else batch
+        batch = None if dry or want == "skip" else batch
         made_of = MadeOf.of(ref, type(live.stage).__name__) if self._job.refs and want == "batch" else None
         if made_of is not None and self._made == 1:
             _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
-        return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
 
     def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:
         """The stages of a lane beside the one that may run here, at its first batch."""
@@ -181,7 +181,7 @@ class LaneRunner:
         for store in list(self._stores.values()):
             store.verify_given()
 
-    def holds(self, lane: int, state: bytes) -> Stage | None:
+    def at_position(self, lane: int, state: bytes) -> Stage | None:
         """The last stage of a lane, if it runs here and its position is `state`; else None."""
         live = self._live.get(lane)
         return live.stage if live is not None and live.state is state else None
@@ -194,9 +194,9 @@ class LaneRunner:
                 stage.restore_state(saved.stages)
         lane.unused = 0
         stages = list(upstream(stage))
-        holding = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
+        keeping = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
         reading = [cast(ReadsFiles, each) for each in stages if hasattr(each, "verify")]
-        live = _Live(stages, lane, saved.batches, holding, reading, saved.in_vain or {})
+        live = _Live(stages, lane, saved.batches, keeping, reading, saved.in_vain or {})
         self._stores.update((id(store), store) for each in reading for store in each.stores_read())
         return live
 
