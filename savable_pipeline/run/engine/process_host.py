@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import BaseContext, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -58,22 +57,14 @@ _GLANCE_S = 5.0  # that count of the time between two looks: the trainer may hav
 class ProcessConnection:
     """A worker process: a channel for requests and answers, a status page, and shared memory for large answers."""
 
-    def __init__(
-        self,
-        number: int,
-        end: socket.socket,
-        pinned: PinnedShards,
-        *,
-        signal: Callable[[int], None],
-        forget: Callable[[], object],
-    ) -> None:
+    def __init__(self, number: int, end: socket.socket, pinned: PinnedShards, host: ProcessHost) -> None:
         self.number = number
         self.pid = 0  # until its first message
         self.killed = self.ended = False
         self.descriptor = end.fileno()
         self.channel = Channel(end, waits=False)
         self.gone = False  # whether an end of the channel is closed
-        self._signal, self._forget = signal, forget
+        self._host = host
         self._status = StatusPage.make()
         self._answers = AnswerReader()
         self._looks = 0  # before the last `look`
@@ -132,7 +123,7 @@ class ProcessConnection:
     def stack(self) -> str:
         """The stack on its status page, for which one that has not ended is asked."""
         if not self.ended:
-            self._signal(STACK_SIGNAL)
+            self._host.signal(self.number, STACK_SIGNAL)
         deadline = time.monotonic() + (0.0 if self.ended else _STACK_S)
         while "File" not in (stack := self._status.new_stack(answer_request.__name__)) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -141,12 +132,12 @@ class ProcessConnection:
     def kill(self) -> bool:
         """Send SIGKILL."""
         self.killed = True
-        self._signal(signal.SIGKILL)
+        self._host.signal(self.number, signal.SIGKILL)
         return True
 
     def close(self) -> None:
         """Close the trainer's end of the channel and its view of the status page."""
-        self._forget()
+        self._host.forget(self.number)
         self.channel.close()
         self._status.close()
 
@@ -201,18 +192,17 @@ class ProcessHost:
         number = self._begun
         ours, theirs = socket.socketpair()
         with theirs:
-            worker = self._workers[number] = ProcessConnection(
-                number,
-                ours,
-                pinned,
-                signal=partial(self._signal, number),
-                forget=partial(self._workers.pop, number, None),
-            )
+            worker = self._workers[number] = ProcessConnection(number, ours, pinned, self)
             self._order(("begin", number), [theirs.fileno()])
         return worker
 
-    def _signal(self, number: int, signal_number: int) -> None:
+    def signal(self, number: int, signal_number: int) -> None:
+        """Have the zygote send a signal to a worker, unless it has ended."""
         self._order(("signal", number, signal_number), [])
+
+    def forget(self, number: int) -> None:
+        """Wait no more for a worker's end."""
+        self._workers.pop(number, None)
 
     def _order(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
         if not self._unanswered:

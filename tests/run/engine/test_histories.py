@@ -88,6 +88,8 @@ class History:
         self.number, self.epochs = self.draw.randrange(len(PIPELINES)), self.draw.choice((None, None, 1))
         self.pipeline = undisturbed.pipeline(self.number, self.epochs)
         self.batches, self.states = undisturbed.of(self.number, self.epochs)
+        self.anew = 3 if self.epochs and self.draw.random() < 0.5 else 0  # how often its passes are begun again
+        self.on_iter: Any = "restart" if self.anew else "continue"
         self.world = World(seed)
         self.errors = self.restarts = 0
 
@@ -96,7 +98,7 @@ class History:
             self.draw.randint(1, 4), timeout=20.0, prefetch=self.draw.randint(1, 4), max_restarts=1_000_000,
             world=self.world,
         )  # fmt: skip
-        return sp.SavableLoader(self.pipeline, seed=3, lanes=LANES, workers=workers)
+        return sp.SavableLoader(self.pipeline, seed=3, lanes=LANES, workers=workers, on_iter=self.on_iter)
 
     def run(self) -> None:
         loader, step = self.loader(), 0
@@ -106,6 +108,8 @@ class History:
                 batch = next(loader)
             except StopIteration:
                 assert self.epochs is not None
+                if self.on_iter == "restart":
+                    break
                 iter(loader)
                 continue
             except sp.WorkerError:  # the same sample killed four, or one has not started: the state is whole
@@ -115,9 +119,12 @@ class History:
                 continue
             assert batch == self.batches[step], f"step {step}"
             step += 1
-            if self.draw.random() < 0.1:
+            if self.anew and self.draw.random() < 0.1:
+                self.anew, step = self.anew - 1, 0
+                iter(loader)
+            elif self.draw.random() < 0.1:
                 assert loader.state_dict() == self.states[step], f"the state after {step}"
-            if self.draw.random() < 0.04:
+            if self.draw.random() < 0.04 and self.on_iter == "continue":  # a loaded pass is not begun again
                 loader = self.resumed(loader)
         self.restarts += loader.stats()["restarts"]
         loader.close()
