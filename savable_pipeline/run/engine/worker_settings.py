@@ -59,5 +59,9 @@ class Workers:
         return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
 
     def host(self, job: LaneJob) -> Host:
-        """What begins the workers of a loader."""
+        """Return what begins the workers of a loader.
+
+        Args:
+            job: The pipeline and settings of their lanes.
+        """
         return ThreadHost(job) if self.start_method == "thread" else ProcessHost(job, self.context())
