@@ -26,7 +26,7 @@ class Memory(Protocol):
     def allocate(self, size: int) -> memoryview | None:
         """`size` writable bytes, or None if there is no room for them."""
 
-    def given(self, address: int, size: int) -> memoryview | None:
+    def allocated(self, address: int, size: int) -> memoryview | None:
         """The bytes at an address of this process, if all of them were allocated for the next batch; else None."""
 
 
@@ -114,7 +114,7 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
     for number, tensor in enumerate(tensors):
         if tensor.data_ptr() != start + number * size or not tensor.is_contiguous():
             return None
-    return _memory.given(start, size * len(tensors))
+    return _memory.allocated(start, size * len(tensors))
 
 
 def collate(items: list[Any]) -> Any:

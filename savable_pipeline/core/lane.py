@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,6 +15,14 @@ T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (pinned_shards.py), or a commit of the Hub
 Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
 Cuts: TypeAlias = dict[str, int]  # by the reader's branch: the unit in which the lanes' shares of a pass are cut
+
+
+class ThreadValues(dict[Any, Any]):
+    """What the lanes of one worker thread share, by key; `process` is what those of all threads of a loader do."""
+
+    def __init__(self, process: dict[Any, Any], lock: threading.RLock) -> None:
+        super().__init__()
+        self.process, self.lock = process, lock
 
 
 class Lane:
@@ -111,16 +121,45 @@ class Lane:
             self._rngs[name] = Rng(self.key("rng", name), draws=self._restored.get(name, 0), counted=True)
         return self._rngs[name]
 
-    def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """Return a value that is made once for all lanes of a process.
+    def shared(self, key: Any, make: Callable[[], T], *, by_threads: bool = False) -> T:
+        """Return a value that is made once for all lanes of a process; where threads are the workers, of a thread.
 
         Args:
             key: Identifies the value among the lanes with the same `shared` dict.
             make: Makes the value when it is first asked for.
+            by_threads: Whether the threads share it too: their calls of it may come at the same time.
         """
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]  # type: ignore[no-any-return]
+        values = self._shared
+        if by_threads and isinstance(values, ThreadValues):
+            with values.lock:
+                values.setdefault(key, values.process.get(key) or values.process.setdefault(key, make()))
+        elif key not in values:
+            values[key] = make()
+        return values[key]  # type: ignore[no-any-return]
+
+    def own(self, value: T) -> T:
+        """Return the value; in a worker thread a copy that only the thread's lanes use, unless it is `thread_safe`.
+
+        Args:
+            value: An encoder, or a function of samples.
+
+        Raises:
+            ValueError: It cannot be copied.
+        """
+        values = self._shared
+        if not isinstance(values, ThreadValues) or getattr(value, "thread_safe", False):
+            return value
+        if ("own", id(value)) not in values:
+            try:
+                with values.lock:
+                    values["own", id(value)] = value, copy.deepcopy(value)
+            except Exception as error:
+                raise ValueError(
+                    f"{type(value).__name__} cannot be copied for a worker thread ({type(error).__name__}: {error}): "
+                    "say thread_safe = True in its class if threads may call it at the same time, or make it there, "
+                    "by a function, .encode(make)"
+                ) from error
+        return values["own", id(value)][1]  # type: ignore[no-any-return]
 
     def save_state(self) -> dict[str, int]:
         """Return the number of words drawn from each named sequence. The reader saves this with its own position."""

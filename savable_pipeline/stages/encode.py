@@ -333,6 +333,7 @@ class KeyedEncoder:
         self.encode: EncodeCall = self._check or self._plain
         self.seed_globals = seeder(encoder.global_rng)
         self.declared = DeclaredSize(encoder)
+        self.encoder = encoder
         self._name = type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.lane import Lane
@@ -36,10 +36,11 @@ def check_encoder(stage: str, encoder: object) -> None:
 def made_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
     """The encoder, or the one that a function makes, once a process. Raises ValueError if it is neither."""
     if is_maker(encoder):
-        encoder = lane.shared(("encoder", encoder), encoder)
+        made = lane.shared(("encoder", encoder), encoder)  # of a thread alone, as a copy is
+        check_encoder(stage, made)
+        return cast(TaskEncoder, made)
     check_encoder(stage, encoder)
-    assert isinstance(encoder, TaskEncoder)
-    return encoder
+    return lane.own(cast(TaskEncoder, encoder))
 
 
 def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
@@ -65,6 +66,8 @@ class EncoderCalls:
         if encoder is None:
             raise ValueError(f"{stage}: no Encode stage upstream; give encoder=")
         check_encoder(stage, encoder)
+        if encoder is not upstream.encoder:
+            encoder = upstream.lane.own(encoder)
         if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
             raise ValueError(
                 f"{stage}: {type(encoder).__name__} has no pack(items, rng), which makes one item of several: write "

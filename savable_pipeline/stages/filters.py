@@ -45,6 +45,7 @@ class SampleFilter(TakesRefs):
         source: A stage of samples.
         keep: Says whether a sample stays, by the sample and `rng` alone.
         on_error: For a sample of which `keep` raises, as for `sp.Encode`.
+        global_rng: As `TaskEncoder.global_rng`.
 
     Raises:
         ValueError: A setting is wrong.
@@ -53,16 +54,23 @@ class SampleFilter(TakesRefs):
 
     source: SampleStage
 
-    def __init__(self, source: SampleStage, keep: Callable[..., bool], *, on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        source: SampleStage,
+        keep: Callable[..., bool],
+        *,
+        on_error: OnError = "raise",
+        global_rng: bool | tuple[str, ...] = True,
+    ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
         self.keep, self.on_error = keep, on_error
-        encoder = MappedFunction(".filter", keep)
+        encoder = MappedFunction(".filter", source.lane.own(keep), global_rng=global_rng)
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(
             f".filter({mapped_name(keep)})", on_error, 0.1, self.counts, source.info, self._ahead
         )
-        self._keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
+        self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
         self._in_vain = _InVain(self, keep)
 
     def take_refs(self, n: int) -> RefArray:
@@ -99,7 +107,7 @@ class SampleFilter(TakesRefs):
     def _keeps(self, sample: Sample) -> bool | None:
         """Whether a sample stays; None if it is skipped because of an error."""
         try:
-            found, _ = self._keyed.encoded(sample)
+            found, _ = self.keyed.encoded(sample)
             if found is not None:
                 return bool(found)
             error: Exception = TypeError(_NOTHING)

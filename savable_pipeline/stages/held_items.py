@@ -68,7 +68,8 @@ class HeldItems:
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
         if max_bytes is not None:
-            self._share = BudgetShare(stage.source.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
+            budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
+            self._share = BudgetShare(budget, max_bytes=max_bytes)
 
     @property
     def _holder(self) -> Stage:

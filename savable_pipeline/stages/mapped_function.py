@@ -38,6 +38,7 @@ class MappedFunction(TaskEncoder):
         one_to_one: bool = False,
     ) -> None:
         self.function, self.global_rng, self.one_to_one = function, global_rng, one_to_one
+        self.stage = stage
         self._with_rng = check_mapped(stage, function, most=2) == 2
 
     def encode(self, sample: Sample, rng: Rng) -> Any:

@@ -7,6 +7,7 @@ pack is given.
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 from savable_pipeline.core.containers import named_parts
@@ -18,10 +19,11 @@ _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken t
 
 
 class MemoryBudget:
-    """The bytes that all lanes of a process hold together."""
+    """The bytes that all lanes of a process hold together, whatever threads run them."""
 
     def __init__(self) -> None:
         self.used = 0
+        self.lock = threading.RLock()  # reentrant, since garbage may be collected in any thread at any moment
 
 
 class BudgetShare:
@@ -36,21 +38,25 @@ class BudgetShare:
     def keep(self, element: Element, value: Any) -> None:
         """Give an unmade element this value, if that does not exceed the limit."""
         size = size_of(value)
-        if self._budget.used + size <= self._max_bytes:
+        with self._budget.lock:
+            if self._budget.used + size > self._max_bytes:
+                return
             self._budget.used += size
-            self._bytes += size
-            self.count += 1
-            element.value, element.held_bytes = value, size
+        self._bytes += size
+        self.count += 1
+        element.value, element.held_bytes = value, size
 
     def release(self, element: Element) -> None:
         """Count an element as held no more."""
         if element.is_made:
-            self._budget.used -= element.held_bytes
+            with self._budget.lock:
+                self._budget.used -= element.held_bytes
             self._bytes -= element.held_bytes
             self.count -= 1
 
     def __del__(self) -> None:
-        self._budget.used -= self._bytes
+        with self._budget.lock:
+            self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:

@@ -13,14 +13,22 @@ from savable_pipeline.core.named_object import named_object
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.task_encoder import TaskEncoder
 
 PipelineFunction: TypeAlias = Callable[[Lane], Stage]
 
 
 def seeded_kinds(last: Stage) -> set[str]:
     """The global generators that are seeded for the encoders of a pipeline: some of "python", "numpy", "torch"."""
-    encoders = [stage.info.encoder for stage in upstream(last)]
-    return {kind for encoder in encoders if encoder is not None for kind in kinds(encoder.global_rng)}
+    return {kind for encoder in encoders_of(last) for kind in kinds(encoder.global_rng)}
+
+
+def encoders_of(last: Stage) -> list[TaskEncoder]:
+    """The encoders that the stages of a pipeline call, those of `.map(f)` and `.filter(f)` among them."""
+    stages = [*upstream(last)]
+    found = [stage.info.encoder for stage in stages]
+    found += [stage.keyed.encoder for stage in stages if hasattr(stage, "keyed")]
+    return [encoder for encoder in found if encoder is not None]
 
 
 def check_pipeline(pipeline: PipelineFunction) -> None:

@@ -341,7 +341,13 @@ class SamplePipeline(Pipeline):
         """
         return self._then(type(self), ShuffleBuffer, size=size)
 
-    def filter(self, keep: Callable[..., bool], *, on_error: OnError = "raise") -> Self:
+    def filter(
+        self,
+        keep: Callable[..., bool],
+        *,
+        on_error: OnError = "raise",
+        global_rng: bool | tuple[str, ...] = True,
+    ) -> Self:
         """Leave out samples of which `keep(sample)`, or `keep(sample, rng)`, is false; they are counted as "filtered".
 
         A long filter belongs into the encoder, as a `Skip`, or into a file for `exclude=`: this one runs in each epoch.
@@ -349,6 +355,7 @@ class SamplePipeline(Pipeline):
         Args:
             keep: Says whether a sample stays, by the sample and `rng` alone.
             on_error: For a sample of which it raises, as for `sp.Encode`.
+            global_rng: As `TaskEncoder.global_rng`.
 
         Raises:
             ValueError: It is no such function.
@@ -359,7 +366,7 @@ class SamplePipeline(Pipeline):
             ['s000000', 's000002', 's000004']
         """
         check_mapped(".filter", keep, most=2)
-        return self._then(type(self), SampleFilter, keep, on_error=on_error)
+        return self._then(type(self), SampleFilter, keep, on_error=on_error, global_rng=global_rng)
 
     def map(
         self,

@@ -60,6 +60,9 @@ class TaskEncoder:
     global_rng: bool | tuple[str, ...] = True
     """The global generators to seed for each call: True (all), False (none), or some of "python", "numpy", "torch"."""
 
+    thread_safe: bool = False
+    """Set it True if threads may call its methods at the same time: as workers they then need no copy each."""
+
     one_to_one: bool = False
     """Set it True if `encode` makes exactly one item of every sample: a finite loader then knows its length."""
 

@@ -101,7 +101,7 @@ def test_a_stacked_tensor_lies_in_shared_memory_in_a_worker_only(memory: Segment
     assert torch.equal(made, torch.arange(5).view(5, 1).expand(5, 100))
     if memory is not None:
         written = memory.write([memoryview(made.view(torch.uint8).reshape(-1).numpy())])
-        assert written.places == [(64, 4000)] and written.fd is None
+        assert written.spans == [(64, 4000)] and written.fd is None
 
 
 @pytest.mark.parametrize("length", [64, 100])

@@ -146,6 +146,7 @@ class Reading(custom.PassThrough, custom.SampleStage):
 
 def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str, tmp_path: Path) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
+    from savable_pipeline.run.engine.messages import LaneJob
     from savable_pipeline.run.state.fingerprint import fingerprint
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
@@ -155,7 +156,7 @@ def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str, t
         made.append(Reading(sp.TarShardReader(shards, lane, epochs=1)))
         return sp.Batcher(made[-1], size=3)
 
-    runner = LaneRunner(pipeline, seed=0, lanes=1, shared={})
+    runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
     found = runner.deliver(0, pack_state(LaneState(0, 0)))
     assert made[-1].looked == [0] and found.rebuild_s > 0
     assert len(sp.SavableLoader(pipeline, seed=0, lanes=1)) == 2  # of 5 elements

@@ -317,12 +317,13 @@ class OwnEncode(custom.ItemStage):
 
 def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
+    from savable_pipeline.run.engine.messages import LaneJob
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(OwnEncode(sp.TarShardReader(shards, lane, shuffle=False)), size=3)
 
-    runner = LaneRunner(pipeline, seed=0, lanes=1, shared={})
+    runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
     found = runner.deliver(0, pack_state(LaneState(0, 0)), avoid=[(1, 0), (3, 0)])
     assert found.batch == [0, 2, 4]
 

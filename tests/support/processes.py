@@ -13,6 +13,7 @@ from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.run.engine.pool import Pool
+from savable_pipeline.run.engine.process_host import ProcessConnection
 
 
 def descendants(pid: int) -> list[int]:
@@ -49,9 +50,16 @@ def workers(loader: sp.SavableLoader) -> list[int]:
     pool = loader._run.prefetcher._makers
     if not isinstance(pool, Pool):
         return []
-    while len(pool.pids) < len(pool._workers):
+    while not all(worker.started for worker in pool._workers):
         pool._hear(0.05)
-    return pool.pids
+    return started(loader)
+
+
+def started(loader: Any) -> list[int]:
+    """The process ids of those of a loader's workers that have started."""
+    pool = loader.__savable_run__().prefetcher._makers
+    connections = [worker.connection for worker in pool._workers] if isinstance(pool, Pool) else []
+    return [each.pid for each in connections if isinstance(each, ProcessConnection) and each.pid]
 
 
 def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:

@@ -18,6 +18,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.ranks import Ranks
 from tests.conftest import write_numbered_shards
+from tests.support.processes import started
 from tests.support.toy_faults import NumberEncoder
 
 SIZES = [8, 12, 9, 11]
@@ -106,15 +107,15 @@ def test_a_worker_that_replaces_a_dead_one(data: Path, method: str) -> None:
     with loader(data, num_workers=1, workers=sp.Workers(start_method=method)) as made:
         given = [next(made) for _ in range(3)]
         add(data, 3)
-        kill_what_makes_batches(made._run.prefetcher)
+        kill_what_makes_batches(made)
         assert [*given, *(next(made) for _ in range(STEPS - 3))] == batches
         assert made.state_dict() == state and made.stats()["restarts"] == 1
 
 
-def kill_what_makes_batches(prefetcher: Any) -> None:
-    """The worker, and under fork the server, which would have kept the shards open for the next worker."""
-    server = getattr(prefetcher._launcher, "_process", None)
-    for pid in [*([] if server is None else [server.pid]), *prefetcher._makers.pids]:
+def kill_what_makes_batches(made: sp.SavableLoader) -> None:
+    """The worker, and the zygote, which would have kept the shards open for the next worker."""
+    host: Any = made._run.prefetcher._host
+    for pid in [host.pid, *started(made)]:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -4,6 +4,8 @@
     python tools/bench/workers.py cost         processor time of state a batch, and of the trainer's thread a batch
     python tools/bench/workers.py first        seconds from `iter()` to the first batch, by start method
     python tools/bench/workers.py scaling      N workers against one, on lanes that N does and does not divide
+    python tools/bench/workers.py threads      two threads against two processes: 1 MB blobs as bytes, and JPEG decoded
+                                               without Python's lock; idle and beside a busy trainer; and their memory
 
 This module imports no torch, since spawned workers import it.
 """
@@ -16,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,7 @@ from data import FOLDER, console, prepared
 from pipelines import FunctionEncoder, decode_json, filled, imported, nothing, pipeline, slept
 from rich.table import Table
 from rounds import Contender, Loader, compete, timed
+from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.run.engine.messages import Delivery
@@ -75,7 +78,7 @@ def state_parts(tars: Path, buffer: int) -> list[float]:
         times.append(time.thread_time_ns())
         if written.fd is not None:
             reader.add(written.segment, written.fd)
-        wire.loads(reader.read(written.segment, written.places)[0], [])
+        wire.loads(reader.read(written.segment, written.spans)[0], [])
         times.append(time.thread_time_ns())
         rows.append([after - before for before, after in pairwise(times)])
     return [statistics.median(column) / 1000 for column in zip(*rows, strict=True)]
@@ -150,8 +153,90 @@ def scaling(folder: Path) -> None:
         compete(f"{lanes} lanes, an encoder that sleeps", "batch", makers)
 
 
+def as_bytes(sample: Mapping[str, bytes]) -> bytes:
+    """A blob as it is."""
+    return sample["bin"]
+
+
+def decoded(sample: Mapping[str, bytes]) -> Any:
+    """A JPEG as uint8 (3, 224, 224), by code that lets go of Python's lock."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms.v2 import functional
+
+    image = decode_jpeg(torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8), ImageReadMode.RGB)
+    return functional.resize(image, [224, 224], antialias=True)
+
+
+def megabytes(batch: list[bytes]) -> float:
+    """Read every byte; gives how many there were."""
+    for blob in batch:
+        xxh3_64_intdigest(blob)
+    return sum(map(len, batch)) / 1e6
+
+
+def busily(use: Callable[[Any], float], batch: Any) -> float:
+    """The same by a trainer that computes in Python for 5 ms a batch."""
+    found, until = use(batch), time.perf_counter() + 0.005
+    while time.perf_counter() < until:
+        pass
+    return found
+
+
+def threads(folder: Path) -> None:
+    """Threads, processes and spdl's threads, two of each."""
+    import peers
+    import torch
+
+    torch.set_num_threads(1)
+    tasks: dict[str, tuple[Path, str, Any, Any, int, Callable[[Any], float], str]] = {
+        "blobs of 1 MB as bytes": (prepared(folder, "blobs"), "bin", as_bytes, list, 8, megabytes, "MB"),
+        "JPEG, decode_jpeg": (prepared(folder, "images"), "jpg", decoded, None, 64, len, "image"),
+    }
+    for name, (tars, part, decode, collate, size, plain, unit) in tasks.items():
+        for trainer, use in (("", plain), (", a busy trainer", partial(busily, plain))):
+            run = partial(pipeline, str(tars), FunctionEncoder(decode, collate), size, 0)
+
+            def ours(method: str, run: Any = run, use: Callable[[Any], float] = use) -> Contender:
+                loader = sp.SavableLoader(run, seed=1, workers=sp.Workers(2, start_method=method))
+                return Loader(iter(loader), use, loader.close)
+
+            def others(tars: Path = tars, part: str = part, decode: Any = decode, collate: Any = collate or torch.stack,
+                       size: int = size, use: Callable[[Any], float] = use) -> Contender:  # fmt: skip
+                pool = peers.Threads(tars, part, decode, collate, size=size, threads=2)
+                return Loader(iter(pool), use, pool.close)
+
+            makers: dict[str, Callable[[], Contender]] = {
+                "threads": partial(ours, "thread"),
+                "processes": partial(ours, "fork"),
+                "spdl, threads": others,
+            }
+            compete(f"{name}{trainer}", unit, makers)
+    memory_of_both(tasks["JPEG, decode_jpeg"][0])
+
+
+def memory_of_both(tars: Path) -> None:
+    """Megabytes (PSS) of the trainer and its workers, that two of them add, after 50 batches of images."""
+    import psutil
+
+    def pss() -> float:
+        this = psutil.Process()
+        return float(sum(each.memory_full_info().pss for each in (this, *this.children(recursive=True)))) / 1e6
+
+    run = partial(pipeline, str(tars), FunctionEncoder(decoded, None), 64, 0)
+    for method in ("thread", "fork", "spawn"):
+        before = pss()
+        with sp.SavableLoader(run, seed=1, workers=sp.Workers(2, start_method=method)) as loader:
+            batches = iter(loader)
+            for _ in range(50):
+                next(batches)
+            console.print(f"two workers, {method}: {pss() - before:.0f} MB more")
+
+
 def main() -> None:
-    measures: dict[str, Callable[[Path], Any]] = {"cost": cost, "first": first, "scaling": scaling}
+    measures: dict[str, Callable[[Path], Any]] = {
+        "cost": cost, "first": first, "scaling": scaling, "threads": threads
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
     parser.add_argument("--data", type=Path, default=FOLDER)

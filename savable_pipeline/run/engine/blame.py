@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.transport.status_page import WorkerStatus
+from savable_pipeline.run.engine.messages import WorkerStatus
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 

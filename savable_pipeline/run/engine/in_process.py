@@ -7,7 +7,7 @@ from typing import NamedTuple
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.last_look import tell
+from savable_pipeline.run.engine.last_look import log_fault
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.remaking import remade
 from savable_pipeline.stages.pipeline import seeded_kinds
@@ -24,13 +24,12 @@ class Ticket(NamedTuple):
 class InProcess:
     """Makes the same batches as workers would, and leaves the trainer's global generators untouched."""
 
-    pids: tuple[int, ...] = ()
     ready = viewed = restarts = moves = 0
 
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner
         self._seeded: set[str] | None = None  # the global generators that the encoders seed
-        self.fault = ""  # of batches that were given, found when it was closed
+        self.fault = ""  # of delivered batches, found when it was closed
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> Ticket:
         """Request the next batch of a lane whose position is `state`."""
@@ -39,7 +38,7 @@ class InProcess:
     def answer(self, ticket: Ticket) -> Delivery:
         """Make the batch of a request. Raises what the lane's stages raise."""
         lane, state, want = ticket
-        live = self._runner.holds(lane, state)
+        live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
             self._seeded = seeded_kinds(live)
         # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.
@@ -50,20 +49,20 @@ class InProcess:
         """Drop the lanes: new requests begin at the states that come with them."""
         self._runner.forget()
 
-    def verify_given(self) -> None:
-        """Look at the shards. Raises `ShardError` if one has changed that batches already given may be made of."""
-        self._runner.verify_given()
+    def verify_delivered(self) -> None:
+        """Look at the shards. Raises `ShardError` if one has changed that delivered batches may be made of."""
+        self._runner.verify_delivered()
 
-    look = verify_given
+    look = verify_delivered
     """See `Pool.look`."""
 
     def close(self) -> None:
         """Drop the lanes, after a last look at the shards."""
         try:
-            self.verify_given()
+            self.verify_delivered()
         except SavableError as error:
             self.fault = str(error)
         finally:
             self.restart()
         if self.fault:  # here the error under way is another one
-            tell(self.fault)
+            log_fault(self.fault)

@@ -15,13 +15,13 @@ from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.run.engine.messages import Delivery, MadeOf, RequestKind
+from savable_pipeline.run.engine.messages import Delivery, LaneJob, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.in_vain import InVain, with_counts
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.pipeline import PipelineFunction, upstream
+from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import BatchStage, Stage
 
 _WATCH_S = 0.25
@@ -56,28 +56,20 @@ class LaneRunner:
 
     A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
     Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run; those of a dataset opened for the first time are added. With `refs`, batches come with their refs.
+    the run; those of a dataset opened for the first time are added.
     """
 
     def __init__(
         self,
-        pipeline: PipelineFunction,
+        job: LaneJob,
         *,
-        seed: int,
-        lanes: int,
         shared: dict[Any, Any],
         status: memoryview | None = None,
-        pad: bool = False,
-        refs: bool = False,
         pinned: PinnedShards | None = None,
     ) -> None:
-        self._pipeline = pipeline
-        self._seed = seed
-        self._lanes = lanes
+        self._job = job
         self._shared = shared
         self._status = status
-        self._pad = pad
-        self._refs = refs
         self._pinned: PinnedShards = {} if pinned is None else pinned
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
@@ -98,12 +90,12 @@ class LaneRunner:
         """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
         built = Lane(
             lane,
-            self._lanes,
-            self._seed,
+            self._job.lanes,
+            self._job.seed,
             epoch=epoch,
             shared=self._shared,
             status=self._status,
-            pad=self._pad,
+            pad=self._job.pad,
             growth=growth,
             cuts=cuts,
             subset_order=subset_order,
@@ -111,7 +103,7 @@ class LaneRunner:
             pinned=self._pinned,
             decisions=decisions,
         )
-        stage = self._pipeline(built)
+        stage = self._job.pipeline(built)
         _check_last(stage, built)
         return stage, built
 
@@ -143,11 +135,11 @@ class LaneRunner:
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
-        given = None if dry or want == "skip" else batch
-        made_of = MadeOf.of(ref, type(live.stage).__name__) if self._refs and want == "batch" else None
+        batch = None if dry or want == "skip" else batch
+        made_of = MadeOf.of(ref, type(live.stage).__name__) if self._job.refs and want == "batch" else None
         if made_of is not None and self._made == 1:
             _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
-        return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
 
     def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:
         """The stages of a lane beside the one that may run here, at its first batch."""
@@ -167,26 +159,26 @@ class LaneRunner:
         batch = None if want == "peek" else self._next(live, want)
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
-        if batch is _DRY and self._pad:
+        if batch is _DRY and self._job.pad:
             batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1
         for stage in live.stages:
-            stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
+            stage.verify(max(0, live.batches - 1) * self._job.lanes + live.lane.index)
         if not more:
-            self.verify_given()
+            self.verify_delivered()
         live.lane.unused = 0
         live.state = self._save(live, more)
         return batch, ref, more
 
-    def verify_given(self) -> None:
-        """Raise `ShardError` if data changed that batches given since the last look may be made of.
+    def verify_delivered(self) -> None:
+        """Raise `ShardError` if data changed that batches delivered since the last look may be made of.
 
         Another thread may run lanes meanwhile.
         """
         for store in list(self._stores.values()):
             store.verify_given()
 
-    def holds(self, lane: int, state: bytes) -> Stage | None:
+    def at_position(self, lane: int, state: bytes) -> Stage | None:
         """The last stage of a lane, if it runs here and its position is `state`; else None."""
         live = self._live.get(lane)
         return live.stage if live is not None and live.state is state else None

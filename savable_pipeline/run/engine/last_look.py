@@ -13,11 +13,11 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.transport.status_page import StatusPage
 
 log = logging.getLogger(__name__)
 
@@ -25,39 +25,34 @@ T = TypeVar("T")
 _IDLE_S = 1.0
 
 
-def tell(fault: str) -> None:
+def log_fault(fault: str) -> None:
     """Log what a last look has found, unless the error being raised says it."""
-    if not is_told():
+    if not is_raised():
         log.error("%s", fault)
 
 
-def is_told() -> bool:
+def is_raised() -> bool:
     """Whether an error is being raised that says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
 
 
 class LastLook:
-    """In a worker: looks at the shards of its lanes in any thread, one at a time."""
+    """In a worker: looks at the shards of its lanes in any thread, one at a time, and reports what is wrong."""
 
-    def __init__(self, status: StatusPage) -> None:
+    def __init__(self, report: Callable[[str], object]) -> None:
         self.runner: LaneRunner | None = None  # until the worker has one
-        self._status = status
+        self._report = report
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report on the status page if batches already given are of shards that changed."""
+        """Report if delivered batches are of shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
-                    self.runner.verify_given()
+                    self.runner.verify_delivered()
             except Exception as error:
-                self._status.report(str(error))
-
-    def answer(self) -> None:
-        """Look, and report that it is done."""
-        self.look()
-        self._status.looked()
+                self._report(str(error))
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
         """The next request; if none arrives for a second, look meanwhile."""

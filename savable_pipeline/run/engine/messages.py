@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -17,9 +17,6 @@ from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef, batch_rows
 from savable_pipeline.stages.pipeline import PipelineFunction
-
-STARTED = 0  # the ticket of a worker's first message
-LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
 """"batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it. "again": make an
@@ -41,15 +38,25 @@ class LaneJob:
 class Request(msgspec.Struct, frozen=True):
     """A request to a worker, for a lane that is first restored from `state` unless that is None.
 
-    `forget`: lanes that the worker may drop. `avoid`: index and epoch of samples that the lane must leave out.
+    `number`: 1, 2, … on its connection; the answer bears it too. `forget`: lanes that the worker may drop. `avoid`:
+    index and epoch of samples that the lane must leave out.
     """
 
-    ticket: int
+    number: int
     lane: int
     state: bytes | None
     want: RequestKind
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
+
+
+class WorkerStatus(NamedTuple):
+    """A worker's current stage, by its depth; sample, by index and epoch; and request. None: not recorded."""
+
+    depth: int | None
+    sample: int | None
+    epoch: int
+    request: int
 
 
 @dataclass(frozen=True, slots=True)

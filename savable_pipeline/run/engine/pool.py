@@ -10,42 +10,69 @@ goes with the request. So no request waits while a worker is free, whatever the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
-import select
-import signal
 import textwrap
-import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.blame import can_skip, where
-from savable_pipeline.run.engine.last_look import tell
-from savable_pipeline.run.engine.launchers import EXIT_WAIT_S, Launcher, wait_until_ended
-from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request, RequestKind
-from savable_pipeline.run.engine.sealed_job import NOT_IMPORTED, UNGUARDED, UNGUARDED_CODE
-from savable_pipeline.run.engine.worker_handle import LaneAssignment, PendingRequest, WorkerHandle
-from savable_pipeline.run.engine.worker_main import answer_request
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host
+from savable_pipeline.run.engine.last_look import log_fault
+from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.transport.status_page import STACK_SIGNAL, WorkerStatus
+from savable_pipeline.run.transport.channel import InOrder
 from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
 RESTARTS_OVER_ONE = 3  # restarts because of the same sample, or in a row before a worker has started
 _START_S = 300.0  # timeout for a worker's start, with the imports of the user's modules
-_STACK_S = 1.0  # timeout for a hanging worker to write its stack
 _LOOK_S = 5.0  # timeout for workers to look at their shards
 _LOOK_STEP_S = 0.001  # between two looks at whether they have
 _MOVE_S = 0.002  # estimated time to build and restore a lane
 
 
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request that has not been answered."""
+
+    ticket: int
+    lane: int
+    want: RequestKind
+
+
+@dataclass(slots=True)
+class LaneAssignment:
+    """A lane: the state that came with its last batch, and the worker that runs it."""
+
+    state: bytes
+    worker: PoolWorker | None = None
+    sent: int = 0  # requests in that worker's queue
+    rebuild_s: float = 0.0
+    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to leave out that are not in `state` yet
+
+
+@dataclass(slots=True, eq=False)
+class PoolWorker:
+    """What the pool keeps of a worker beside its connection."""
+
+    connection: Connection
+    since: float  # the time of its last answer, or of a request to it when it was idle
+    started: bool = False
+    requests: deque[PendingRequest] = field(default_factory=deque)  # sent to it and not answered yet, in order
+    sent: int = 0  # requests in all
+    answers: InOrder[Answer] = field(default_factory=InOrder)
+    forget: list[int] = field(default_factory=list)  # lanes that have moved to another worker
+    hung: str = ""  # if it was killed because of the timeout: a text that says so
+    stack: str = ""
+
+
 class Pool:
-    """Worker processes, and the requests to them.
+    """Workers, and the requests to them.
 
     A worker that dies, or takes longer than `timeout` seconds over a batch, is replaced: its lanes are restored from
     the states that came with their last batches, and its open requests are sent again. This happens up to 3 times for
@@ -55,14 +82,14 @@ class Pool:
 
     def __init__(
         self,
-        launcher: Launcher,
+        host: Host,
         workers: Workers,
         last_stage: Stage,
         pinned: PinnedShards,
         *,
         restarts: int,
     ) -> None:
-        self._launcher = launcher
+        self._host = host
         self._depth = workers.prefetch
         self._timeout = workers.timeout
         self._max_restarts = workers.max_restarts
@@ -78,10 +105,8 @@ class Pool:
         self._batch_s = 0.0  # average time to make a batch
         self.restarts = restarts  # in the run so far, with those of earlier pools
         self.moves = 0
-        self._workers: list[WorkerHandle] = []
-        self._by_number: dict[int, WorkerHandle] = {}
-        self._started = 0
-        self.fault = ""  # of batches that were given, which a worker reported that has ended since
+        self._workers: list[PoolWorker] = []
+        self.fault = ""  # of delivered batches, which a worker reported that has ended since
         try:
             for _ in range(workers.count or 0):
                 self._workers.append(self._new_worker())
@@ -89,16 +114,8 @@ class Pool:
             self.close()
             raise
 
-    def _new_worker(self) -> WorkerHandle:
-        self._started += 1
-        worker = WorkerHandle(self._started, self._launcher, self._pinned)
-        self._by_number[worker.number] = worker
-        return worker
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers that have started."""
-        return [worker.pid for worker in self._workers if worker.pid]
+    def _new_worker(self) -> PoolWorker:
+        return PoolWorker(self._host.begin(self._pinned), self._host.now())
 
     @property
     def ready(self) -> int:
@@ -107,8 +124,8 @@ class Pool:
 
     @property
     def viewed(self) -> int:
-        """The number of batches in shared memory that are viewed in this process: ready, or held by the trainer."""
-        return sum(worker.segments.viewed for worker in self._workers)
+        """The number of batches in workers' memory that are viewed in this process: ready, or kept by the trainer."""
+        return sum(worker.connection.viewed for worker in self._workers)
 
     # Requests.
 
@@ -141,47 +158,46 @@ class Pool:
                 self._send(request, worker)
         self._waiting = left
 
-    def _choose(self, lane: LaneAssignment) -> WorkerHandle | None:
+    def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
         """The worker that could begin a batch of this lane first; None if its queue is full."""
-        if lane.sent:  # only the holder has the state after the batches that are under way
-            assert lane.holder is not None
-            return lane.holder if len(lane.holder.requests) < self._depth else None
+        if lane.sent:  # only its worker has the state after the batches that are under way
+            assert lane.worker is not None
+            return lane.worker if len(lane.worker.requests) < self._depth else None
 
-        def begins(worker: WorkerHandle) -> tuple[float, bool, int]:
+        def begins(worker: PoolWorker) -> tuple[float, bool, int]:
             busy = len(worker.requests) * self._batch_s
             if worker.requests:
-                busy -= min(time.monotonic() - worker.since, self._batch_s)
-            comes = lane.holder is not None and worker is not lane.holder
+                busy -= min(self._host.now() - worker.since, self._batch_s)
+            comes = lane.worker is not None and worker is not lane.worker
             return busy + (_MOVE_S + lane.rebuild_s if comes else 0.0), comes, len(worker.requests)
 
         first = min(self._workers, key=begins)
         return first if len(first.requests) < self._depth else None
 
-    def _send(self, request: PendingRequest, worker: WorkerHandle) -> None:
+    def _send(self, request: PendingRequest, worker: PoolWorker) -> None:
         lane = self._lanes[request.lane]
         state = None
-        if worker is not lane.holder:
+        if worker is not lane.worker:
             state = lane.state
-            if lane.holder is not None:
-                lane.holder.forget.append(request.lane)
+            if lane.worker is not None:
+                lane.worker.forget.append(request.lane)
                 self.moves += 1
-            lane.holder = worker
+            lane.worker = worker
         if not worker.requests:
-            worker.since = time.monotonic()
+            worker.since = self._host.now()
         lane.sent += 1
+        worker.sent += 1
         worker.requests.append(request)
-        held = {other for other in worker.forget if (at := self._lanes.get(other)) and at.holder is worker}
-        forget = tuple(other for other in worker.forget if other not in held)
+        back = {other for other in worker.forget if (at := self._lanes.get(other)) and at.worker is worker}
+        forget = tuple(other for other in worker.forget if other not in back)
         worker.forget.clear()
-        message = Request(request.ticket, request.lane, state, request.want, forget, tuple(lane.avoid))
-        with contextlib.suppress(OSError):  # raised if the worker is dead, which `_hear` will notice
-            worker.channel.send(pickle.dumps(message, protocol=5))
+        worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, tuple(lane.avoid)))
 
     def restart(self) -> None:
         """Forget all requests: answers that still arrive are dropped, and lanes begin at the states of new requests."""
         for number, lane in self._lanes.items():
-            if lane.holder is not None:
-                lane.holder.forget.append(number)
+            if lane.worker is not None:
+                lane.worker.forget.append(number)
         self._waiting, self._ready, self._requests, self._lanes = [], {}, {}, {}
 
     # Answers.
@@ -190,182 +206,170 @@ class Pool:
         """Wait for the answer to the request `ticket`. Raises the library's error of the worker, or `WorkerError`."""
         self._check_process()
         self._hear(0.0)
-        waiting_since = time.monotonic()
+        waiting_since = self._host.now()
         while ticket not in self._ready:
             self._hear(self._see_to_hanging(waiting_since))
-        self.verify_given()
+        self.verify_delivered()
         found = self._ready.pop(ticket)
         if isinstance(found, Failure):
             raise found.raised()
         return found
 
-    def verify_given(self) -> None:
-        """Raise `ShardError` if a worker has reported that a shard of given batches changed. Asks no worker."""
+    def verify_delivered(self) -> None:
+        """Raise `ShardError` if a worker has reported that a shard of delivered batches changed. Asks no worker."""
         fault = self._reported()
         if fault:
             raise ShardError(fault, reason="changed shard")
 
     def look(self) -> None:
-        """Make the workers look at their shards, and wait a few seconds at most. Raises as `verify_given`."""
+        """Make the workers look at their shards, and wait a few seconds at most. Raises as `verify_delivered`."""
         self._check_process()
-        asked = [(worker, worker.status, worker.status.looks) for worker in self._workers if worker.pid]
-        for worker, _, _ in asked:
-            with contextlib.suppress(OSError):  # as in `_send`
-                worker.channel.send(LOOK)
-        deadline = time.monotonic() + _LOOK_S
-        while any(
-            worker in self._workers and not worker.gone and status.looks == before for worker, status, before in asked
-        ):
-            if time.monotonic() > deadline:
+        asked = [worker for worker in self._workers if worker.started]
+        for worker in asked:
+            worker.connection.look()
+        deadline = self._host.now() + _LOOK_S
+        while any(worker in self._workers and not worker.connection.has_looked() for worker in asked):
+            if self._host.now() > deadline:
                 break  # it still looks when it ends
             self._hear(_LOOK_STEP_S)
-        self.verify_given()
+        self.verify_delivered()
 
     def _reported(self) -> str:
-        return self.fault or next(filter(None, (worker.status.reported() for worker in self._workers)), "")
+        return self.fault or next(filter(None, [worker.connection.fault() for worker in self._workers]), "")
 
     def _hear(self, seconds: float) -> None:
         """Wait up to `seconds` for answers and ends of workers, handle them, and send waiting requests."""
-        poll = select.poll()
-        self._launcher.watch(poll)
-        for worker in self._workers:
-            if not worker.gone:
-                worker.channel.watch(poll)
-        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
-        if not ready:
-            return
-        ended = ready.difference(worker.channel.fileno() for worker in self._workers)  # the launcher has news
-        for worker in self._workers:
-            if worker.channel.fileno() in ready and not self._take(worker):
-                worker.gone = True  # it has closed its end of the channel: kill it, in case it still lives
-                self._launcher.signal(worker.number, signal.SIGKILL)
-        if ended:
-            self._see_to_ended()
-        self._assign()
+        heard, ended = self._host.wait(seconds)
+        if heard or ended:
+            for worker in self._workers:
+                if worker.connection in heard:
+                    self._take(worker)
+            if ended:
+                self._see_to_ended(ended)
+            self._assign()
 
-    def _take(self, worker: WorkerHandle) -> bool:
-        """Take the answers that a worker has sent; False if its end of the channel is closed."""
+    def _take(self, worker: PoolWorker) -> bool:
+        """Take the answers that a worker has sent; False if there were none."""
         try:
-            worker.channel.flush()
-            answers = worker.receive()
-        except (EOFError, OSError):
+            received = worker.connection.receive()
+        except EOFError:
+            worker.connection.kill()  # in case it still lives
             return False
-        for ticket, found in answers:
-            worker.since = time.monotonic()
-            if isinstance(found, Failure) and ticket == STARTED and found.error is not None:
-                raise found.error
-            if ticket == STARTED:
-                worker.pid = found
+        for number, answer in received:
+            if number != STARTED:
+                for found in worker.answers.due(number, answer):
+                    self._answered(worker, found)
+            elif isinstance(answer, Failure) and answer.error is not None:
+                raise answer.error
+            elif not worker.started:
+                worker.started, worker.since = True, self._host.now()
                 del self._deaths_over["start"]  # only deaths in a row before a start count
-                continue
-            request = worker.requests.popleft()
-            assert request.ticket == ticket
-            if self._requests.pop(ticket, None) is None:  # of a pass that is over
-                continue
-            self._ready[ticket] = found
-            lane = self._lanes[request.lane]
-            lane.sent -= 1
-            if request.want == "again":  # each has a lane of its own
-                del self._lanes[request.lane]
-            if isinstance(found, Delivery):
-                lane.state, lane.rebuild_s = found.state, found.rebuild_s
-                lane.avoid.clear()
-                self._batch_s += (found.seconds - self._batch_s) / 8 if self._batch_s else found.seconds
-        return True
+        return bool(received)
+
+    def _answered(self, worker: PoolWorker, found: Any) -> None:
+        worker.since = self._host.now()
+        request = worker.requests.popleft()
+        if self._requests.pop(request.ticket, None) is None:  # of a pass that is over
+            return
+        self._ready[request.ticket] = found
+        lane = self._lanes[request.lane]
+        lane.sent -= 1
+        if request.want == "again":  # each has a lane of its own
+            del self._lanes[request.lane]
+        if isinstance(found, Delivery):
+            lane.state, lane.rebuild_s = found.state, found.rebuild_s
+            lane.avoid.clear()
+            self._batch_s += (found.seconds - self._batch_s) / 8 if self._batch_s else found.seconds
 
     # Workers that die or hang.
 
-    def _see_to_ended(self) -> None:
-        not_started: set[int] = set()  # the exit codes of those that would end so again
-        ended = [(self._by_number.pop(number, None), code) for number, code in self._launcher.ended()]
-        for worker, code in ended:  # all are noted by now: whatever is raised here, `close` waits for none of them
-            if worker is not None:
-                while worker.channel.has_come() and self._take(worker):
-                    pass  # take the answers it sent before it died
-                if code > 0 and not worker.pid:
-                    not_started.add(code)
-                    continue
-                how = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                self._replace(worker, worker.hung or how)
-        if not_started:
-            raise WorkerError(UNGUARDED if UNGUARDED_CODE in not_started else NOT_IMPORTED)
+    def _see_to_ended(self, ended: list[Ended]) -> None:
+        refused = None
+        for worker in list(self._workers):
+            found = next((each for each in ended if each.worker is worker.connection), None)
+            if found is None:
+                continue
+            while self._take(worker):
+                pass  # take the answers it sent before it died
+            refused = refused or found.error
+            if found.error is None:
+                self._replace(worker, worker.hung or found.how)
+        if refused is not None:
+            raise refused
 
     def _see_to_hanging(self, waiting_since: float) -> float:
         """Kill workers that exceed the timeout; return the seconds until the next one could.
 
-        Time before `waiting_since` does not count. Raises `WorkerError` if a worker has not started in 300 s.
+        Time before `waiting_since` does not count. Raises `WorkerError` for a worker that has not started in 300 s, or
+        that hangs and cannot be killed.
         """
-        self._launcher.check()
-        now = time.monotonic()
-        soonest = min(self._timeout, EXIT_WAIT_S)
+        now = self._host.now()
+        soonest = min(self._timeout, END_WAIT_S)
         for worker in list(self._workers):
-            if worker.hung and now - worker.since > EXIT_WAIT_S:  # SIGKILL does not end it: it hangs in a system call
-                del self._by_number[worker.number]
+            if worker.hung and now - worker.since > END_WAIT_S:  # SIGKILL does not end it: it hangs in a system call
                 self._replace(worker, worker.hung)
-            if (worker.pid and not worker.requests) or worker.hung:
+            if (worker.started and not worker.requests) or worker.hung:
                 continue
-            limit = self._timeout if worker.pid else _START_S
+            limit = self._timeout if worker.started else _START_S
             left = limit - (now - max(worker.since, waiting_since))
             if left > 0:
                 soonest = min(soonest, left)
-            elif worker.pid:
-                self._ask_stack(worker)
-                worker.hung = f"gave no batch in {limit:g} s and was killed"
-                worker.since = now
-                self._launcher.signal(worker.number, signal.SIGKILL)
-            else:
+            elif not worker.started:
                 raise WorkerError(
                     f"a worker has not started in {limit:g} s: look for slow or blocking code that runs when the "
                     "pipeline's modules are imported"
                 )
+            else:
+                self._end_hanging(worker, f"gave no batch in {limit:g} s")
         return soonest
 
-    def _ask_stack(self, worker: WorkerHandle) -> None:
-        """Signal a hanging worker to write its stack to its status page, and wait up to a second for it."""
-        self._launcher.signal(worker.number, STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_S
-        while time.monotonic() < deadline:
-            time.sleep(0.02)
-            if "File" in (stack := worker.status.new_stack(answer_request.__name__)):
-                worker.stack = stack
-                return
+    def _end_hanging(self, worker: PoolWorker, how: str) -> None:
+        worker.stack = worker.connection.stack()
+        worker.since = self._host.now()
+        if not worker.connection.kill():
+            message, stack = self._last_of(worker, how)[-1], _indented(worker.stack)
+            raise WorkerError(
+                f"{message}: it cannot be ended, as a process can, and goes on beside what comes next. The loader's "
+                f"state is whole: save it, or continue with other workers{stack}"
+            )
+        worker.hung = f"{how} and was killed"
 
-    def _replace(self, worker: WorkerHandle, how: str) -> None:
-        """Start another worker in place of one that ended, and send its requests again.
+    def _last_of(self, worker: PoolWorker, how: str) -> tuple[Any, str]:
+        """What a worker's end is blamed on, a status if it was at a batch; and a message that says how and where."""
+        status = worker.connection.working_on()
+        if worker.requests and status.request == worker.answers.next:
+            first = worker.requests[0]
+            blamed: Any = status._replace(request=first.ticket)  # the same on each worker that gets the request
+            doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"
+        else:
+            blamed = None if worker.started else "start"
+            doing = "between two batches" if worker.started else "before it had started"
+        return blamed, f"worker {self._workers.index(worker)} ({worker.connection.name}) {how}, {doing}"
+
+    def _replace(self, worker: PoolWorker, how: str) -> None:
+        """Begin another worker in place of one that ended, and send its requests again.
 
         Raises `WorkerError` if workers have been replaced too often.
         """
-        status = worker.status.read()
-        first = worker.requests[0] if worker.requests else None
-        if first is not None and status.ticket == first.ticket:
-            blamed: Any = status
-            doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"
-        else:
-            blamed = "start" if not worker.pid else None
-            doing = "before it had started" if not worker.pid else "between two batches"
-        message = f"worker {self._workers.index(worker)} (process {worker.pid}) {how}, {doing}"
-        stack = worker.stack or worker.status.new_stack(answer_request.__name__)
+        blamed, message = self._last_of(worker, how)
+        stack = _indented(worker.stack or worker.connection.stack())
         self.fault = self._reported()
-        worker.close()
+        worker.connection.close()
         self.restarts += 1
         self._deaths_over[blamed] += 1
-        if blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE:
-            raise WorkerError(
-                f"{message}: worker number {self._deaths_over[blamed]} in a row to do so. The loader's state is whole: "
-                f"save it or continue{_indented(stack)}"
-            )
+        deaths, end = self._deaths_over[blamed], f"The loader's state is whole: save it or continue{stack}"
+        if blamed == "start" and deaths > RESTARTS_OVER_ONE:
+            raise WorkerError(f"{message}: worker number {deaths} in a row to do so. {end}")
         if self.restarts > self._max_restarts:
-            raise WorkerError(
-                f"{message}: worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}. The "
-                f"loader's state is whole: save it or continue{_indented(stack)}"
-            )
-        log.warning("%s: replaced, restart %d of %d%s", message, self.restarts, self._max_restarts, _indented(stack))
+            limit = f"worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}"
+            raise WorkerError(f"{message}: {limit}. {end}")
+        log.warning("%s: replaced, restart %d of %d%s", message, self.restarts, self._max_restarts, stack)
         for lane in self._lanes.values():
-            if lane.holder is worker:
-                lane.holder, lane.sent = None, 0
-        wanted = first is not None and first.ticket in self._requests
-        if first is not None and wanted and blamed is status and self._deaths_over[status] > RESTARTS_OVER_ONE:
-            self._give_up(first, status, f"{message}: death {self._deaths_over[status]} there{_indented(stack)}")
+            if lane.worker is worker:
+                lane.worker, lane.sent = None, 0
+        wanted = worker.requests and worker.requests[0].ticket in self._requests
+        if wanted and isinstance(blamed, WorkerStatus) and deaths > RESTARTS_OVER_ONE:
+            self._give_up(worker.requests[0], blamed, f"{message}: death {deaths} there{stack}")
         again = [request for request in worker.requests if request.ticket in self._requests]
         self._waiting = sorted([*again, *self._waiting], key=lambda request: request.ticket)
         self._workers[self._workers.index(worker)] = self._new_worker()
@@ -389,19 +393,16 @@ class Pool:
 
         Safe to call twice; in a forked child it only closes the inherited descriptors.
         """
-        for worker in self._workers:
-            worker.channel.close()
         try:
-            if os.getpid() == self._owner and self._by_number:
-                looking = {worker.number for worker in self._workers if worker.pid and not worker.hung}
-                wait_until_ended(self._launcher, set(self._by_number), looking)
+            if os.getpid() == self._owner and self._workers:
+                self._host.end_workers()
         finally:
             if fault := self._reported():
                 self.fault = fault
-                tell(fault)
+                log_fault(fault)
             for worker in self._workers:
-                worker.close()
-            self._workers, self._by_number = [], {}
+                worker.connection.close()
+            self._workers = []
 
 
 def _indented(stack: str) -> str:

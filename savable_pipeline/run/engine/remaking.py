@@ -69,7 +69,7 @@ def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
             f"{where}, cannot be made again ({type(error).__name__}: {error}): it is damaged, or fetch of a stage of "
             "your own does not take its ref; use another copy of the checkpoint"
         ) from error
-    left = {row: ref for place, (row, ref) in enumerate(left.items()) if place not in lost}
+    left = {row: ref for at, (row, ref) in enumerate(left.items()) if at not in lost}
     if type(batch) is Skip or not left:
         return _filler(last)
     return batch, (*number, *left.values()), tuple(left)

@@ -1,12 +1,11 @@
 """The main function of a worker process: it runs lanes and answers requests for batches, in the order of their arrival.
 
-    trainer ── Request ──▶ worker
-            ◀── (ticket, Delivery) or (ticket, Failure) ──     the first, with ticket 0, is the worker's process id,
-                                                               or the reason why it cannot start
+    trainer ── the run's shards, and a status page; then Requests ──▶ worker
+            ◀── (STARTED, its process id), or the reason why it cannot; then (number, Delivery or Failure), … ──
 
-A request names a lane, and brings the lane's state if the worker does not hold the lane at its last position. A large
-answer is written to shared memory (transport/segments.py), and the message only says where. A thread receives requests
-all the time, and ends the process when the trainer has ended, after a last look at the shards (last_look.py).
+A request names a lane, and brings the lane's state if the worker does not run the lane at its last position. A thread
+receives requests all the time, and ends the process when the trainer has ended, after a last look at the shards
+(last_look.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -30,29 +28,29 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.parent_watch import poll_while_parent_lives
 from savable_pipeline.core.replaceable import become_replaced
 from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.connection import STARTED
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.last_look import LastLook
-from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request
+from savable_pipeline.run.engine.messages import Delivery, Failure, Request
 from savable_pipeline.run.engine.remaking import remade
 from savable_pipeline.run.engine.sealed_job import SealedJob
-from savable_pipeline.run.transport import batch_pickle as wire
-from savable_pipeline.run.transport.channel import Channel
-from savable_pipeline.run.transport.segments import SegmentWriter
-from savable_pipeline.run.transport.status_page import StatusPage
+from savable_pipeline.run.engine.shared_batches import AnswerSender
+from savable_pipeline.run.transport.channel import Channel, InOrder
+from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 from savable_pipeline.stages.batch_samples import BatchSamples
 
-_INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
+LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedShards:
-    """The files that a fork server has opened for its workers, and the shards that it found."""
+    """The files that a zygote has opened for its workers, and the shards that it found."""
 
     shared: dict[Any, Any] = field(default_factory=dict)
     pinned: PinnedShards = field(default_factory=dict)
 
     def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
-        """`shared`; empty if the server, which opened before or after the trainer, found other shards."""
+        """`shared`; empty if the zygote, which opened before or after the trainer, found other shards."""
         same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
         return self.shared if same else {}
 
@@ -65,13 +63,13 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     be_quiet()
     become_replaced()
     channel = Channel(end, waits=True)
-    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    requests = Inbox()
     last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
-        last_look = LastLook(status)
-        threading.Thread(target=_listen, args=(channel, requests, parent, last_look), daemon=True).start()
-        answers = _Answers(channel)
+        last_look = LastLook(status.report)
+        threading.Thread(target=_listen, args=(channel, requests, parent, last_look, status), daemon=True).start()
+        answers = AnswerSender(channel)
         batch_memory.use(answers.segments)
         try:
             job = sealed.open()
@@ -81,29 +79,35 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         be_quiet()  # the main module may have set handlers of its own
         answers.send(STARTED, os.getpid())
         runner = last_look.runner = LaneRunner(
-            job.pipeline,
-            seed=job.seed,
-            lanes=job.lanes,
-            pad=job.pad,
-            refs=job.refs,
-            shared=opened.usable(pinned) if opened else {},
-            status=status.words,
-            pinned=pinned,
+            job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
-            request = last_look.next_of(requests)
-            status.begin(request.ticket)
+            request = last_look.next_of(requests.queue)
+            begin_request(status.words, request.number)
             answers.segments.begin()
-            answers.send(request.ticket, answer_request(runner, request))
+            be_one_thread()
+            answers.send(request.number, answer_request(runner, request))
     except (EOFError, OSError):  # the trainer has closed its end
         if last_look is not None:
             last_look.end()
         os._exit(0)
 
 
+class Inbox:
+    """The requests that have arrived, in order."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._order: InOrder[Request] = InOrder()
+
+    def put(self, request: Request) -> None:
+        """Take a request that has arrived."""
+        for each in self._order.due(request.number, request):
+            self.queue.put(each)
+
+
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
-    """The requested batch, or the error that its stages raised. `Pool` looks for this name in stacks."""
-    be_one_thread()
+    """The requested batch, or the error that its stages raised. `Connection.stack` looks for this name in stacks."""
     try:
         for lane in request.forget:
             runner.forget(lane)
@@ -132,7 +136,7 @@ def be_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tuple[StatusPage, PinnedShards]:
+def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, PinnedShards]:
     """The status page and the shards of the run, from the trainer's first message.
 
     Requests that arrived with it go into the queue.
@@ -147,7 +151,7 @@ def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tu
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook) -> None:
+def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook, status: StatusPage) -> None:
     """Put requests into the queue; end the process when the trainer closes its end or the parent process ends."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -156,34 +160,9 @@ def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int,
             if ready:
                 for message, _ in channel.receive():
                     if message == LOOK:
-                        last_look.answer()
+                        last_look.look()
+                        status.looked()
                     else:
                         requests.put(pickle.loads(message))
     finally:
         last_look.end()
-
-
-class _Answers:
-    """Sends answers to the trainer: small ones through the socket, large ones through shared memory."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.segments = SegmentWriter()
-
-    def send(self, ticket: int, answer: Delivery | Failure | int) -> None:
-        """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
-        try:
-            body, fd = self._written(answer)
-        except Exception:
-            body, fd = self._written(Failure(None, traceback.format_exc()))
-        self._channel.send(pickle.dumps((ticket, *body), protocol=5), [] if fd is None else [fd])
-        if fd is not None:
-            os.close(fd)
-
-    def _written(self, answer: Delivery | Failure | int) -> tuple[tuple[Any, Any], int | None]:
-        """The answer itself, or its place in shared memory with the segment's descriptor, if that is new."""
-        pieces, buffers = wire.dumps(answer)
-        if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
-            return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
-        segment, fd, dropped, places = self.segments.write(buffers, pieces)
-        return (None, (segment, fd is not None, dropped, places)), fd

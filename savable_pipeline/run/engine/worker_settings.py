@@ -1,4 +1,4 @@
-"""`Workers`: how a loader's worker processes are started, awaited and replaced."""
+"""`Workers`: how a loader's workers are started, awaited and replaced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import multiprocessing
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.engine.process_host import ProcessHost
+from savable_pipeline.run.engine.thread_host import ThreadHost
+
 
 @dataclass(frozen=True)
 class Workers:
-    """The worker processes of a rank, for `SavableLoader(..., workers=)`. None of it changes a batch.
+    """The workers of a rank, for `SavableLoader(..., workers=)`. None of it changes a batch.
 
     Args:
         count: How many, in place of `num_workers=`.
-        start_method: "fork", "forkserver", "spawn" or a context of multiprocessing. None: "fork" if available.
-        timeout: Seconds for a batch before its worker is replaced.
+        start_method: "fork", "forkserver", "spawn" or a context of multiprocessing. None: "fork" if available. Or
+            "thread": threads of this process, for encoders with `global_rng = False`.
+        timeout: Seconds for a batch before its worker is replaced; a thread cannot be, and is an error.
         max_restarts: Workers that may be replaced, in the run so far.
         prefetch: Batches that a worker may be ahead.
 
@@ -39,7 +45,8 @@ class Workers:
             raise ValueError(f"prefetch must be at least 1: {self.prefetch}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
-        self.context()
+        if self.start_method != "thread":
+            self.context()
 
     def context(self) -> BaseContext:
         """How worker processes are started."""
@@ -48,5 +55,13 @@ class Workers:
             return method
         methods = multiprocessing.get_all_start_methods()
         if method is not None and method not in methods:
-            raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}")
+            raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}, and 'thread'")
         return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
+
+    def host(self, job: LaneJob) -> Host:
+        """Return what begins the workers of a loader.
+
+        Args:
+            job: The pipeline and settings of their lanes.
+        """
+        return ThreadHost(job) if self.start_method == "thread" else ProcessHost(job, self.context())

@@ -31,15 +31,7 @@ class LocalLanes:
         self.decisions: Decisions = NOTHING_DECIDED
         self.subset_order: int | None = None  # of the lanes that are looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
-        self.runner = LaneRunner(
-            job.pipeline,
-            seed=job.seed,
-            lanes=job.lanes,
-            pad=job.pad,
-            refs=job.refs,
-            shared=self._shared,
-            pinned=self.pinned,
-        )
+        self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
     def last_stage(self) -> Stage:

@@ -51,7 +51,7 @@ def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot
     for _ in range((slot - before) // start.lanes):
         state = makers.answer(makers.ask(lane, state, "skip")).state
     made = makers.answer(makers.ask(lane, state))
-    last = local.runner.holds(lane, made.state)
+    last = local.runner.at_position(lane, made.state)
     assert last is not None
     _check(BatchSamples.of(made.samples), given)
     return MadeBatch(made.batch, last, given)

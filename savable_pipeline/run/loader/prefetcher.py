@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
+from multiprocessing.util import Finalize
 from typing import Any
 
 from savable_pipeline.errors import ShardError
+from savable_pipeline.run.engine.connection import Host
 from savable_pipeline.run.engine.in_process import InProcess
-from savable_pipeline.run.engine.last_look import is_told
-from savable_pipeline.run.engine.launchers import Launcher, check_picklable, close_with, launcher
+from savable_pipeline.run.engine.last_look import is_raised
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -42,13 +43,13 @@ class Prefetcher:
         self._again: dict[bytes, Any] = {}  # tickets of batches that are made again, by their `Remake`
         self._remakes = 0
         self._requests: deque[Any] = deque()  # tickets of the slots from there on, without the one that was peeked at
-        self._launcher: Launcher | None = None
+        self._host: Host | None = None
         self._makers: Pool | InProcess | None = None
-        self._end_launcher: Callable[[], Any] = _nothing
+        self._end_host: Callable[[], Any] = _nothing
         self._end_makers: Callable[[], Any] = _nothing
         self._restarts = self._moves = 0  # of the pools that are gone
         self._fault = ""  # of batches that were given, as the makers that are gone found at last
-        self._told = False  # whether an error has reported it
+        self._raised = False  # whether an error has reported it
 
     def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
         """Hand out the batch of this rank's next slot, and forget it. Waits for it.
@@ -124,7 +125,7 @@ class Prefetcher:
             raise ShardError(self._fault, reason="changed shard")
         makers = self._makers
         if makers is not None:
-            makers.verify_given()
+            makers.verify_delivered()
 
     def look(self) -> None:
         """The same, once the last batch of a pass is given: workers are asked."""
@@ -197,15 +198,14 @@ class Prefetcher:
                 workers * (self._settings.lanes // own_lanes),
             )
         if workers:
-            check_picklable(self._settings.pipeline, self._settings.workers.context())
-            self.launch()
+            self._begin_host()
 
-    def launch(self) -> Launcher:
-        """Start the process that starts workers: early, before this process has more threads or uses a GPU."""
-        if self._launcher is None:
-            self._launcher = launcher(self._settings.job, self._settings.workers.context())
-            self._end_launcher = close_with(self, self._launcher)
-        return self._launcher
+    def _begin_host(self) -> Host:
+        """Begin what begins workers: early, before this process has more threads or uses a GPU."""
+        if self._host is None:
+            self._host = self._settings.workers.host(self._settings.job)
+            self._end_host = _close_with(self, self._host)
+        return self._host
 
     def _start(self, position: Position) -> Pool | InProcess:
         """The makers of batches, at `position`; started if need be."""
@@ -220,12 +220,12 @@ class Prefetcher:
     def _new_makers(self) -> Pool | InProcess:
         if not self._settings.num_workers:
             in_process = InProcess(self._local.runner)
-            self._end_makers = close_with(self, in_process)
+            self._end_makers = _close_with(self, in_process)
             return in_process
         last_stage = self._local.last_stage  # opens, and on first use indexes, the shards once, before any worker does
         workers = replace(self._settings.workers, count=self._settings.num_workers)
-        pool = Pool(self.launch(), workers, last_stage, self._local.pinned, restarts=self._restarts)
-        self._end_makers = close_with(self, pool)
+        pool = Pool(self._begin_host(), workers, last_stage, self._local.pinned, restarts=self._restarts)
+        self._end_makers = _close_with(self, pool)
         return pool
 
     def restart(self) -> None:
@@ -248,12 +248,12 @@ class Prefetcher:
             self._moves += makers.moves
         end()
         if makers is not None and makers.fault:
-            self._fault, self._told = makers.fault, self._told or is_told()
+            self._fault, self._raised = makers.fault, self._raised or is_raised()
 
     def begin_anew(self) -> None:
         """End the workers; batches given before no longer count."""
         self.reset()
-        self._fault, self._told = "", False
+        self._fault, self._raised = "", False
 
     def close(self) -> str:
         """End the workers and the process that starts them; they start again when needed.
@@ -261,10 +261,10 @@ class Prefetcher:
         Returns what their last look at the shards has found and no error has reported; "" if nothing is wrong.
         """
         self.reset()
-        end = self._end_launcher
-        self._launcher, self._end_launcher = None, _nothing
+        end = self._end_host
+        self._host, self._end_host = None, _nothing
         end()
-        found, self._told = "" if self._told else self._fault, True
+        found, self._raised = "" if self._raised else self._fault, True
         return found
 
     def numbers(self) -> dict[str, int]:
@@ -276,6 +276,16 @@ class Prefetcher:
             "restarts": makers.restarts if makers else self._restarts,
             "moved_lanes": self._moves + (makers.moves if makers else 0),
         }
+
+
+_priority = 100
+
+
+def _close_with(owner: object, closed: Host | Pool | InProcess) -> Any:
+    """Arrange for `closed.close()` when `owner` is garbage-collected, or at exit before Python joins its children."""
+    global _priority
+    _priority += 1  # at exit, the newest is closed first
+    return Finalize(owner, closed.close, exitpriority=_priority)
 
 
 def _nothing() -> None:

@@ -15,10 +15,30 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
 _HEAD = struct.Struct("<II")
 _CHUNK = 1 << 17
 _MOST_DESCRIPTORS = 16  # per read
+
+
+class InOrder(Generic[T]):
+    """Messages numbered 1, 2, … in their order, however they arrive; one that came before is dropped."""
+
+    def __init__(self) -> None:
+        self.next = 1  # the number of the message whose turn it is
+        self._early: dict[int, T] = {}
+
+    def due(self, number: int, message: T) -> list[T]:
+        """The messages whose turn has come with this one."""
+        if number >= self.next:
+            self._early[number] = message
+        found = []
+        while self.next in self._early:
+            found.append(self._early.pop(self.next))
+            self.next += 1
+        return found
 
 
 class Channel:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from savable_pipeline.run.transport.batch_pickle import Buffer
 from savable_pipeline.run.transport.status_page import anonymous_file
 
-Place: TypeAlias = tuple[int, int]  # offset and length in bytes
+Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
 ALIGN = 64
 KEPT = 8  # batches of one worker that the trainer may view at a time; beyond that it gets copies
@@ -36,13 +36,13 @@ _FREE, _IN_USE, _RETIRED = 0, 1, 2
 class WrittenBatch(NamedTuple):
     """The place of a written batch: `fd` is the segment's descriptor if the segment is new, else None.
 
-    `dropped` are the numbers of segments that no longer exist; `places` the offset and length of each buffer.
+    `dropped` are the numbers of segments that no longer exist; `spans` the offset and length of each buffer.
     """
 
     segment: int
     fd: int | None
     dropped: tuple[int, ...]
-    places: list[Place]
+    spans: list[Span]
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
@@ -91,7 +91,7 @@ class SegmentWriter:
         begun.end = _aligned(start + size)
         return memoryview(whole)[start : start + size]  # type: ignore[arg-type]
 
-    def given(self, address: int, size: int) -> memoryview | None:
+    def allocated(self, address: int, size: int) -> memoryview | None:
         """The bytes at an address of this process, if all of them were allocated for the next batch; else None."""
         begun = self._begun
         if begun is None or not ALIGN <= address - begun.address <= begun.end - size:
@@ -115,25 +115,25 @@ class SegmentWriter:
     def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
         """Write bytes (one-dimensional views) to a segment; views of memory from `allocate` are there already.
 
-        `pieces` are written end to end, as the last of the places.
+        `pieces` are written end to end, as the last of the spans.
         """
         begun, self._begun = self._begun, None
-        places, end = _laid_out(views, begun)
+        spans, end = _laid_out(views, begun)
         room = sum(map(len, pieces))
         dropped: tuple[int, ...] = ()
         if begun is not None and end + room > len(self._segments[begun.number]):
             dropped = self._put_back(begun)
             begun = None
-            places, end = _laid_out(views, None)
+            spans, end = _laid_out(views, None)
         self._usual = max(_aligned(end + room) + self._missing, self._usual * 7 // 8)
         self._missing = 0
         if begun is None:
             begun = self._take(end + room)
         segment = self._segments[begun.number]
-        for (offset, length, is_there), view in zip(places, views, strict=True):
+        for (offset, length, is_there), view in zip(spans, views, strict=True):
             if not is_there:
                 segment[offset : offset + length] = view
-        where = [(offset, length) for offset, length, _ in places]
+        where = [(offset, length) for offset, length, _ in spans]
         if pieces:
             where.append((end, room))
         for piece in pieces:
@@ -181,7 +181,7 @@ class SegmentWriter:
 
 def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[tuple[int, int, bool]], int]:
     """For each view its offset, its length, and whether it is already there; and the offset after all views."""
-    places = []
+    spans = []
     end = ALIGN if begun is None else begun.end
     for view in views:
         offset = end
@@ -190,9 +190,9 @@ def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[t
             found = np.frombuffer(view, np.uint8).ctypes.data - begun.address
             is_there = found >= ALIGN and found + len(view) <= begun.end
             offset = found if is_there else end
-        places.append((offset, len(view), is_there))
+        spans.append((offset, len(view), is_there))
         end = max(end, _aligned(offset + len(view)))
-    return places, end
+    return spans, end
 
 
 def _nothing() -> None:
@@ -217,18 +217,18 @@ class SegmentReader:
         """Drop a segment; it is unmapped when no tensor views it any more."""
         del self._segments[number]
 
-    def read(self, number: int, places: list[Place]) -> list[memoryview]:
-        """The bytes at some places of a segment: writable views, or copies if 8 batches are viewed already."""
+    def read(self, number: int, spans: list[Span]) -> list[memoryview]:
+        """The bytes at some spans of a segment: writable views, or copies if 8 batches are viewed already."""
         segment = self._segments[number]
         if self._viewed[0] >= KEPT:
-            view = memoryview(bytearray(segment[: sum(places[-1])]))
+            view = memoryview(bytearray(segment[: sum(spans[-1])]))
             segment[0] = _FREE
         else:
             whole = np.frombuffer(segment, np.uint8)
             self._viewed[0] += 1
             _when_gone(whole, segment, self._viewed)
             view = memoryview(whole)  # type: ignore[arg-type]
-        return [view[offset : offset + length] for offset, length in places]
+        return [view[offset : offset + length] for offset, length in spans]
 
     @property
     def viewed(self) -> int:

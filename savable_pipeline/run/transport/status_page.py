@@ -1,10 +1,10 @@
 """`StatusPage`: memory in which a worker records its current stage and sample, so that a crash can be reported.
 
-    word 0 │ 1     │ 2     │ 3      │ 4      │ 5     │ …     from byte 4096 on: the Python stack, written when the
-    depth  │ index │ epoch │ ticket │ length │ looks │ text     worker crashes or receives STACK_SIGNAL
+    word 0 │ 1     │ 2     │ 3       │ 4      │ 5     │ …     from byte 4096 on: the Python stack, written when the
+    depth  │ index │ epoch │ request │ length │ looks │ text     worker crashes or receives STACK_SIGNAL
 
 `depth` is the number of stages before the one that runs; `index` and `epoch` are the ref of the sample being encoded;
-`ticket` is the number of the request; `text`, of `length` bytes, says what is wrong with batches already given;
+`request` is its number; `text`, of `length` bytes, says what is wrong with batches already given;
 `looks` counts how often the worker has looked for that because it was asked to. The page outlives the worker.
 `faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
@@ -16,7 +16,6 @@ import mmap
 import os
 import signal
 import tempfile
-from typing import NamedTuple
 
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
@@ -24,13 +23,16 @@ _TEXT = 48  # the byte where the text begins
 STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 
-class WorkerStatus(NamedTuple):
-    """A worker's current stage, by its depth; sample, by index and epoch; and request. None: not recorded."""
+def begin_request(words: memoryview, number: int) -> None:
+    """In the worker: clear the words of its status at the start of a request."""
+    words[0] = words[1] = words[2] = NOTHING
+    words[3] = number
 
-    depth: int | None
-    sample: int | None
-    epoch: int
-    ticket: int
+
+def read_status(words: memoryview) -> tuple[int | None, int | None, int, int]:
+    """The stage, by its depth; the sample, by index and epoch; and the request. None: not recorded."""
+    depth, index, epoch, number = words[:4].tolist()
+    return None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, number
 
 
 class StatusPage:
@@ -46,13 +48,8 @@ class StatusPage:
     def make(cls) -> StatusPage:
         """A new, empty page."""
         status = cls(anonymous_file("savable_pipeline status", _PAGE))
-        status.begin(0)
+        begin_request(status.words, 0)
         return status
-
-    def begin(self, ticket: int) -> None:
-        """In the worker: clear the page at the start of a request."""
-        self.words[0] = self.words[1] = self.words[2] = NOTHING
-        self.words[3] = ticket
 
     def write_stacks(self) -> None:
         """In the worker: make `faulthandler` write the Python stack here at a crash, and at STACK_SIGNAL."""
@@ -82,11 +79,6 @@ class StatusPage:
             return self._page[_TEXT : _TEXT + length].decode(errors="ignore") if length else ""
         except ValueError:  # the page was closed meanwhile
             return ""
-
-    def read(self) -> WorkerStatus:
-        """In the trainer: the status that the worker recorded last."""
-        depth, index, epoch, ticket = self.words[:4].tolist()
-        return WorkerStatus(None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, ticket)
 
     def new_stack(self, outermost: str) -> str:
         """In the trainer: the stack, written since the last call, of the thread that runs the function `outermost`."""

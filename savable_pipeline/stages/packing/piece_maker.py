@@ -54,7 +54,8 @@ class PieceMaker:
         self._too_long = too_long
         self._asked = asked  # whether the user said what to do about items that are too long
         self._by_source = SourceCounts(stage.counts)
-        self._share = BudgetShare(stage.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
+        budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
+        self._share = BudgetShare(budget, max_bytes=max_bytes)
 
     @property
     def _packer(self) -> ItemStage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
@@ -54,6 +55,6 @@ class LaneBuilder:
     def build(self, lane: int, lanes: int) -> PathParts:
         """The stages of a fresh lane. Raises what the pipeline raises."""
         settings = self._settings
-        runner = LaneRunner(settings.pipeline, seed=settings.seed, lanes=lanes, pad=settings.pad, shared=self._shared)
+        runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
         with as_in_a_worker(set(KINDS)):
             return PathParts(runner.build(lane, 0, downloads=False)[0])

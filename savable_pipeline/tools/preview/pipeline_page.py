@@ -12,6 +12,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.trace import traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -48,7 +49,7 @@ def preview_pipeline(
         raise ValueError(f"a page shows 1 to {MOST_BATCHES} batches, not {batches}")
     if not 0 <= lane < lanes:
         raise ValueError(f"lane {lane}: a run of {lanes} lanes has 0 to {lanes - 1}")
-    stage, lane_of_run = LaneRunner(pipeline, seed=seed, lanes=lanes, shared={}).build(lane, 0)
+    stage, lane_of_run = LaneRunner(LaneJob(pipeline, seed, lanes), shared={}).build(lane, 0)
     cards = _cards(stage, batches)
     return PipelinePage(_page(stage, lane_of_run, name, cards), cards[-1].fault)
 

@@ -11,6 +11,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import assert_exact_resume
 from savable_pipeline.tools.plan.run_plan import plan_run
@@ -53,7 +54,7 @@ def by_loader(pipeline: Any, workers: int = 0) -> None:
 
 
 def by_runner(pipeline: Any) -> None:
-    runner = LaneRunner(pipeline, seed=7, lanes=4, shared={})
+    runner = LaneRunner(LaneJob(pipeline, 7, 4), shared={})
     for lane in (0, 1):
         runner.build(lane, 0)
 

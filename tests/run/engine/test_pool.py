@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.engine.pool import Pool
-from savable_pipeline.run.engine.worker_handle import LaneAssignment
+from savable_pipeline.run.engine.pool import LaneAssignment, Pool
 from tests.support.processes import descendants, kill, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -38,6 +38,7 @@ def choice(batch_s: float, busy: list[int], *, holder: int | None = None, sent: 
     """The number of the worker that is chosen, of some that have so many requests each."""
     pool = Pool.__new__(Pool)
     pool._depth, pool._batch_s = 2, batch_s
+    pool._host = SimpleNamespace(now=time.monotonic)  # type: ignore[assignment]
     found: Any = [FakeWorker(requests) for requests in busy]
     pool._workers = found
     lane = LaneAssignment(b"", None if holder is None else found[holder], sent, rebuild_s)
@@ -92,7 +93,7 @@ def test_a_worker_forgets_the_lanes_that_have_moved_away(make_shards: Any) -> No
         take(own, 40)
         pool = own._run.prefetcher._makers
         assert isinstance(pool, Pool)
-        held = {lane: state.holder for lane, state in pool._lanes.items()}
+        held = {lane: state.worker for lane, state in pool._lanes.items()}
         told = [number for worker in pool._workers for number in worker.forget if held[number] is worker]
         assert told == [] and sum(len(worker.forget) for worker in pool._workers) < 12
 

@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.engine import launchers, pool
+from savable_pipeline.run.engine import pool, process_host
 from tests.support.toy_faults import number_pipeline
 
 
@@ -54,8 +54,8 @@ def test_a_loader_whose_server_is_stopped_and_whose_workers_are_killed_goes_on_w
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, method: str
 ) -> None:
     if wait_s is not None:
-        monkeypatch.setattr(launchers, "_SILENT_S", wait_s)
-        monkeypatch.setattr(pool, "EXIT_WAIT_S", wait_s)
+        monkeypatch.setattr(process_host, "_SILENT_S", wait_s)
+        monkeypatch.setattr(pool, "END_WAIT_S", wait_s)
     before = set(children(os.getpid()))
     pipeline = partial(number_pipeline, str(make_shards([40])))
     expected = list(islice(sp.SavableLoader(pipeline, seed=1, lanes=4), 30))
@@ -80,8 +80,8 @@ def tracker() -> set[int]:
 def test_a_server_that_is_only_slow_to_begin_is_left_alone(
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "_SILENT_S", 0.05)
-    monkeypatch.setattr(pool, "EXIT_WAIT_S", 0.02)
+    monkeypatch.setattr(process_host, "_SILENT_S", 0.05)
+    monkeypatch.setattr(pool, "END_WAIT_S", 0.02)
     pipeline = partial(slow_to_build, str(make_shards([40])), os.getpid())
     with sp.SavableLoader(pipeline, seed=1, lanes=4, num_workers=1) as loader:
         next(loader)

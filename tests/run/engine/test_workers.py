@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.engine import launchers, pool
+from savable_pipeline.run.engine import pool, process_host
 from savable_pipeline.run.engine import worker_main as worker
+from savable_pipeline.run.engine.connection import Ended
 from tests.support.processes import alive, kill, notice_deaths, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import (
@@ -137,27 +138,27 @@ def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_de
 def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
     faulty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "EXIT_WAIT_S", 0.5)
+    monkeypatch.setattr(process_host, "END_WAIT_S", 0.5)
     own = loader(faulty("none"), 3)
     next(own)
     for pid in workers(own):
         kill(pid)
 
-    server: Any = own._run.prefetcher._launcher
-    ended = server.ended
+    host: Any = own._run.prefetcher._host
+    ended = host.ended
 
-    def all_at_once() -> list[tuple[int, int]]:
+    def all_at_once() -> list[Ended]:
         found = ended()
         while len(found) < 3:
             time.sleep(0.01)
             found += ended()
-        monkeypatch.setattr(server, "ended", ended)
+        monkeypatch.setattr(host, "ended", ended)
         return found  # type: ignore[no-any-return]
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(server, "ended", all_at_once)
+    monkeypatch.setattr(host, "ended", all_at_once)
 
     monkeypatch.setattr(pool.Pool, "_replace", broken)
     with pytest.raises(ZeroDivisionError):
@@ -306,7 +307,7 @@ def test_a_batch_that_takes_long_but_not_too_long_is_no_matter(faulty: Any) -> N
 
 
 def test_stopped_workers_are_killed_when_the_loader_closes(faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "EXIT_WAIT_S", 60.0)
+    monkeypatch.setattr(process_host, "END_WAIT_S", 60.0)
     own = loader(faulty("none"), 4)
     next(own)
     pids = workers(own)
@@ -465,7 +466,8 @@ OURS = tuple(
         "engine/in_process",
         "engine/lane_runner",
         "engine/pool",
-        "engine/launchers",
+        "engine/process_host",
+        "engine/shared_batches",
         "transport/channel",
         "transport/status_page",
     )

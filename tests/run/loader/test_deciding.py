@@ -37,6 +37,7 @@ from savable_pipeline.testing import steps_of_ranks
 from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_numbered_shards
 from tests.support import deciding_ranks
+from tests.support.processes import started
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 4
@@ -194,7 +195,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
             if slot in plan:
                 assert made.decide(**plan[slot]) == slot
             if slot % 9 == 5:
-                pids = made.__savable_run__().prefetcher._makers.pids  # type: ignore[union-attr]
+                pids = started(made)
                 os.kill(pids[slot % len(pids)], signal.SIGKILL)  # one may not have started again
             assert next(made) == batch
     (file,) = tmp_path.glob("*.ledger")

@@ -28,13 +28,13 @@ class Passing:
 
     def __call__(self, *parts: bytes | memoryview, pieces: Sequence[Buffer] = ()) -> list[memoryview]:
         written = self.writer.write([memoryview(part) for part in parts], pieces)
-        self.places = written.places
+        self.spans = written.spans
         for number in written.dropped:
             self.reader.drop(number)
         if written.fd is not None:
             self.made += 1
             self.reader.add(written.segment, written.fd)
-        return self.reader.read(written.segment, written.places)
+        return self.reader.read(written.segment, written.spans)
 
 
 def test_bytes_arrive_in_their_places_and_can_be_written_to() -> None:
@@ -131,7 +131,7 @@ def test_what_is_made_in_the_segment_is_not_copied_and_what_is_not_lies_behind_i
     where = np.frombuffer(part, np.uint8).ctypes.data
     views = passing(b"c" * 1000, part[100:2100], b"d" * 500)
     assert [bytes(view) for view in views] == [b"c" * 1000, b"b" * 2000, b"d" * 500]
-    assert passing.made == 1 and passing.places == [(3072, 1000), (164, 2000), (4096, 500)]
+    assert passing.made == 1 and passing.spans == [(3072, 1000), (164, 2000), (4096, 500)]
     part[100] = ord("x")  # it is the same memory
     assert bytes(views[1][:2]) == b"xb" and where % 64 == 0
 

@@ -1,8 +1,12 @@
-"""The fork server: a process without threads that forks workers and reports how they ended.
+"""The zygote: a process without threads that forks workers and reports how they ended.
 
-trainer ── ("start", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ server
+trainer ── ("begin", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ zygote
         ◀── (OBEYED, 0), for each order ──
         ◀── (number, exit code) ──
+
+It is a fork of the trainer ("fork") or a fresh interpreter. It builds the pipeline once, so that workers share its open
+files and begin in milliseconds; but for "spawn", whose workers are forks of an interpreter that has imported nothing of
+the user's.
 """
 
 from __future__ import annotations
@@ -27,22 +31,24 @@ from savable_pipeline.run.transport.channel import Channel
 OBEYED = 0  # in the place of a worker's number, which is 1 or more
 
 
-def serve(job: SealedJob, end: socket.socket, trainer: int) -> None:
-    """Run the server process until the trainer closes its end of the channel or ends."""
+def serve(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
+    """Run the zygote, to which a channel's end was passed, until the trainer closes the other one or ends."""
     be_quiet()
     be_one_thread()
     gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
-    server = _Server(job, Channel(end, waits=True))
+    zygote = _Zygote(job, Channel(socket.socket(fileno=end), waits=True))
+    if builds:
+        zygote.build()
     try:
-        for ready in poll_while_parent_lives(server.poll, trainer):
-            server.step(ready)
+        for ready in poll_while_parent_lives(zygote.poll, trainer):
+            zygote.step(ready)
     except (EOFError, OSError):
         pass  # the trainer has ended, or has closed its end of the channel
     finally:
-        server.end()
+        zygote.end()
 
 
-class _Server:
+class _Zygote:
     """Forks workers and waits for them."""
 
     def __init__(self, job: SealedJob, channel: Channel) -> None:
@@ -60,15 +66,14 @@ class _Server:
         self.poll = select.poll()
         self.poll.register(channel.fileno(), select.POLLIN)
         self.poll.register(self._woken, select.POLLIN)
-        self._build()
 
-    def _build(self) -> None:
+    def build(self) -> None:
         """Build lane 0, so that all workers inherit its open dataset."""
         with contextlib.suppress(Exception):  # a worker will raise the same error and report it
             job = self._job.open()
             be_quiet()
             shared, pinned = self._opened.shared, self._opened.pinned
-            LaneRunner(job.pipeline, seed=job.seed, lanes=job.lanes, shared=shared, pinned=pinned).build(0, 0)
+            LaneRunner(job, shared=shared, pinned=pinned).build(0, 0)
         gc.freeze()  # what workers share with this process
 
     def step(self, ready: list[tuple[int, int]]) -> None:
@@ -86,13 +91,13 @@ class _Server:
         self._reap()
 
     def _obey(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
-        if order[0] == "start":
+        if order[0] == "begin":
             self._fork(order[1], socket.socket(fileno=descriptors[0]))
         elif order[1] in self._pids:
             os.kill(self._pids[order[1]], order[2])
 
     def _fork(self, number: int, end: socket.socket) -> None:
-        server = os.getpid()
+        zygote = os.getpid()
         pid = os.fork()
         if pid:
             end.close()
@@ -104,7 +109,7 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (self._woken, self._woken_by, *(fd for _, fds in self._orders for fd in fds)):
                 os.close(descriptor)
-            work(self._job, end, server, self._opened)
+            work(self._job, end, zygote, self._opened)
         except SystemExit as exit_:  # raised by an encoder
             code = exit_.code if isinstance(exit_.code, int) else 1
         except BaseException:

@@ -1,0 +1,89 @@
+"""`Connection` and `Host`: how the pool reaches its workers, whatever they are and wherever they run.
+
+    Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker: a host of lanes
+         ◀── (1, Delivery or Failure), … ──      what its answers take with them, a batch's bytes, is the transport's
+
+A connection is one worker from its begin to its end; what replaces it is another connection, so that nothing which an
+old one still sends is ever taken for the new one's. Numbers put messages in order and show what came twice, at both
+ends (`InOrder`). Workers of this machine are processes (process_host.py) or threads (thread_host.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.messages import Delivery, Failure, Request, WorkerStatus
+
+Answer: TypeAlias = "Delivery | Failure | int"
+
+STARTED = 0  # the number of a worker's first message: its process id, or the `Failure` for which it cannot start
+END_WAIT_S = 5.0  # for what takes milliseconds: a last look at the shards, the end of a killed process
+
+
+class Ended(NamedTuple):
+    """A worker's end. `how`: "ended by signal SIGKILL". `error`: set if every other would end likewise."""
+
+    worker: Connection
+    how: str
+    error: WorkerError | None = None
+
+
+class Connection(Protocol):
+    """One worker, as the pool sees it. No method waits, unless it says so."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages: "process 4711"."""
+
+    @property
+    def viewed(self) -> int:
+        """The number of batches whose memory it lends to this process."""
+
+    def send(self, request: Request) -> None:
+        """Send a request; to a worker that is gone this does nothing."""
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """What has arrived, by number: see `STARTED` and `Request.number`. Raises EOFError once nothing more can."""
+
+    def look(self) -> None:
+        """Have the worker look at the shards of its lanes, whatever it is at."""
+
+    def has_looked(self) -> bool:
+        """Whether it has, since `look`."""
+
+    def fault(self) -> str:
+        """What it has reported as wrong with batches that it delivered; "" if nothing. In any thread."""
+
+    def working_on(self) -> WorkerStatus:
+        """What it works on, or worked on when it ended."""
+
+    def stack(self) -> str:
+        """Its Python stack, or that of its crash; "" if there is none. Waits a second for one that hangs."""
+
+    def kill(self) -> bool:
+        """End it without a last look; `Host.wait` says when. False if it cannot be."""
+
+    def close(self) -> None:
+        """Release what this process has of it; if it has not ended, nothing waits for that. Safe to call twice."""
+
+
+class Host(Protocol):
+    """Begins workers, and waits for them."""
+
+    def now(self) -> float:
+        """Seconds on the clock by which it waits."""
+
+    def begin(self, pinned: PinnedShards) -> Connection:
+        """Begin a worker, which is to read these shards."""
+
+    def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:
+        """Wait up to so long for news: the workers from which something can be received, and those that ended."""
+
+    def end_workers(self) -> None:
+        """End all workers, after a last look if they can. Waits; raises `WorkerError` for one that does not end."""
+
+    def close(self) -> Any:
+        """End the workers, and what begins them."""

@@ -1,0 +1,357 @@
+"""`ProcessHost`: workers that are processes of this machine, whatever the start method; and `ProcessConnection`.
+
+    trainer ── begins, early ──▶ zygote ── forks ──▶ worker, worker, …     (zygote.py)
+            ◀────── a channel and a status page each, batches in shared memory ──────▶
+
+The zygote begins when the loader is made: a trainer that may have threads or CUDA is never forked. A zygote that dies,
+or that somebody has stopped, is replaced, and with it all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import time
+from functools import partial
+from multiprocessing.context import BaseContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended
+from savable_pipeline.run.engine.interpreter import begin_interpreter
+from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
+from savable_pipeline.run.engine.sealed_job import (
+    NOT_IMPORTED,
+    PROCESS_NAME,
+    UNGUARDED,
+    UNGUARDED_CODE,
+    SealedJob,
+    check_main_is_guarded,
+)
+from savable_pipeline.run.engine.shared_batches import AnswerReader
+from savable_pipeline.run.engine.worker_main import LOOK, answer_request
+from savable_pipeline.run.engine.zygote import OBEYED, serve
+from savable_pipeline.run.transport.channel import Channel
+from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage, read_status
+from savable_pipeline.stages.mapped_function import LAMBDA
+
+log = logging.getLogger(__name__)
+
+_LARGE_BYTES = 64 << 20  # of a pipeline, from which on it is better made where it is used
+_LOOK_S = 5.0  # for a last look at the shards, which takes milliseconds
+_STACK_S = 1.0  # for a hanging worker to write its stack
+_SILENT_S = 10.0  # after which a zygote that leaves an order unanswered has been stopped
+_GLANCE_S = 5.0  # that count of the time between two looks: the trainer may have been stopped too
+
+
+class ProcessConnection:
+    """A worker process: a channel for requests and answers, a status page, and shared memory for large answers."""
+
+    def __init__(self, number: int, end: socket.socket, pinned: PinnedShards, host: ProcessHost) -> None:
+        self.number = number
+        self.pid = 0  # until its first message
+        self.killed = self.ended = False
+        self.descriptor = end.fileno()
+        self.channel = Channel(end, waits=False)
+        self.gone = False  # whether an end of the channel is closed
+        self._host = host
+        self._status = StatusPage.make()
+        self._answers = AnswerReader()
+        self._looks = 0  # before the last `look`
+        self.channel.send(pickle.dumps(pinned), [self._status.descriptor])
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return f"process {self.pid}"
+
+    @property
+    def viewed(self) -> int:
+        """The batches in its shared memory that are viewed in this process."""
+        return self._answers.segments.viewed
+
+    def send(self, request: Request) -> None:
+        """Send a request."""
+        self._send(pickle.dumps(request, protocol=5))
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # raised if the worker is dead, which `receive` will notice
+            self.channel.send(message)
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """The answers that have arrived."""
+        try:
+            self.channel.flush()
+            messages = self.channel.receive()
+            while not messages and self.ended and self.channel.has_come():  # it had sent more than a part of one
+                messages = self.channel.receive()
+        except (EOFError, OSError) as error:
+            self.gone = True
+            raise EOFError from error
+        found = [self._answers.read(message, descriptors) for message, descriptors in messages]
+        if not self.pid and found and isinstance(found[0][1], int):
+            self.pid = found[0][1]
+        return found
+
+    def look(self) -> None:
+        """Have the worker look at its shards."""
+        self._looks = self._status.looks
+        self._send(LOOK)
+
+    def has_looked(self) -> bool:
+        """Whether it has, since then."""
+        return self._status.looks != self._looks
+
+    def fault(self) -> str:
+        """What it has reported as wrong with batches that it delivered."""
+        return self._status.reported()
+
+    def working_on(self) -> WorkerStatus:
+        """What its status page says."""
+        return WorkerStatus(*read_status(self._status.words))
+
+    def stack(self) -> str:
+        """The stack on its status page, for which one that has not ended is asked."""
+        if not self.ended:
+            self._host.signal(self.number, STACK_SIGNAL)
+        deadline = time.monotonic() + (0.0 if self.ended else _STACK_S)
+        while "File" not in (stack := self._status.new_stack(answer_request.__name__)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return stack
+
+    def kill(self) -> bool:
+        """Send SIGKILL."""
+        self.killed = True
+        self._host.signal(self.number, signal.SIGKILL)
+        return True
+
+    def close(self) -> None:
+        """Close the trainer's end of the channel and its view of the status page."""
+        self._host.forget(self.number)
+        self.channel.close()
+        self._status.close()
+
+
+class ProcessHost:
+    """Has a zygote begin workers. Raises ValueError for a pipeline that cannot be sent to them.
+
+    It is made early, before this process has more threads or uses a GPU.
+    """
+
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, job: LaneJob, context: BaseContext) -> None:
+        check_main_is_guarded()
+        self._method = context.get_start_method()
+        _check_picklable(job.pipeline, self._method)
+        self._job = SealedJob(job)
+        self._workers: dict[int, ProcessConnection] = {}  # that have not ended, by number
+        self._begun = 0
+        self._begin_zygote()
+
+    def _begin_zygote(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, waits=False)
+        self._unanswered = 0  # orders
+        self._has_answered = False  # before that it may import for minutes
+        self._silent_s, self._looked_at = 0.0, 0.0  # while orders are unanswered
+        forks = self._method == "fork"
+        made: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
+        process = made(
+            target=partial(serve, builds=self._method != "spawn"),
+            args=(self._job, theirs.fileno(), os.getpid()),
+            daemon=True,
+            name=f"{PROCESS_NAME} zygote",
+        )
+        self._process: BaseProcess | subprocess.Popen[bytes] = process
+        with theirs:
+            if isinstance(process, SpawnProcess):
+                self._process = begin_interpreter(process, [theirs.fileno()])
+            else:
+                process.start()
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def begin(self, pinned: PinnedShards) -> ProcessConnection:
+        """Have the zygote fork a worker."""
+        self._begun += 1
+        number = self._begun
+        ours, theirs = socket.socketpair()
+        with theirs:
+            worker = self._workers[number] = ProcessConnection(number, ours, pinned, self)
+            self._order(("begin", number), [theirs.fileno()])
+        return worker
+
+    def signal(self, number: int, signal_number: int) -> None:
+        """Have the zygote send a signal to a worker, unless it has ended."""
+        self._order(("signal", number, signal_number), [])
+
+    def forget(self, number: int) -> None:
+        """Wait no more for a worker's end."""
+        self._workers.pop(number, None)
+
+    def _order(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
+        if not self._unanswered:
+            self._silent_s, self._looked_at = 0.0, time.monotonic()
+        self._unanswered += 1
+        with contextlib.suppress(OSError):  # raised if the zygote is dead, which `ended` will notice
+            self._channel.send(pickle.dumps(order), descriptors)
+
+    def wait(self, seconds: float) -> tuple[list[ProcessConnection], list[Ended]]:
+        """Wait for answers, and for the ends of workers."""
+        if seconds:
+            self._check_zygote()
+        poll = select.poll()
+        self._channel.watch(poll)
+        watched = [worker for worker in self._workers.values() if not worker.gone]
+        for worker in watched:
+            worker.channel.watch(poll)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        heard = [worker for worker in watched if worker.descriptor in ready]
+        return heard, self.ended() if len(heard) < len(ready) else []
+
+    def ended(self) -> list[Ended]:
+        """The ends that the zygote has reported; if it died itself, all its workers', and another is begun."""
+        try:
+            self._channel.flush()
+            reports: list[tuple[int, int]] = [pickle.loads(message) for message, _ in self._channel.receive()]
+            ended = [(number, code) for number, code in reports if number != OBEYED]
+            self._count_answers(len(reports) - len(ended))
+        except (EOFError, OSError):
+            code = self._end_zygote()
+            ended = [(number, code if code > 0 else -signal.SIGKILL) for number in self._workers]
+            self._begin_zygote()
+        found = [(self._workers.pop(number, None), code) for number, code in ended]
+        return [_how_it_ended(worker, code) for worker, code in found if worker is not None]
+
+    def _count_answers(self, answers: int) -> None:
+        """Note that the zygote has answered this many orders."""
+        if answers:
+            self._unanswered -= answers
+            self._has_answered = True
+            self._silent_s, self._looked_at = 0.0, time.monotonic()
+
+    def _check_zygote(self) -> None:
+        """Kill a zygote that has left an order unanswered for 10 s; `ended` then begins another."""
+        now = time.monotonic()
+        since, self._looked_at = now - self._looked_at, now
+        if not self._unanswered or not self._has_answered:
+            return
+        self._silent_s += min(since, _GLANCE_S)
+        if self._silent_s > _SILENT_S:
+            self._silent_s = 0.0
+            self._kill_zygote()
+
+    def _kill_zygote(self) -> None:
+        """Kill the zygote, and so its workers: one that somebody stopped (SIGSTOP) obeys no more."""
+        log.warning("the process that starts workers does not answer; it is replaced")
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end_workers(self) -> None:
+        """Close all channels: workers that have started look at their shards and end; all others are killed.
+
+        After 5 s the rest is killed, and 5 s later the zygote. Raises `WorkerError` if that does not end them either.
+        """
+        for worker in self._workers.values():
+            worker.channel.close()
+            worker.gone = True
+            if worker.killed or not worker.pid:
+                worker.kill()
+        looking = [worker for worker in self._workers.values() if not worker.killed]
+        if looking and not self._have_ended(_LOOK_S):
+            log.warning("%d workers did not end in %g s; they are killed before a last look", len(looking), _LOOK_S)
+            for worker in looking:
+                worker.kill()
+        if not self._have_ended(END_WAIT_S):
+            self._kill_zygote()
+        if not self._have_ended(END_WAIT_S):
+            raise WorkerError(f"{len(self._workers)} workers did not end in {END_WAIT_S:g} s after they were killed")
+
+    def _have_ended(self, seconds: float) -> bool:
+        """Whether all workers have ended, for which it waits so long."""
+        deadline = time.monotonic() + seconds
+        while self._workers and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+        return not self._workers
+
+    def close(self) -> None:
+        """End the zygote, which kills its workers."""
+        self._end_zygote()
+
+    def _end_zygote(self) -> int:
+        """End the zygote. Returns its exit code."""
+        self._channel.close()
+        return _end(self._process)
+
+
+def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
+    worker.ended = True
+    if code < 0:
+        return Ended(worker, f"ended by signal {signal.Signals(-code).name}")
+    refused = WorkerError(UNGUARDED if code == UNGUARDED_CODE else NOT_IMPORTED) if code and not worker.pid else None
+    return Ended(worker, f"ended with exit code {code}", refused)
+
+
+def _end(process: BaseProcess | subprocess.Popen[bytes]) -> int:
+    """Wait for a process, kill it if it takes longer than 5 s, and release it. Returns its exit code.
+
+    0 if another process has waited for it.
+    """
+    code = None
+    with contextlib.suppress(ValueError, OSError):
+        code = _exit_code(process)
+        if code is None:
+            process.kill()
+            code = _exit_code(process)
+        if isinstance(process, BaseProcess):
+            process.close()
+        elif process.stdin is not None:
+            process.stdin.close()
+    return code or 0
+
+
+def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a process within 5 s; None if it has not ended."""
+    if isinstance(process, BaseProcess):
+        process.join(END_WAIT_S)
+        return process.exitcode
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(END_WAIT_S)
+    return None
+
+
+def _check_picklable(pipeline: Any, method: str) -> None:
+    """Raise ValueError if the start method pickles the pipeline and it cannot be pickled."""
+    if method == "fork":
+        return
+    try:
+        size = len(pickle.dumps(pipeline))
+    except Exception as error:
+        named = getattr(pipeline, "__qualname__", f"\n{pipeline!r}\n")
+        lambdas = " (of a lambda: give it a name with def)" if LAMBDA in str(error) else ""
+        cure = f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
+        raise ValueError(
+            f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
+            "start_method='fork'"
+        ) from error
+    if size > _LARGE_BYTES:
+        log.warning(
+            "the pipeline takes %s, which each worker started by %s receives and keeps: make its encoder there, by "
+            "a function, .encode(make)",
+            human_bytes(size),
+            method,
+        )

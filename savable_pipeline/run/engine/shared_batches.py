@@ -1,0 +1,66 @@
+"""The transport between processes of one machine: batches in shared memory, and in the message where they are.
+
+a message   number of the request │ pickle and its buffers, of a small answer │ where a large one is written
+                                                                                (transport/segments.py)
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from typing import Any
+
+from savable_pipeline.run.engine.connection import Answer
+from savable_pipeline.run.engine.messages import Failure
+from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport.channel import Channel
+from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
+
+_INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
+
+
+class AnswerSender:
+    """The worker's end: sends small answers through the channel, large ones through shared memory."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.segments = SegmentWriter()
+
+    def send(self, number: int, answer: Answer) -> None:
+        """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
+        try:
+            body, fd = self._written(answer)
+        except Exception:
+            body, fd = self._written(Failure(None, traceback.format_exc()))
+        self._channel.send(pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
+
+    def _written(self, answer: Answer) -> tuple[tuple[Any, Any], int | None]:
+        """The answer itself, or its part of the shared memory with the segment's descriptor, if that is new."""
+        pieces, buffers = wire.dumps(answer)
+        if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
+            return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
+        segment, fd, dropped, spans = self.segments.write(buffers, pieces)
+        return (None, (segment, fd is not None, dropped, spans)), fd
+
+
+class AnswerReader:
+    """The trainer's end."""
+
+    def __init__(self) -> None:
+        self.segments = SegmentReader()
+
+    def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Answer]:
+        """The number and the answer of a message."""
+        number, inline, written = pickle.loads(message)
+        if written is None:
+            return number, wire.loads(*inline)
+        segment, _, dropped, spans = written
+        if descriptors:
+            self.segments.add(segment, descriptors[0])
+        for gone in dropped:
+            self.segments.drop(gone)
+        *buffers, pickled = self.segments.read(segment, spans)
+        return number, wire.loads(pickled, buffers)

@@ -1,0 +1,225 @@
+"""`ThreadHost`: workers that are threads of this process; and `ThreadConnection`.
+
+    trainer ── a queue of requests ──▶ thread ── its own lanes, datasets and copies of the encoders
+            ◀── a queue of answers ──            a batch as it is, but for what can be changed in place (`apart`)
+
+They cost no copy of `bytes` and the memory of one process, and pay where encoders let go of the interpreter's lock.
+They share its global generators, so that encoders must leave those alone; its signals, and torch's number of threads,
+which stay the trainer's. A thread cannot be ended: one that hangs is an error, and a crash in C code ends the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.global_rng import kinds
+from savable_pipeline.core.lane import PinnedShards, ThreadValues
+from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.last_look import LastLook
+from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
+from savable_pipeline.run.engine.worker_main import answer_request
+from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport.status_page import begin_request, read_status
+from savable_pipeline.stages.mapped_function import MappedFunction
+from savable_pipeline.stages.pipeline import encoders_of
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0  # for threads to end: each after the batch that it makes
+_IMMUTABLE = {str, bytes, int, float, bool, complex, type(None)}
+
+
+class ThreadConnection:
+    """A worker thread."""
+
+    viewed = 0
+
+    def __init__(self, number: int, job: LaneJob, pinned: PinnedShards, host: ThreadHost) -> None:
+        self.name = f"thread {number}"
+        self.hangs = False
+        self._host = host
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._answers: deque[tuple[int, Answer]] = deque()
+        self._faults: list[str] = []
+        self._last_look = LastLook(self._faults.append)
+        self._words = memoryview(bytearray(32)).cast("Q")
+        begin_request(self._words, 0)
+        self._last_look.runner = self._runner = LaneRunner(
+            job, shared=ThreadValues(host.shared, host.lock), status=self._words, pinned=dict(pinned)
+        )
+        self.thread = threading.Thread(target=self._work, name=f"savable_pipeline {self.name}", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        self._answered(STARTED, 1)
+        try:
+            while (request := self._last_look.next_of(self._requests)) is not None:
+                begin_request(self._words, request.number)
+                self._answered(request.number, _apart(answer_request(self._runner, request)))
+        except BaseException as error:  # an encoder has raised SystemExit, say, which would end a process
+            self._host.news.put(Ended(self, f"ended by {type(error).__name__}"))
+
+    def _answered(self, number: int, answer: Answer) -> None:
+        self._answers.append((number, answer))
+        self._host.news.put(self)
+
+    def send(self, request: Request) -> None:
+        """Send a request."""
+        self._requests.put(request)
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """The answers that have come."""
+        found = []
+        while self._answers:
+            found.append(self._answers.popleft())
+        return found
+
+    def look(self) -> None:
+        """Look at the shards of its lanes, in the calling thread."""
+        self._last_look.look()
+
+    def has_looked(self) -> bool:
+        """It has."""
+        return True
+
+    def fault(self) -> str:
+        """What was found wrong with batches that it delivered."""
+        return self._faults[0] if self._faults else ""
+
+    def working_on(self) -> WorkerStatus:
+        """What its words say."""
+        return WorkerStatus(*read_status(self._words))
+
+    def stack(self) -> str:
+        """Its calls within a batch, the innermost first."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        calls = [
+            f'  File "{each.filename}", line {each.lineno} in {each.name}' for each in traceback.extract_stack(frame)
+        ]
+        names = [call.rpartition(" in ")[2] for call in calls]
+        within = calls[names.index(answer_request.__name__) + 1 :] if answer_request.__name__ in names else []
+        return "\n".join(["Stack, the innermost call first:", *reversed(within)]) if frame is not None else ""
+
+    def kill(self) -> bool:
+        """A thread cannot be: only whether it has ended by itself."""
+        self.hangs = self.thread.is_alive()
+        return not self.hangs
+
+    def close(self) -> None:
+        """Have it end after the batch that it makes."""
+        self._requests.put(None)
+
+
+class ThreadHost:
+    """Begins threads, each with lanes of its own; what hangs shares nothing with those that come later."""
+
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, job: LaneJob) -> None:
+        self._job = replace(job, pipeline=lambda lane: _checked(job.pipeline(lane)))
+        self.news: queue.SimpleQueue[ThreadConnection | Ended] = queue.SimpleQueue()
+        self._workers: list[ThreadConnection] = []
+        self._begun = 0
+        self._forget()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() != 1:
+            log.warning(
+                "torch has %d threads in this process, and one in worker processes: the last bits may differ where an "
+                "encoder sums large tensors of floats with it; torch.set_num_threads(1) makes them the same",
+                torch.get_num_threads(),
+            )
+
+    def _forget(self) -> None:
+        self.shared: dict[Any, Any] = {}
+        self.lock = threading.RLock()
+
+    def begin(self, pinned: PinnedShards) -> ThreadConnection:
+        """Begin a thread."""
+        self._begun += 1
+        self._workers.append(ThreadConnection(self._begun, self._job, pinned, self))
+        return self._workers[-1]
+
+    def wait(self, seconds: float) -> tuple[list[ThreadConnection], list[Ended]]:
+        """Wait for answers, and for threads that end by themselves."""
+        news = []
+        with contextlib.suppress(queue.Empty):
+            news.append(self.news.get(seconds > 0, seconds or None))
+            while True:
+                news.append(self.news.get_nowait())
+        ended = [each for each in news if isinstance(each, Ended)]
+        return [worker for worker in self._workers if worker in news], ended
+
+    def end_workers(self) -> None:
+        """Have all threads end, and wait up to 5 s for the batches that they make; then look at their shards."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
+        deadline = time.monotonic() + _LOOK_S
+        for worker in workers:
+            worker.thread.join(0.0 if worker.hangs else max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            worker.look()
+        busy = [worker.name for worker in workers if worker.thread.is_alive()]
+        if busy:
+            log.warning("%s did not end in %g s: after the batches that they make", ", ".join(busy), _LOOK_S)
+            self._forget()
+
+    close = end_workers
+
+
+def _checked(last: Stage) -> Stage:
+    """The last stage of a lane for a thread. Raises ValueError if an encoder seeds the global generators."""
+    for encoder in encoders_of(last):
+        if seeded := kinds(encoder.global_rng):
+            named, cure = type(encoder).__name__, "say global_rng = False in its class"
+            if isinstance(encoder, MappedFunction):
+                named, cure = f"{encoder.stage}(…)", f"write {encoder.stage}(…, global_rng=False)"
+            raise ValueError(
+                f"{named} has the global generators of {', '.join(seeded)} seeded for each call, which worker threads "
+                f"share with the trainer: draw from the call's `rng` and {cure}, or use start_method='fork'"
+            )
+    return last
+
+
+def _apart(answer: Delivery | Failure) -> Delivery | Failure:
+    """The answer with a batch that shares nothing which can be changed in place with what the stages keep."""
+    if isinstance(answer, Failure):
+        return answer
+    try:
+        return msgspec.structs.replace(answer, batch=apart(answer.batch, {}))
+    except Exception:
+        return Failure(None, traceback.format_exc())
+
+
+def apart(value: Any, known: dict[int, Any]) -> Any:
+    """The value, its lists, dicts, arrays and so on copied, each once; `bytes` and other immutables are the same."""
+    kind = type(value)
+    if kind in _IMMUTABLE or isinstance(value, np.generic):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    made: Any
+    if kind is list or kind is tuple:
+        made = kind([apart(each, known) for each in value])
+    elif kind is dict:
+        made = {name: apart(each, known) for name, each in value.items()}
+    else:
+        pieces, buffers = wire.dumps(value)
+        copies = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers]  # without Python's lock
+        made = wire.loads(b"".join(pieces), copies)
+    known[id(value)] = made
+    return made

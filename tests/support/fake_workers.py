@@ -1,0 +1,215 @@
+"""Workers behind a connection that is late, repeats itself, loses its order, falls silent or dies; with a clock.
+
+    sp.SavableLoader(pipeline, seed=7, workers=FakeWorkers(2, world=World(seed=3)))
+
+Each fake worker runs real lanes, in the test's own process. A message, of a request or an answer, takes a drawn time,
+so that a later one may overtake it; it may arrive twice, or never; and at each one the worker may die or fall silent.
+Nothing sleeps and nothing reads the time: a `World` is a function of its seed and of what is asked of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import savable_pipeline as sp
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
+from savable_pipeline.run.engine.worker_main import Inbox, answer_request
+from savable_pipeline.run.transport.status_page import begin_request, read_status
+
+TROUBLES = ("late", "twice", "lost", "silent", "dead", "dies later", "cannot be ended")
+
+
+class World:
+    """A clock, what will happen, and draws of what goes wrong: how often by name of the trouble, 0 to 1 a message."""
+
+    def __init__(self, seed: int, troubles: dict[str, float] | None = None) -> None:
+        self.draw = random.Random(seed)
+        often = (0.0, 0.0, 0.01, 0.05, 0.2)
+        self.troubles = {name: self.draw.choice(often) for name in TROUBLES} if troubles is None else troubles
+        self.now = 0.0
+        self.seen = dict.fromkeys(TROUBLES, 0)
+        self.shared: dict[Any, Any] = {}
+        self._coming: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def has(self, trouble: str) -> bool:
+        """Whether this goes wrong now."""
+        drawn = self.draw.random() < self.troubles.get(trouble, 0.0)
+        self.seen[trouble] += drawn
+        return drawn
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Have something happen."""
+        self._planned += 1
+        heapq.heappush(self._coming, (self.now + seconds, self._planned, do))
+
+    def until(self, time: float, enough: Callable[[], bool]) -> None:
+        """Let things happen until this time, or until it is enough."""
+        while not enough() and self._coming and self._coming[0][0] <= time:
+            at, _, do = heapq.heappop(self._coming)
+            self.now = max(self.now, at)
+            do()
+        if not enough():
+            self.now = max(self.now, time)
+
+    def carry(self, message: Any, arrive: Callable[[Any], None]) -> None:
+        """Have a message arrive as others wrote it: later, perhaps twice, perhaps never."""
+        raw = pickle.dumps(message)
+        for _ in range(2 if self.has("twice") else 1):
+            if not self.has("lost"):
+                seconds = self.draw.choice((0.0, 0.001, 0.02)) + (3.0 * self.draw.random() if self.has("late") else 0.0)
+                self.after(seconds, lambda: arrive(pickle.loads(raw)))
+
+
+class FakeConnection:
+    """A worker of a `World`."""
+
+    viewed = 0
+
+    def __init__(self, world: World, host: FakeHost, name: str, job: LaneJob, pinned: PinnedShards) -> None:
+        self.name = name
+        self.has_ended = False
+        self._world, self._host = world, host
+        self._alive, self._busy, self._silent, self._looked = True, False, False, True
+        self._inbox = Inbox()
+        self._arrived: list[tuple[int, Answer]] = []
+        self._words = memoryview(bytearray(64)).cast("Q")
+        begin_request(self._words, 0)
+        self._runner = LaneRunner(
+            job, shared=world.shared, status=self._words, pinned=dict(pinned),
+        )  # fmt: skip
+        self._answer(STARTED, 1)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        if self._goes_on():
+            self._world.carry((number, answer), self._arrives)
+
+    def _goes_on(self) -> bool:
+        """Whether the worker is there at this message; it may die of it now, or a little later."""
+        self._silent = self._silent or self._world.has("silent")
+        if self._alive and self._world.has("dies later"):
+            self._world.after(self._world.draw.random(), self.die)
+        if self._alive and self._world.has("dead"):
+            self.die()
+        return self._alive and not self._silent
+
+    def die(self) -> None:
+        """End at once: what it has sent still arrives, before its end is known or after."""
+        if self._alive:
+            self._alive = False
+            self._world.after(self._world.draw.choice((0.0, 0.01, 2.0)), self._ends)
+
+    def _ends(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self._host.ended.append(Ended(self, "ended by signal SIGKILL"))
+
+    def _arrives(self, message: tuple[int, Answer]) -> None:
+        self._arrived.append(message)
+        self._host.heard.add(self)
+
+    def send(self, request: Request) -> None:
+        self._world.carry(request, self._requested)
+
+    def _requested(self, request: Request) -> None:
+        if self._goes_on():
+            self._inbox.put(request)
+            self._work()
+
+    def _work(self) -> None:
+        if self._alive and not self._busy and not self._inbox.queue.empty():
+            self._busy = True
+            request = self._inbox.queue.get()
+            begin_request(self._words, request.number)
+            self._world.after(0.001 + 0.05 * self._world.draw.random(), lambda: self._made(request))
+
+    def _made(self, request: Request) -> None:
+        self._busy = False
+        if self._goes_on():
+            self._answer(request.number, answer_request(self._runner, request))
+            self._work()
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        found, self._arrived = self._arrived, []
+        if not found and not self._alive:
+            raise EOFError
+        return found
+
+    def look(self) -> None:
+        self._looked = False
+        if self._goes_on():
+            self._world.after(0.01, lambda: setattr(self, "_looked", self._alive))
+
+    def has_looked(self) -> bool:
+        return self._looked
+
+    def fault(self) -> str:
+        return ""
+
+    def working_on(self) -> WorkerStatus:
+        return WorkerStatus(*read_status(self._words))
+
+    def stack(self) -> str:
+        self._world.until(self._world.now + 0.5, lambda: False)
+        return ""
+
+    def kill(self) -> bool:
+        if not self._world.has("cannot be ended"):
+            self.die()
+        return True
+
+    def close(self) -> None:
+        self._host.heard.discard(self)
+
+
+class FakeHost:
+    """Begins fake workers, and lets their world go on while it waits."""
+
+    def __init__(self, world: World, job: LaneJob) -> None:
+        self.ended: list[Ended] = []
+        self.heard: set[FakeConnection] = set()
+        self._world, self._job = world, job
+        self._workers: list[FakeConnection] = []
+
+    def now(self) -> float:
+        return self._world.now
+
+    def begin(self, pinned: PinnedShards) -> FakeConnection:
+        made = FakeConnection(self._world, self, f"fake {len(self._workers)}", self._job, pinned)
+        self._workers.append(made)
+        return made
+
+    def wait(self, seconds: float) -> tuple[list[FakeConnection], list[Ended]]:
+        until = self._world.now + (max(seconds, 1e-6) if seconds else 0.0)  # less would not move this clock
+        self._world.until(until, lambda: bool(self.heard or self.ended))
+        heard, ended, self.ended = [each for each in self._workers if each in self.heard], self.ended, []
+        self.heard.clear()
+        return heard, ended
+
+    def end_workers(self) -> None:
+        for worker in self._workers:
+            worker.die()
+            worker.has_ended = True
+        self._workers = []
+        self.heard.clear()
+        self.ended.clear()
+
+    close = end_workers
+
+
+@dataclass(frozen=True)
+class FakeWorkers(sp.Workers):
+    """The workers of a loader, in a `World`."""
+
+    world: World = field(default_factory=lambda: World(0))
+
+    def host(self, job: LaneJob) -> FakeHost:
+        return FakeHost(self.world, job)
