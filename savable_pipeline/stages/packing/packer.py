@@ -25,8 +25,6 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # the most items to take from the source at a time
-
 _NOTHING = Skip("a pack of nothing")
 
 
@@ -201,7 +199,6 @@ class OnlinePacker(TakesItems):
     def _close(self, pack: OpenPack, pieces: list[Piece]) -> Element:
         """Close a pack with these of its pieces."""
         self._release(pack)
-        self._pieces.at_once = min(_AT_ONCE, max(1, len(pieces)))
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         element = Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
         self._count += 1

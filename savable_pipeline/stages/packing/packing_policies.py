@@ -28,6 +28,7 @@ from savable_pipeline.stages.element import Element
 Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 
 
+_AT_ONCE = 16  # the most items to take from the source at a time
 _NO_BOUND = 1 << 60
 _NEVER = 1 << 120  # more than the slack of any pack, times its cost
 _LONGEST = 4  # rounds that a piece is held back
@@ -112,6 +113,12 @@ class Packing:
     def reach(self) -> int:
         """The greatest length in tokens that the next piece may have."""
         return self.max_length
+
+    @property
+    def at_once(self) -> int:
+        """How many items to take from the source at a time: about those of a pack, which costs less than one by one."""
+        pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.held)
+        return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
 
     def add(self, piece: Piece) -> None:
         """Put a piece of at most `reach` tokens into a pack, or hold it."""

@@ -47,7 +47,6 @@ class PieceMaker:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
         self.ahead = HeldItems(stage)  # items that come after it
-        self.at_once = 1  # how many to take: those of a pack, which costs less than one at a time
         self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
         self._calls = calls
         self._packing = packing
@@ -71,7 +70,7 @@ class PieceMaker:
     def place_next(self) -> bool:
         """Place a piece of the next item, or leave it out; False at the end of the source."""
         if self.taken is None:
-            if not (self.ahead or self.ahead.fill(self.at_once)):
+            if not (self.ahead or self.ahead.fill(self._packing.at_once)):
                 return False
             element = self.ahead.remove(0)
             self.taken = Piece(element.ref, element.value, length=0)
