@@ -12,6 +12,7 @@ fresh. Memory is the peak beyond a bare `import savable_pipeline`, with what is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -164,6 +165,8 @@ def bench_open(bench: Bench) -> None:
 
 def bench_remote(bench: Bench) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
+    import savable_pipeline as sp
+    from savable_pipeline.data.remote.shard_cache import ShardCache
     from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
     from tests.support.toy_server import serving
 
@@ -181,8 +184,9 @@ def bench_remote(bench: Bench) -> None:
                 before = server.sent(INDEX_NAME)
                 first = in_a_process(f"{server.url}/many/")
                 sent = server.sent(INDEX_NAME) - before
-                for changed in folder.glob("cache*/*/changed"):
-                    changed.unlink()  # shards of no samples, which the first one has begun to fetch
+                for version in {path.parent for path in folder.glob(f"cache{i}/*/*/*/*")}:
+                    with contextlib.suppress(OSError, ValueError, sp.SavableError):
+                        ShardCache(version).forget_changed()  # shards of no samples, which the first has begun to fetch
                 again = in_a_process(f"{server.url}/many/")
                 rows.append({**first, "fetched of it": sent, "next open": again["open"]})
             table.add_row(f"{shards:,}", f"{size / 1e6:,.1f} MB", *columns_of(rows))
