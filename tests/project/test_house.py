@@ -39,9 +39,9 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/stages": 6483,
     "savable_pipeline/tools": 6416,
     "savable_pipeline/trainers": 2721,
-    "task_encoders": 2235,
+    "task_encoders": 2209,
 }
-MOST_LINES_OF_TOOLS = 5794  # of the repository's own: quickstart, benchmarks, soaks, trials
+MOST_LINES_OF_TOOLS = 5798  # of the repository's own: quickstart, benchmarks, soaks, trials
 MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
 NO_COMMANDS = {"rounds.py", "data.py", "ours.py", "peers.py"}  # the last one is a program that the benchmarks start
 STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
