@@ -1,9 +1,8 @@
 """The loader in common trainers: one file a trainer, which alone imports that trainer's library.
 
-    whole.py        `Whole`, which all of them use: the state of all ranks after the batch last trained on
+    trainer_loader.py   `TrainerLoader`, which all of them use: the state of all ranks after the batch trained on last
     checks.py       how far a trainer is ahead, what else moves the loader, what it evaluates on
-    forms.py        a state as JSON, or as arrays, for checkpoints that hold nothing else
-    rescue.py       a checkpoint that holds the lanes of one rank only
+    forms.py        a state as JSON, for checkpoints that hold nothing else
     hf.py           Hugging Face Trainer, and classes derived from it
     accelerate.py   Accelerate
     fabric.py       Lightning Fabric

@@ -9,10 +9,10 @@ from accelerate.utils import send_to_device
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
-def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
+def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for Accelerate: batches on its device, the loader's state in its checkpoints.
 
     Call it once for each loader, in place of `accelerator.prepare`. `accelerator.save_state` then saves the lanes of
@@ -49,7 +49,7 @@ def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
     return whole
 
 
-class _BetweenSteps(Whole):
+class _BetweenSteps(TrainerLoader):
     """Saves only where no gradients wait in `accelerator.accumulate`, which its checkpoints do not contain."""
 
     def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:

@@ -18,7 +18,7 @@ from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import restarting
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
 class SavableData(Callback):  # type: ignore[misc]
@@ -145,12 +145,12 @@ def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] =
     return _spec(_Sized(loader, batch_size), shared)
 
 
-def _spec(batches: Whole, shared: Iterable[str], **more: Any) -> DataSpec:
+def _spec(batches: TrainerLoader, shared: Iterable[str], **more: Any) -> DataSpec:
     cut = partial(micro_batches, shared=tuple(shared))
     return DataSpec(batches, split_batch=cut, get_num_samples_in_batch=rows, **more)
 
 
-class _Sized(Whole):
+class _Sized(TrainerLoader):
     """Batches of `batch_size` rows, as Composer asks for it."""
 
     def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:

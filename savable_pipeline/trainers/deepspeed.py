@@ -7,10 +7,10 @@ from deepspeed import DeepSpeedEngine
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.device import tensors_changed
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
-def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> Whole:
+def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for DeepSpeed, in place of `training_data=` of `deepspeed.initialize`.
 
     `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, saves the lanes of all
@@ -47,7 +47,7 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> Whole:
     return _BetweenSteps(engine, loader)
 
 
-class _BetweenSteps(Whole):
+class _BetweenSteps(TrainerLoader):
     """Saves only where the engine holds no gradients, which its checkpoints do not contain."""
 
     def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from lightning.fabric import Fabric
 
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
-def prepare(fabric: Fabric, loader: SavableLoader) -> Whole:
+def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for Fabric, in place of `fabric.setup_dataloaders`, which takes no other loader: batches on its
     device.
 
@@ -40,4 +40,4 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> Whole:
         len(next(iter(batches)))  # 4
         ```
     """
-    return Whole(loader, place=fabric.to_device)
+    return TrainerLoader(loader, place=fabric.to_device)

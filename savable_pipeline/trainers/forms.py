@@ -1,8 +1,7 @@
-"""A loader's state in other forms: for checkpoints that hold JSON alone, or arrays alone.
+"""A loader's state for checkpoints that hold JSON alone.
 
 state       "slot" 40    "lane_00000" bytes
 to_json     "slot" 40    "lane_00000" "base64:U0FWTAEA…"
-to_arrays   "slot" int64 ()    "lane_00000" uint8 (bytes,)
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import base64
 import binascii
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.state_dict import check_flat
@@ -79,68 +76,3 @@ def _bytes(text: str, name: str) -> bytes:
         return base64.b64decode(digits.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise StateError(f"{name}: no bytes as text ({error}); use another copy of the checkpoint") from error
-
-
-def to_arrays(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Convert a state to arrays, as Orbax and Grain's handlers save them.
-
-    Their lengths change from one state to the next: restore by the saved shapes, not by those of a state at hand.
-
-    Args:
-        state: A state of a `SavableLoader`.
-
-    Returns:
-        int64 () for a number, uint8 (bytes,) for bytes.
-
-    Raises:
-        StateError: `state` is not a state of a `SavableLoader`.
-
-    Example:
-        >>> from savable_pipeline.trainers.forms import from_arrays, to_arrays
-        >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
-        >>> to_arrays(state)["lane_00000"].dtype
-        dtype('uint8')
-        >>> from_arrays(to_arrays(state)) == state
-        True
-    """
-    check_flat(state)
-    return {
-        name: np.frombuffer(value, np.uint8).copy() if isinstance(value, bytes) else np.asarray(value, np.int64)
-        for name, value in state.items()
-    }
-
-
-def from_arrays(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert back what `to_arrays` returned.
-
-    Args:
-        saved: Arrays of NumPy, torch (on the CPU) or JAX.
-
-    Returns:
-        The state.
-
-    Raises:
-        StateError: It is damaged.
-
-    Example:
-        >>> from savable_pipeline.trainers.forms import from_arrays
-        >>> try:
-        ...     from_arrays({"slot": np.zeros(2)})
-        ... except errors.StateError as error:
-        ...     print(str(error).split(",")[0])
-        slot: float64 (2
-    """
-    state = {name: _value(np.asarray(array), name) for name, array in saved.items()}
-    check_flat(state)
-    return state
-
-
-def _value(array: np.ndarray[Any, Any], name: str) -> int | bytes:
-    if array.dtype == np.uint8 and array.ndim == 1:
-        return array.tobytes()
-    if array.dtype.kind in "iu" and array.ndim == 0:
-        return int(array)
-    raise StateError(
-        f"{name}: {array.dtype} {array.shape}, where a state has int64 () or uint8 (bytes,); use another copy of the "
-        "checkpoint"
-    )

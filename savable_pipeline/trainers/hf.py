@@ -25,7 +25,7 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
@@ -69,11 +69,11 @@ class SavableData:
                 'evaluations will have no eval_loss: the model\'s forward names no argument with "label" in it, so '
                 "say in TrainingArguments(label_names=[…]) which fields of a batch are labels"
             )
-        self._batches: Whole | None = None
+        self._batches: TrainerLoader | None = None
         self._steps_done = 0  # of the checkpoint that `train` continues from
         if train_loader is not None:
             counter = _Counter(_times(self.args))
-            self._batches = counter.batches = Whole(
+            self._batches = counter.batches = TrainerLoader(
                 # where it knows no length, gradients of an epoch's last batches wait for the next one's first step
                 train_loader,
                 trained=lambda: counter.trained // counter.times,
@@ -226,7 +226,7 @@ class _Repeated:
     `num_iterations` times on each slice.
     """
 
-    def __init__(self, batches: Whole, args: Any) -> None:
+    def __init__(self, batches: TrainerLoader, args: Any) -> None:
         self._batches = batches
         self._slices = args.steps_per_generation
         self._times = _times(args)
@@ -252,7 +252,7 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
     Where the trainer takes each batch so many `times`, it counts each time.
     """
 
-    batches: Whole
+    batches: TrainerLoader
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -378,7 +378,7 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
         )
 
 
-def _check_accumulation(args: Any, batches: Whole, times: int) -> None:
+def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
     """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
     steps = args.gradient_accumulation_steps
     if steps > MAX_LAG * times:
@@ -406,7 +406,7 @@ def _check_steps(waiting: int, steps: int) -> None:
         )
 
 
-def _last_step(args: Any, batches: Whole, times: int, saved: dict[str, Any]) -> int:
+def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, Any]) -> int:
     """`max_steps` for `num_train_epochs` of a run begun on another number of ranks, whose trainer `saved` its state: it
     counts all steps as its own.
 

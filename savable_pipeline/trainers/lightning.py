@@ -23,7 +23,7 @@ from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import each, length_of, restarting
 from savable_pipeline.trainers.lightning_step import PutOff, Step
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
                 loader.close()
 
 
-class _Batches(Whole):
+class _Batches(TrainerLoader):
     """The batches that `trainer` trains on.
 
     An epoch begun on other ranks is counted as if these ranks had begun it: it ends by that count.
@@ -152,7 +152,7 @@ class _Batches(Whole):
                 self.put_off.run()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()  # for Lightning, which gets none from another `Whole`
+        return super().state_dict()  # for Lightning, which gets none from another `TrainerLoader`
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lightning also calls it where it continues in an epoch: that changes nothing."""

@@ -183,11 +183,11 @@ class MixedEncoder(TaskEncoder):
 
     def __init__(
         self,
-        tokenizer: Tokenizer | Tokenize | None,
+        tokenizer: Tokenizer | Tokenize | None = None,
         *,
         vision: Vision | None,
-        max_length: int | None,
-        part: str,
+        max_length: int | None = None,
+        part: str = "json",
         multiple: int = 1,
         video: VideoTokens | VideoFrames | None = None,
         audio: AudioTokens | None = None,

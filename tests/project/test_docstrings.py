@@ -38,8 +38,7 @@ from savable_pipeline.trainers import (
     forms,
     micro_batches,
     model_inputs,
-    rescue,
-    whole,
+    trainer_loader,
 )
 from tests.support.example_shards import write_example_shards, write_example_speech, write_numbered_pictures
 
@@ -62,9 +61,8 @@ def public_names() -> dict[str, Any]:
         (context_parallel, ["context_index", "cut_context", "join_context"]),
         (model_inputs, ["model_inputs"]),
         (elastic, ["complete_state"]),
-        (whole, ["Whole"]),
-        (rescue, ["rescue"]),
-        (forms, ["to_json", "from_json", "to_arrays", "from_arrays"]),
+        (trainer_loader, ["TrainerLoader"]),
+        (forms, ["to_json", "from_json"]),
     ]
     found = {f"{module.__name__}.{name}": getattr(module, name) for module, names in modules for name in names}
     return {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isfunction(value)}

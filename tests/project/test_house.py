@@ -6,6 +6,7 @@ What is not so yet stands here by name. It may only become less: a name or a fil
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import textwrap
 from collections import Counter
@@ -37,9 +38,12 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/run": 6763,
     "savable_pipeline/stages": 6514,
     "savable_pipeline/tools": 6418,
-    "savable_pipeline/trainers": 2786,
-    "task_encoders": 2235,
+    "savable_pipeline/trainers": 2721,
+    "task_encoders": 2209,
 }
+MOST_LINES_OF_TOOLS = 5798  # of the repository's own: quickstart, benchmarks, soaks, trials
+MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
+NO_COMMANDS = {"rounds.py", "data.py", "ours.py", "peers.py"}  # the last one is a program that the benchmarks start
 STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
 
 
@@ -80,6 +84,29 @@ def test_no_folder_has_more_lines_of_code_than_it_had() -> None:
     found: dict[str, int] = MEASURE["lines_by_folder"]()
     assert found.keys() == MOST_LINES.keys()
     assert not {name: lines for name, lines in found.items() if lines > MOST_LINES[name]}
+
+
+def test_the_tools_have_no_more_lines_of_code_than_they_had() -> None:
+    assert sum(code_lines(path.read_text()) for path in (ROOT / "tools").rglob("*.py")) <= MOST_LINES_OF_TOOLS
+
+
+def test_benchmarks_are_few_and_each_is_named_on_a_page() -> None:
+    commands = {path.name for path in (ROOT / "tools/bench").rglob("*.py")} - NO_COMMANDS
+    assert len(commands) <= MOST_BENCHMARKS
+    assert commands == {name for name, _ in _benchmarks_on_pages()}
+
+
+def test_benchmarks_that_pages_name_are_there() -> None:
+    """Such as `python tools/bench/workers.py scaling`: the file, and its word as its docstring has it."""
+    for name, word in _benchmarks_on_pages():
+        text = (ROOT / "tools/bench" / name).read_text()
+        assert not word or f"python tools/bench/{name} {word} " in text.replace("\n", " "), f"{name} {word}"
+
+
+def _benchmarks_on_pages() -> set[tuple[str, str]]:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [re.findall(r"`python tools/bench/(\w+\.py)(?: ([a-z][a-z-]*))?", page.read_text()) for page in pages]
+    return {(name, word) for each in found for name, word in each}
 
 
 def test_the_measure_of_the_house_counts_lines_files_and_walks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.loader.made_again import make_again
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.exact_search import compared, with_enough
 from tests.support.processes import descendants, workers
 from tests.support.streams import through_a_file
@@ -168,11 +168,11 @@ class _Disturbed:
 
 
 class _Trained:
-    """A `Whole` whose trainer is one batch ahead of what it trained on until the state is asked for."""
+    """A `TrainerLoader` whose trainer is one batch ahead of what it trained on until the state is asked for."""
 
     def __init__(self, loader: sp.SavableLoader) -> None:
         self._trained = 0
-        self._whole = Whole(loader, trained=lambda: self._trained, most_ahead=1)
+        self._whole = TrainerLoader(loader, trained=lambda: self._trained, most_ahead=1)
         self._batches: Any = None
 
     def __iter__(self) -> _Trained:

@@ -338,7 +338,7 @@ def test_hf_names_the_labels_that_it_needs_for_an_evaluations_loss(
 
 def test_hf_takes_no_loader_on_a_device(make: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"Whole takes a SavableLoader, not OnDevice: .*the trainer, moves batches itself"
+        TypeError, match=r"TrainerLoader takes a SavableLoader, not OnDevice: .*the trainer, moves batches itself"
     ):
         trainer(make, tmp_path, OnDevice(make(), "cpu"))
 

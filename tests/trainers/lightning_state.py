@@ -22,7 +22,7 @@ import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.lightning import SavableDataModule
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.toy_training import LANES, Noisy, ToyPipeline, write_training_shards
 
 EPOCH = 18  # batches
@@ -372,7 +372,7 @@ def test_a_second_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any
 def test_a_whole_in_a_module_of_ones_own_gives_lightning_no_state(make: Any, tmp_path: Path, counts: bool) -> None:
     class Own(LightningDataModule):
         def train_dataloader(self) -> Any:
-            return Whole(
+            return TrainerLoader(
                 make("endless")(), trained=(lambda: self.trainer.global_step) if counts else None, most_ahead=1
             )
 

@@ -1,4 +1,4 @@
-"""States as JSON and as arrays come back as they were, or are refused."""
+"""States as JSON come back as they were, or are refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 import savable_pipeline as sp
 from savable_pipeline.errors import StateError
-from savable_pipeline.trainers.forms import from_arrays, from_json, to_arrays, to_json
+from savable_pipeline.trainers.forms import from_json, to_json
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -36,27 +34,13 @@ def test_a_state_passes_through_json(state: dict[str, Any], loader: sp.SavableLo
     assert take(loader, 4) == expected
 
 
-def test_a_state_passes_through_arrays_of_numpy_and_torch(state: dict[str, Any]) -> None:
-    arrays = to_arrays(state)
-    assert {(array.dtype.name, array.ndim) for array in arrays.values()} == {("int64", 0), ("uint8", 1)}
-    assert all(array.flags.writeable for array in arrays.values())
-    assert from_arrays(arrays) == state
-    assert from_arrays({name: torch.as_tensor(array) for name, array in arrays.items()}) == state
-
-
 @pytest.mark.parametrize("text", ["U0FW", "base64:U0F", "base64:U0F?", "base64:é", "x base64:U0FW"])
 def test_text_that_holds_no_bytes_is_refused(state: dict[str, Any], text: str) -> None:
     with pytest.raises(StateError, match="lane_00001: no bytes as text"):
         from_json({**to_json(state), "lane_00001": text})
 
 
-@pytest.mark.parametrize("array", [np.zeros(2), np.zeros((2, 2), np.uint8), np.float64(1), np.zeros(3, np.int64)])
-def test_arrays_that_no_state_has_are_refused(state: dict[str, Any], array: Any) -> None:
-    with pytest.raises(StateError, match=r"lane_00001: .* where a state has int64"):
-        from_arrays({**to_arrays(state), "lane_00001": array})
-
-
-@pytest.mark.parametrize("form", [to_json, from_json, to_arrays, from_arrays])
+@pytest.mark.parametrize("form", [to_json, from_json])
 def test_what_is_no_state_is_refused(form: Any) -> None:
     with pytest.raises(StateError, match="this is no state of a SavableLoader"):
         form({"slot": 3})

@@ -1,29 +1,27 @@
-"""Measures one Energon `TaskEncoder` in Energon's own loader and in ours: processor time, in one process.
+"""One Energon `TaskEncoder` in Energon's own loader and in ours, each in a process of its own, without workers.
 
-    python tools/bench/energon.py [--samples 4000] [--pairs 5]
+    python tools/bench/energon.py [--samples 4000]
 
 Texts in JSON, cooked; the same texts, packed by `select_samples_to_pack`; images, 320 × 240 pixels as JPEG, cropped.
-Each encoder draws random numbers, so that it says `restore_seeds=True`. The two take turns; each pair gives a ratio.
+Each encoder draws random numbers, so that it says `restore_seeds=True`.
 """
 
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
-import argparse
-import io
-import itertools
 import logging
 import random
-import statistics
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from data import jpeg_of
 from megatron import energon
 from PIL import Image
+from rounds import Bench, Loader, main
 
 import savable_pipeline as sp
 from savable_pipeline import energon as ours
@@ -81,87 +79,57 @@ class Crops(energon.DefaultTaskEncoder):  # type: ignore[misc]
     @energon.stateless(restore_seeds=True)
     def encode_sample(self, sample: Any) -> Any:
         top, left = np.random.randint(16), np.random.randint(96)
-        return {
-            "__restore_key__": sample.__restore_key__,
-            "pixels": sample.image[:, top : top + 224, left : left + 224],
-        }
+        pixels = sample.image[:, top : top + 224, left : left + 224]
+        return {"__restore_key__": sample.__restore_key__, "pixels": pixels}
 
     @energon.stateless
     def batch(self, samples: list[Any]) -> Any:
         return torch.stack([sample["pixels"] for sample in samples])
 
 
-def write(folder: Path, samples: int) -> dict[str, Path]:
+def write(folder: Path, samples: int) -> None:
     """The datasets: of texts and of images."""
     draw = random.Random(1)
     pixels = np.random.default_rng(1).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).resize((320, 240)).save(buffer, "jpeg")
-    kinds = {"texts": (samples, CRUDE), "images": (samples // 4, CAPTIONS)}
-    for name, (count, yaml) in kinds.items():
+    jpeg = jpeg_of(Image.fromarray(pixels).resize((320, 240)), 75)
+    for name, (count, yaml) in {"texts": (samples, CRUDE), "images": (samples // 4, CAPTIONS)}.items():
         with sp.ShardWriter(folder / name, max_samples=1000) as writer:
             for number in range(count):
                 text = "".join(draw.choices("abcdefgh ", k=draw.randint(100, 400)))
                 parts: dict[str, Any] = {"json": {"id": number, "text": text}}
                 if name == "images":
-                    parts = {"jpg": buffer.getvalue(), "txt": text}
+                    parts = {"jpg": jpeg, "txt": text}
                 writer.write({"__key__": f"{number:06d}", **parts})
         (folder / name / ".nv-meta/dataset.yaml").write_text(yaml)
-    return {name: folder / name for name in kinds}
 
 
-def seconds(library: Any, path: Path, encoder: Any, batches: int, **settings: Any) -> float:
-    """Processor time of some batches, after the first ones."""
+def batches(library: Any, path: Path, encoder: Any, **settings: Any) -> Iterator[Any]:
+    """Of Energon's loader, or of ours."""
+    settings |= {"shuffle_buffer_size": 100, "max_samples_per_sequence": 100, "task_encoder": encoder}
+    settings |= {"lanes": 4} if library is ours else {}
     config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
-    shuffling = {"shuffle_buffer_size": 100, "max_samples_per_sequence": 100}
-    own = {"lanes": 4} if library is ours else {}
-    data = library.get_train_dataset(
-        str(path), worker_config=config, task_encoder=encoder, **shuffling, **settings, **own
-    )
-    given = iter(library.get_savable_loader(data))
-    for _ in itertools.islice(given, 4):
-        pass
-    begun = time.process_time()
-    for _ in itertools.islice(given, batches):
-        pass
-    return time.process_time() - begun
+    data = library.get_train_dataset(str(path), worker_config=config, **settings)
+    return iter(library.get_savable_loader(data))
 
 
-def main() -> None:
-    """Print a line for each kind of data."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=4000)
-    parser.add_argument("--pairs", type=int, default=5)
-    given = parser.parse_args()
+def compare(bench: Bench) -> None:
+    """Each kind of data."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write(Path(folder), given.samples)
-        kinds: dict[str, tuple[Path, Any, int, dict[str, Any]]] = {
-            "texts": (paths["texts"], Texts(), given.samples // BATCH, {"batch_size": BATCH}),
-            "texts, packed": (
-                paths["texts"],
-                Packed(),
-                given.samples // 16,
-                {"batch_size": 1, "packing_buffer_size": 64},
-            ),
-            "images": (paths["images"], Crops(), given.samples // 4 // BATCH, {"batch_size": BATCH}),
-        }
-        for name, (path, encoder, batches, settings) in kinds.items():
-            pairs = [
-                (
-                    seconds(energon, path, encoder, batches, **settings),
-                    seconds(ours, path, encoder, batches, **settings),
-                )
-                for _ in range(given.pairs)
-            ]
-            ratios = sorted(theirs / mine for theirs, mine in pairs)
-            mine, theirs = (statistics.median(pair[i] for pair in pairs) / batches * 1e3 for i in (1, 0))
-            print(
-                f"{name}: Energon {theirs:.2f} ms a batch, here {mine:.2f} ms; rate {statistics.median(ratios):.2f} "
-                f"times Energon's ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            )
+    kinds: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "texts": ("texts", Texts(), {"batch_size": BATCH}),
+        "texts, packed": ("texts", Packed(), {"batch_size": 1, "packing_buffer_size": 64}),
+        "images": ("images", Crops(), {"batch_size": BATCH}),
+    }
+    with tempfile.TemporaryDirectory(dir=bench.data) as folder:
+        write(Path(folder), bench.given.samples)
+        for name, (data, encoder, settings) in kinds.items():
+            libraries = {"here": ours, "Energon": energon}
+            makers = {
+                library: lambda each=each: Loader(batches(each, Path(folder) / data, encoder, **settings), lambda _: 1)  # noqa: B023
+                for library, each in libraries.items()
+            }
+            bench.loaders(name, "batch", makers)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"all": compare}, samples=4_000)

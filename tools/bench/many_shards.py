@@ -1,11 +1,8 @@
-"""Simulates datasets of many shards: what it costs to open one, the first refs, a state, and to write an index.
+"""Datasets of many shards, simulated: what it costs to open one, the first refs, a state, and to write an index.
 
-    python tools/bench/many_shards.py                            1,000 to 1,000,000 shards of 1,000 samples, then 2.
-    python tools/bench/many_shards.py open --shards 1000000      only these; --rounds 5
+    python tools/bench/many_shards.py open --shards 1000000      1,000 to 1,000,000 shards of 1,000 samples
     python tools/bench/many_shards.py write --shards 100000      an index of 10**8 samples: time and memory
     python tools/bench/many_shards.py remote --shards 1000000    behind a web server of this machine, an empty cache
-    python tools/bench/many_shards.py bucket --shards 1000000    the same of a bucket, which is listed first
-    python tools/bench/many_shards.py ranks                      16,384 ranks, on paper
 
 The shards are empty files of the right size, 1,000 a folder. Their index is written straight, its rows a hole: nothing
 of them is read before a shard is opened. Each number is of a process of its own, the least and the median of the
@@ -15,7 +12,7 @@ fresh. Memory is the peak beyond a bare `import savable_pipeline`, with what is 
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,36 +25,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
+from rounds import Bench, console, main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the server of the tests
 
-COUNTS = [1_000, 10_000, 100_000, 1_000_000]
 SAMPLES = 1_000  # of a shard
 IN_FOLDER = 1_000  # shards
 SHARD_BYTES = 1 << 20
-NODES, RANKS, WORKERS = 2_048, 16_384, 4  # on paper: ranks of all nodes, workers of a rank
-LOOKS_PER_S = 100_000  # that the metadata server of a shared file system answers
 SHOWN = ("open", "first refs", "fingerprint", "memory", "fingerprint_bytes")
 Numbers = dict[str, float]
-console = Console(width=120)
 
 
-def peak() -> int:
+def peak(status: str = "") -> int:
     """The most bytes of this process that were in memory at once. (`ru_maxrss` may be what its parent had.)"""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) * 1024
+    text = status or Path("/proc/self/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def bare_import() -> int:
     """The same of a process that has only imported the library."""
     code = "import savable_pipeline; print(open('/proc/self/status').read())"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return int(told.split("VmHWM:")[1].split()[0]) * 1024
+    return peak(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def shard_name(shard: int) -> str:
+    """Of so many in a folder."""
     return f"{shard // IN_FOLDER:04d}/{shard:07d}.tar"
 
 
@@ -88,6 +81,7 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
 def open_one(root: str) -> Numbers:
     """Opens a dataset in this process."""
     import savable_pipeline as sp
+    from savable_pipeline.run.state.fingerprint import fingerprint, pack_fingerprint
 
     found: Numbers = {}
 
@@ -97,15 +91,13 @@ def open_one(root: str) -> Numbers:
         found[name] = time.perf_counter() - began
         return done
 
-    from savable_pipeline.run.state.fingerprint import fingerprint, pack_fingerprint
-
     reader = timed("open", lambda: sp.TarShardReader(root, sp.Lane(3, 96, 7)))
     timed("first refs", lambda: reader.take_refs(64))
     packed = timed("fingerprint", lambda: pack_fingerprint(fingerprint(reader, seed=7, lanes=96)))
     return {**found, "memory": peak() - bare_import(), "fingerprint_bytes": len(packed)}
 
 
-def write_one(folder: Path, shards: int) -> Numbers:
+def write_one(folder: str, shards: int) -> Numbers:
     """Writes an index of random rows in this process."""
     from savable_pipeline.data.shards.index_file import ShardTable
     from savable_pipeline.data.shards.index_writer import write_index
@@ -117,18 +109,19 @@ def write_one(folder: Path, shards: int) -> Numbers:
     def tables() -> Iterator[ShardTable]:
         for i in range(shards):
             sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
-            yield ShardTable(
-                ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i), starts, 0, [(("bin", 1),)], zeros, sizes
-            )
+            entry = ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i)
+            yield ShardTable(entry, starts, 0, [(("bin", 1),)], zeros, sizes)
 
     before, began = peak(), time.perf_counter()
-    write_index(folder / "an.index", tables())
+    write_index(Path(folder) / "an.index", tables())
     return {"write": time.perf_counter() - began, "memory": peak() - before}
 
 
-def in_a_process(what: str, folder: Path | str, shards: int = 0) -> Numbers:
-    """What this program finds, called for one round."""
-    words = [sys.executable, __file__, what, "--shards", str(shards), "--one", str(folder)]
+def in_a_process(root: Path | str, shards: int = 0) -> Numbers:
+    """What `open_one` finds, or `write_one` of so many shards."""
+    call = f"write_one({str(root)!r}, {shards})" if shards else f"open_one({str(root)!r})"
+    code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from many_shards import *\n"
+    words = [sys.executable, "-c", f"{code}print(json.dumps({call}))"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -137,111 +130,79 @@ def in_a_process(what: str, folder: Path | str, shards: int = 0) -> Numbers:
 
 
 def shown(name: str, values: list[float]) -> str:
+    """A cell."""
     if "bytes" in name:
         return f"{values[0] / 1e3:,.1f} kB"
-    if name == "memory":
-        return f"{max(values) / 1e6:,.0f} MB"
+    if name in ("memory", "fetched of it"):
+        return f"{max(values) / 1e6:,.1f} MB"
     return f"{min(values):.3f} s ({statistics.median(values):.3f})"
 
 
-def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
+def columns_of(rows: list[Numbers]) -> list[str]:
+    """The cells of some rounds."""
+    return [shown(name, [row[name] for row in rows]) for name in rows[0]]
+
+
+def bench_open(bench: Bench) -> None:
+    """Listed and known."""
     from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 
     table = Table("shards", "start", *SHOWN, title="least (median) of the rounds", title_justify="left")
-    for shards in counts:
-        root = folder / str(shards)
-        make_dataset(root, shards)
-        time.sleep(3)  # until the folders are old enough to be marked
-        rows: dict[str, list[Numbers]] = {"listed": [], "known": []}
-        for _ in range(rounds):
-            (root / f"{INDEX_NAME}.fresh").unlink(missing_ok=True)
-            for found in rows.values():
-                found.append(in_a_process("open", root))
+    for shards in bench.given.shards:
+        with tempfile.TemporaryDirectory(dir=bench.data) as room:
+            root = Path(room) / "many"
+            make_dataset(root, shards)
+            time.sleep(3)  # until the folders are old enough to be marked
+            rows: dict[str, list[Numbers]] = {"listed": [], "known": []}
+            for _ in range(bench.rounds):
+                (root / f"{INDEX_NAME}.fresh").unlink(missing_ok=True)
+                for found in rows.values():
+                    found.append(in_a_process(root))
         for start, found in rows.items():
-            table.add_row(f"{shards:,}", start, *(shown(name, [each[name] for each in found]) for name in SHOWN))
+            table.add_row(f"{shards:,}", start, *columns_of(found))
     console.print(table)
 
 
-def bench_remote(counts: list[int], rounds: int, folder: Path, *, bucket: bool = False) -> None:
+def bench_remote(bench: Bench) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
+    import savable_pipeline as sp
+    from savable_pipeline.data.remote.shard_cache import ShardCache
     from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-    from tests.support.toy_server import s3_settings, serving
+    from tests.support.toy_server import serving
 
-    columns = ("index", "open", "first refs", "fetched of it", "next open", "memory")
-    table = Table("shards", *columns, title="a bucket" if bucket else "behind a web server", title_justify="left")
-    for shards in counts:
-        make_dataset(folder / str(shards), shards)
-        size = (folder / str(shards) / INDEX_NAME).stat().st_size
-        rows: list[Numbers] = []
-        with serving(folder) as server:
-            os.environ.update(s3_settings(server))
+    heads = (*SHOWN, "fetched of it", "next open")
+    table = Table("shards", "index", *heads, title="behind a web server", title_justify="left")
+    for shards in bench.given.shards:
+        with tempfile.TemporaryDirectory(dir=bench.data) as room, serving(folder := Path(room)) as server:
+            make_dataset(folder / "many", shards)
+            size = (folder / "many" / INDEX_NAME).stat().st_size
             server.changes = False
-            server.page(str(shards), "", 0)
-            root = f"s3://{shards}" if bucket else f"{server.url}/{shards}/"
-            for i in range(rounds):
-                os.environ["SAVABLE_CACHE"] = str(folder / f"cache{shards}_{i}")
+            server.page("many", "", 0)
+            rows: list[Numbers] = []
+            for i in range(bench.rounds):
+                os.environ["SAVABLE_CACHE"] = str(folder / f"cache{i}")
                 before = server.sent(INDEX_NAME)
-                first = in_a_process("remote", root)
+                first = in_a_process(f"{server.url}/many/")
                 sent = server.sent(INDEX_NAME) - before
-                for changed in folder.glob("cache*/*/changed"):
-                    changed.unlink()  # shards of no samples, which the first one has begun to fetch
-                again = in_a_process("remote", root)
+                for version in {path.parent for path in folder.glob(f"cache{i}/*/*/*/*")}:
+                    with contextlib.suppress(OSError, ValueError, sp.SavableError):
+                        ShardCache(version).forget_changed()  # shards of no samples, which the first has begun to fetch
+                again = in_a_process(f"{server.url}/many/")
                 rows.append({**first, "fetched of it": sent, "next open": again["open"]})
-        times = {name: [row[name] for row in rows] for name in columns[1:]}
-        cells = [f"{times[name][0] / 1e6:,.1f} MB" if "fetched" in name else shown(name, times[name]) for name in times]
-        table.add_row(f"{shards:,}", f"{size / 1e6:,.1f} MB", *cells)
+            table.add_row(f"{shards:,}", f"{size / 1e6:,.1f} MB", *columns_of(rows))
     console.print(table)
 
 
-def bench_write(counts: list[int], rounds: int, folder: Path) -> None:
+def bench_write(bench: Bench) -> None:
+    """An index of random rows."""
     table = Table("shards", "samples", "write", "memory", title="an index, least (median)", title_justify="left")
-    for shards in counts:
-        found = [in_a_process("write", folder, shards) for _ in range(rounds)]
-        cells = [shown(name, [each[name] for each in found]) for name in ("write", "memory")]
-        table.add_row(f"{shards:,}", f"{shards * SAMPLES:,}", *cells)
+    for shards in bench.given.shards:
+        with tempfile.TemporaryDirectory(dir=bench.data) as room:
+            found = [in_a_process(room, shards) for _ in range(bench.rounds)]
+        table.add_row(f"{shards:,}", f"{shards * SAMPLES:,}", *columns_of(found))
     console.print(table)
-
-
-def bench_bucket(counts: list[int], rounds: int, folder: Path) -> None:
-    """`bench_remote` of a bucket: the server's own time for the listing is in "open"."""
-    bench_remote(counts, rounds, folder, bucket=True)
-
-
-def bench_ranks(counts: list[int], rounds: int, folder: Path) -> None:
-    """What a start of many ranks asks of a shared file system, were the metadata server all that it waits for."""
-    processes = RANKS * (1 + WORKERS)
-    title = f"on paper: {RANKS:,} ranks on {NODES:,} nodes, {WORKERS} workers each, {LOOKS_PER_S:,} looks/s"
-    table = Table("shards", "each process looks at all", "one a node", "each at the folders", title=title)
-    for shards in counts:
-        looks = (processes * shards, NODES * shards, processes * -(-shards // IN_FOLDER))
-        table.add_row(f"{shards:,}", *(f"{n:,} looks, {n / LOOKS_PER_S:,.1f} s" for n in looks))
-    console.print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benches = {
-        "open": bench_open,
-        "write": bench_write,
-        "remote": bench_remote,
-        "bucket": bench_bucket,
-        "ranks": bench_ranks,
-    }
-    parser.add_argument("what", nargs="*", default=["open", "ranks"], choices=[*benches, []])
-    parser.add_argument("--shards", type=int, nargs="+", default=COUNTS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path.cwd())
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        writes = "write" in arguments.what
-        one = write_one(Path(arguments.one), arguments.shards[0]) if writes else open_one(arguments.one)
-        print(json.dumps(one))
-        return
-    for what in arguments.what:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            benches[what](arguments.shards, arguments.rounds, Path(folder))
 
 
 if __name__ == "__main__":
-    main()
+    measures = {"open": bench_open, "write": bench_write, "remote": bench_remote}
+    main(__doc__, measures, shards=[1_000, 100_000, 1_000_000])

@@ -1,33 +1,299 @@
-"""Measures clips of videos a second with two processes, beside decoders without a loader, by processor time in turns.
+"""What images and clips cost, by processor time, beside other decoders and loaders; how far scaled is from exact.
 
-python tools/bench/media.py --python Energon=VENV/bin/python --python torchcodec=VENV/bin/python
+    python tools/bench/media.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
+    python tools/bench/media.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
+    python tools/bench/media.py arrays     whole JPEGs as arrays by simplejpeg (the extra `fast`) against Pillow
+    python tools/bench/media.py peers      crops and whole images with two workers; other loaders (spdl needs FFmpeg)
+    python tools/bench/media.py clips --pythons Energon=VENV/bin/python torchcodec=VENV/bin/python
 
 Clips of 2 s at 8 frames a second, resized to 224 × 224, at random from a tar of 60 videos of 20 s, 640 × 360, H.264.
 The others read the same files from the disk's cache (PyAV) or have them in memory already (Energon, torchcodec), and
-pass no clip to another process. Those that are not installed in the interpreter named for them are left out.
+pass no clip to another process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from apart import Maker, in_turn
-from data import FOLDER, prepared
-from media_peers import DECODERS, FPS, LENGTH_S, SIDE
-from rounds import Loader
+import numpy as np
+import peers
+import sklearn
+import torch
+from data import digits_in_scenes, jpeg_of, prepared, records_of, sample_of, scene
+from ours import FunctionEncoder, loader
+from peers import DECODERS, FPS, LENGTH_S, SCALE, SIDE
+from rounds import Bench, Loader, called, console, main
+from rounds import spread as shown
+from torch.utils.data import default_collate
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from task_encoders import NativeSize, SquareCrop, Tiles, Vision
+from task_encoders.parts.random_box import random_box
 
-WORKERS, SIZE, BATCHES = 2, 4, 12
+WORKERS = 2
+CALLS = {(4000, 3000): 3, (500, 375): 60}  # in a round, for images of this size
+Decoding = Literal["scaled", "exact"]
+Call = Callable[[sp.Sample, int], Any]
+
+
+def scaled(bench: Bench) -> None:
+    """How much quicker an image is decoded where no more is made than is needed."""
+    makers: dict[str, Callable[[Decoding], Call]] = {
+        "a crop of half of the image or more": partial(crops, (0.5, 1.0)),
+        "a crop of 8 % or more": partial(crops, (0.08, 1.0)),
+        "its central square": central,
+        "NativeSize": partial(tiled, NativeSize()),
+        "Tiles": partial(tiled, Tiles()),
+    }
+    for (width, height), calls in CALLS.items():
+        images = [sample_of(jpeg_of(scene(width, height, seed))) for seed in range(2)]
+        for name, make in makers.items():
+            ways = {"scaled": make("scaled"), "exact": make("exact")}
+            if "crop" in name:
+                ways["torchvision's crop"] = earlier((0.5, 1.0) if "half" in name else (0.08, 1.0))
+            count = calls if "crop" in name else 1 + calls // 20
+            timed = {way: called(partial(many, call, images, count), count) for way, call in ways.items()}
+            bench.compare(f"{width} × {height}, {name}", "image", timed)
+
+
+def arrays(bench: Bench) -> None:
+    """How much sooner whole JPEGs are arrays by simplejpeg than by Pillow, and whether the pixels are the same."""
+    ways: dict[str, Call] = {
+        "simplejpeg": lambda sample, _: sample.decoded()["jpg"],
+        "Pillow": lambda sample, _: np.array(sample.image("jpg")),
+    }
+    for ((width, height), calls), subsampling in itertools.product(CALLS.items(), ("4:4:4", "4:2:0")):
+        image = sample_of(jpeg_of(scene(width, height, 0), subsampling=subsampling))
+        assert np.array_equal(*(way(image, 0) for way in ways.values()))
+        timed = {name: called(partial(many, way, [image], calls), calls) for name, way in ways.items()}
+        bench.compare(f"whole JPEG, {width} × {height}, {subsampling}", "image", timed)
+
+
+def many(call: Call, images: list[sp.Sample], count: int) -> None:
+    """Calls with the images in turn."""
+    for number in range(count):
+        call(images[number % len(images)], number)
+
+
+def crops(scale: tuple[float, float], decode: Decoding) -> Call:
+    """Random crops of 224 × 224."""
+    crop = SquareCrop(scale=scale, decode=decode)
+    return lambda sample, number: crop.image(sample, sp.Rng(number))
+
+
+def earlier(scale: tuple[float, float]) -> Call:
+    """Random crops by torchvision."""
+    crop = SquareCrop(scale=scale, decode="exact", draws=1)
+
+    def call(sample: sp.Sample, number: int) -> Any:
+        torch.manual_seed(number)
+        return crop.image(sample, sp.Rng(number))
+
+    return call
+
+
+def central(decode: Decoding) -> Call:
+    """The central square as 224 × 224."""
+    crop = SquareCrop(augment=False, decode=decode)
+    return lambda sample, number: crop.image(sample, sp.Rng(number))
+
+
+def tiled(tiles: Any, decode: Decoding) -> Call:
+    """The patches of an image in a conversation."""
+    vision = Vision(tiles, token=1, decode=decode)
+    return lambda sample, number: vision.tiles.cut(vision.image(sample, "jpg"))
+
+
+# Quality.
+
+
+def quality(bench: Bench) -> None:
+    """How far pixels of scaled decoding are from exact ones, and whether a model notices."""
+    folder = Path(sklearn.__file__).parent / "datasets" / "images"  # two photographs, 640 × 427 pixels
+    for path, size in itertools.product(sorted(folder.glob("*.jpg")), (128, 64, 32)):
+        found, scales = psnr(sample_of(path.read_bytes()), size)
+        at = ", ".join(f"1/{scale}" for scale in sorted(scales))
+        console.print(f"{path.stem}, {size} × {size} from {at}: PSNR {statistics.mean(found):.1f} dB, {min(found):.1f}")
+    accuracy()
+
+
+def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
+    """Of 200 random crops; and the parts of its size at which the image was decoded for them."""
+    ratios, scales = [], set()
+    for number in range(200):
+        pixels = [
+            SquareCrop(size, flip=0, decode=decode).image(sample, sp.Rng(number)).float()  # type: ignore[union-attr]
+            for decode in ("scaled", "exact")
+        ]
+        error = ((pixels[0] - pixels[1]) ** 2).mean().item()
+        if error:
+            ratios.append(10 * np.log10(255**2 / error))
+            scales.add(scale_of(sample, size, number))
+    return ratios, scales
+
+
+def scale_of(sample: sp.Sample, size: int, number: int) -> int:
+    """At which part of its size an image is decoded for a crop."""
+    boxes = []
+
+    def box(width: int, height: int) -> tuple[int, int, int, int]:
+        boxes.append(random_box((width, height), (0.5, 1.0), sp.Rng(number)))
+        return boxes[0]
+
+    left, _, right, _ = sample.image(at_least=(size, size), box=box).info["box"]
+    return int((boxes[0][2] - boxes[0][0]) / (right - left) + 0.5)
+
+
+def accuracy(epochs: int = 5, seeds: int = 3, count: int = 1_437) -> None:
+    """Of a small model trained on crops of each kind, tested on crops of each kind: digits in scenes."""
+    torch.set_num_threads(1)
+    digits = [(sample_of(jpeg), label) for jpeg, label in digits_in_scenes(320, 240)]
+    trained, tested = digits[:count], digits[count:]
+    labels = torch.tensor([label for _, label in tested])
+    tests = {kind: cut(tested, kind, None) for kind in ("exact", "scaled")}
+    for kind in tests:
+        seen = [cut(trained, kind, epoch) for epoch in range(epochs)]
+        models = [fitted(seen, torch.tensor([label for _, label in trained]), seed) for seed in range(seeds)]
+        for other, images in tests.items():
+            rights = [100 * (model(images).argmax(1) == labels).float().mean().item() for model in models]
+            console.print(f"trained on {kind} crops, tested on {other} ones: {shown(rights)} % of {seeds} seeds")
+
+
+def cut(digits: list[tuple[sp.Sample, int]], kind: Any, epoch: int | None) -> torch.Tensor:
+    """The crops of one epoch, or central ones, float32 (n, 3, 28, 28)."""
+    crop = SquareCrop(28, augment=epoch is not None, scale=(0.8, 1.0), flip=0.0, decode=kind)
+    images = [crop.image(sample, sp.Rng(i, (epoch or 0, 0, 0))) for i, (sample, _) in enumerate(digits)]
+    return crop.normalize(torch.stack(images))  # type: ignore[arg-type]
+
+
+def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch.nn.Module:
+    """A network of three convolutions, trained from this seed."""
+    torch.manual_seed(seed)
+    layers: list[torch.nn.Module] = []
+    for before, after in ((3, 24), (24, 48), (48, 96)):
+        layers += [torch.nn.Conv2d(before, after, 3, padding=1), torch.nn.BatchNorm2d(after), torch.nn.ReLU()]
+        layers += [torch.nn.MaxPool2d(2)]
+    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveMaxPool2d(1), torch.nn.Flatten(), torch.nn.Linear(96, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = len(epochs) * (len(labels) // 64 + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    for images in epochs:
+        for rows in torch.randperm(len(labels)).split(64):  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+# Other loaders, two workers.
+
+
+def others(bench: Bench) -> None:
+    """Random crops of 224 × 224 pixels, mirrored half the time, and whole images, as stacks of uint8."""
+    for size, name, a_crop, a_whole in ((500, "photos", 32, 16), (4000, "large-photos", 2, 2)):
+        folder = prepared(bench.data, name)
+        title = f"of {size} × {size * 3 // 4}"
+        bench.loaders(f"crops {title}", "image", crop_loaders(folder, a_crop))
+        bench.loaders(f"whole images {title}", "image", whole_loaders(folder, a_whole))
+
+
+class Crops(sp.TaskEncoder):
+    """Random crops as our encoders make them."""
+
+    global_rng = False
+
+    def __init__(self, decode: Decoding) -> None:
+        self._crop = SquareCrop(SIDE, scale=SCALE, decode=decode)
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        """uint8 (3, 224, 224)."""
+        return self._crop.image(sample, rng)
+
+
+def crop_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
+    """Loaders of random crops."""
+    return {
+        'savable_pipeline, decode="scaled"': lambda: loader(folder, Crops("scaled"), size=size, workers=WORKERS),
+        'savable_pipeline, decode="exact"': lambda: loader(folder, Crops("exact"), size=size, workers=WORKERS),
+        "torch DataLoader, torchvision": lambda: in_memory(folder, peers.crop_by_torchvision, size),
+        "torch DataLoader, Pillow": lambda: in_memory(folder, peers.crop_by_pillow, size),
+        "webdataset, Pillow": lambda: web_dataset(folder, peers.crop_by_pillow, size),
+        "spdl, two threads": lambda: spdl(folder, random_crop(), size),
+        "DALI, two threads": lambda: Loader(peers.dali(folder, size, crop=True, threads=WORKERS)),
+    }
+
+
+def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
+    """Loaders of whole images."""
+    decoded = FunctionEncoder(lambda sample: torch.from_numpy(sample.decoded()["jpg"]))  # type: ignore[attr-defined]
+    image = FunctionEncoder(lambda sample: torch.from_numpy(np.array(sample.image("jpg"))))  # type: ignore[attr-defined]
+    return {
+        "savable_pipeline, `sample.decoded()` with `fast`": lambda: loader(folder, decoded, size=size, workers=WORKERS),
+        "savable_pipeline, `sample.image()`": lambda: loader(folder, image, size=size, workers=WORKERS),
+        "torch DataLoader, torchvision": lambda: in_memory(folder, peers.by_torchvision, size),
+        "torch DataLoader, Pillow": lambda: in_memory(folder, peers.whole_by_pillow, size),
+        "webdataset, Pillow": lambda: web_dataset(folder, peers.whole_by_pillow, size),
+        "spdl, two threads": lambda: spdl(folder, lambda packets: "", size),
+        "DALI, two threads": lambda: Loader(peers.dali(folder, size, crop=False, threads=WORKERS)),
+    }
+
+
+def in_memory(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
+    """torch's DataLoader, which has the files in memory already, as no loader of tars can."""
+    records = records_of(folder, 64)
+    return Loader(peers.torch_loader(records, decode, default_collate, size=size, num_workers=WORKERS))
+
+
+def web_dataset(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
+    """webdataset, which reads the tars through."""
+    return Loader(peers.web_dataset(folder, decode, default_collate, size=size, num_workers=WORKERS))
+
+
+def spdl(folder: Path, filters: Callable[[Any], str], size: int) -> Loader:
+    """spdl with its own decoder."""
+    decode, collate = peers.spdl_frames(filters)
+    pool = peers.spdl_threads(folder, "jpg", decode, collate, size=size, threads=WORKERS)
+    return Loader(iter(pool), len, pool.stop)
+
+
+def random_crop() -> Callable[[Any], str]:
+    """FFmpeg's filters of a random crop, bilinear with antialias."""
+    numbers = itertools.count()
+
+    def filters(packets: Any) -> str:
+        rng = sp.Rng(next(numbers))
+        left, upper, right, lower = random_box((packets.width, packets.height), SCALE, rng)
+        flip = "hflip," if rng.random() < 0.5 else ""
+        return (
+            f"crop={right - left}:{lower - upper}:{left}:{upper}:exact=1,scale={SIDE}:{SIDE}:flags=bilinear,{flip}"
+        )  # fmt: skip
+
+    return filters
+
+
+# Clips.
+
+
+def clips(bench: Bench) -> None:
+    """Clips with two processes, beside decoders without a loader."""
+    pythons = dict(each.split("=", 1) for each in bench.given.pythons)
+    folder = prepared(bench.data, "videos")
+    makers: dict[str, Callable[[], Loader]] = {"savable_pipeline": lambda: our_clips(folder, "exact")}
+    for name in DECODERS:
+        python = pythons.get(name.split(",")[0], sys.executable)
+        makers[name] = partial(programs, python, name, folder / "files")
+    makers["savable_pipeline, from keyframes"] = lambda: our_clips(folder, "keyframe")
+    bench.loaders("clips of 2 s, two processes", "clip", makers)
 
 
 class RandomClips(sp.TaskEncoder):
@@ -42,12 +308,12 @@ class RandomClips(sp.TaskEncoder):
         return self._clips.one(sample.video("mp4"), rng).frames
 
 
-def loader(folder: Path, align: str = "exact") -> Loader:
-    """Batches of clips by our loader."""
+def our_clips(folder: Path, align: str) -> Loader:
+    """Batches of four clips by our loader."""
     encoder = RandomClips(align)
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
-        return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=SIZE)
+        return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=4)
 
     made = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)
     return Loader(iter(made), len, made.close)
@@ -55,7 +321,7 @@ def loader(folder: Path, align: str = "exact") -> Loader:
 
 def programs(python: str, decoder: str, folder: Path) -> Loader:
     """A decoder in as many processes as our loader has, each making as many clips as a batch has."""
-    command = [python, str(Path(__file__).with_name("media_peers.py")), decoder, str(folder)]
+    command = [python, str(Path(peers.__file__)), "clips", decoder, str(folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     started: list[Any] = [subprocess.Popen([*command, str(seed)], env=alone, **pipes) for seed in range(WORKERS)]
@@ -71,7 +337,7 @@ def programs(python: str, decoder: str, folder: Path) -> Loader:
     def batches() -> Iterator[list[int]]:
         while True:
             for program in started:
-                program.stdin.write(f"{SIZE}\n")
+                program.stdin.write("4\n")
                 program.stdin.flush()
             yield [int(answer) for answer in answers()]
 
@@ -81,26 +347,6 @@ def programs(python: str, decoder: str, folder: Path) -> Loader:
     return Loader(batches(), sum, end)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="DECODER=PYTHON", help="the interpreter of one"
-    )
-    parser.add_argument("--only", default="", help="measure those with this in their name, beside our own")
-    parser.add_argument("--json", type=Path, help="write the numbers there as well")
-    args = parser.parse_args()
-    pythons = dict(one.split("=", 1) for one in args.python)
-    folder = prepared(FOLDER, "videos")
-    makers: dict[str, Maker] = {"savable_pipeline": lambda: loader(folder)}
-    for name in DECODERS:
-        python = pythons.get(name.split(",")[0], sys.executable)
-        makers[name] = partial(programs, python, name, folder / "files")
-    makers["savable_pipeline, from keyframes"] = lambda: loader(folder, "keyframe")
-    makers = {name: make for name, make in makers.items() if name == "savable_pipeline" or args.only in name}
-    found = in_turn(f"clips of {LENGTH_S:.0f} s, {WORKERS} processes", "clips", makers, BATCHES)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    measures = {"scaled": scaled, "quality": quality, "arrays": arrays, "peers": others, "clips": clips}
+    main(__doc__, measures, pythons=[])

@@ -1,10 +1,9 @@
-"""Measures what the processes of a loader hold in memory, by the kernel's own account, beside the peers.
+"""What the processes of a loader hold in memory, by the kernel's own account, beside the peers.
 
-    python tools/bench/memory.py                                       all of it
-    python tools/bench/memory.py loaders --workers 2 --ranks 1 4       ours and the peers, JSON of 1 kB
-    python tools/bench/memory.py loaders --method spawn                workers that are fresh interpreters
-    python tools/bench/memory.py samples                               10**6 and 10**8 samples
-    python tools/bench/memory.py blend                                 1 and 35 sources
+    python tools/bench/memory.py loaders --workers 2 --ranks 1 4    ours and the peers, JSON of 1 kB
+    python tools/bench/memory.py loaders --method spawn             workers that are fresh interpreters
+    python tools/bench/memory.py samples                            10**6 and 10**8 samples
+    python tools/bench/memory.py blend                              1 and 35 sources
 
 Each trainer is a process of its own that imports torch, takes `--batches` batches, keeps the last and waits. Then
 /proc/PID/smaps_rollup of it and of all processes below it is read: unshared is what is mapped by that process alone,
@@ -15,7 +14,6 @@ more of it shared.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -24,16 +22,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data import FOLDER, console, prepared
-from memory_peers import LOADERS
-from memory_runs import READY
+import peers
+from data import prepared
+from many_shards import make_dataset
 from rich.table import Table
-
-MB = 1e6
+from rounds import Bench, children, console, main
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +41,20 @@ class Held:
     pss: int
     threads: int
     descriptors: int
-    index: tuple[int, int, int]  # bytes of the index of a dataset: mapped, of these in memory, of these unshared
+    index: tuple[int, int]  # bytes of the index of a dataset: mapped, and of these in memory
 
 
 def held(pid: int) -> Held:
     """What a process holds now."""
-    sums = rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    threads = sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
-    descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    unshared, shared = (sums[f"{kind}_Clean"] + sums[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
+    sums = mappings(Path(f"/proc/{pid}/smaps_rollup").read_text(), "[rollup]")
     mapped = mappings(Path(f"/proc/{pid}/smaps").read_text(), ".nv-meta")
-    index = (mapped["Size"], mapped["Rss"], mapped["Private_Clean"] + mapped["Private_Dirty"])
-    return Held(unshared, shared, sums["Pss"], threads, descriptors, index)
-
-
-def rollup(text: str) -> dict[str, int]:
-    """The bytes by name of smaps_rollup."""
-    lines = [line.split() for line in text.splitlines()[1:]]
-    return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in lines}
+    threads, descriptors = (sum(1 for _ in Path(f"/proc/{pid}/{name}").iterdir()) for name in ("task", "fd"))
+    unshared, shared = (sums[f"{kind}_Clean"] + sums[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
+    return Held(unshared, shared, sums["Pss"], threads, descriptors, (mapped["Size"], mapped["Rss"]))
 
 
 def mappings(text: str, path: str) -> Counter[str]:
-    """The bytes by name of smaps, of the files whose paths hold these letters."""
+    """The bytes by name of smaps, of the mappings whose first lines hold these letters."""
     sums, counts = Counter[str](), False
     for line in text.splitlines():
         name, *rest = line.split()
@@ -79,9 +67,7 @@ def mappings(text: str, path: str) -> Counter[str]:
 
 def below(pid: int) -> list[int]:
     """The processes below one, those that started others before them."""
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for file in files for child in file.read_text().split()]
-    return [each for child in children for each in (child, *below(child))]
+    return [each for child in children(pid) for each in (child, *below(child))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +84,18 @@ class Node:
         return sum(each.pss for each in (*self.trainers, *self.workers, *self.others))
 
 
-def run(what: str, folder: Path, args: argparse.Namespace, *, workers: int, ranks: int = 1) -> Node:
+def run(what: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
     """Start the trainers of a node, wait until each has its batches, and measure them."""
-    words = [sys.executable, str(Path(__file__).with_name("memory_runs.py")), what, str(folder)]
-    words += ["--workers", str(workers), "--ranks", str(ranks), "--batches", str(args.batches), "--method", args.method]
+    words = [sys.executable, peers.__file__, "batches", what, str(folder), str(workers)]
+    ends = [str(ranks), str(bench.given.batches), bench.given.method]
     started = [
-        subprocess.Popen([*words, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*words, str(rank), *ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]
     try:
         for process in started:
             assert process.stdout is not None
-            if READY not in map(str.strip, process.stdout):
+            if "ready" not in map(str.strip, process.stdout):
                 raise ChildProcessError(f"{what} ended before it had its batches")
         return measured([process.pid for process in started])
     finally:
@@ -126,100 +112,73 @@ def measured(trainers: list[int]) -> Node:
     others: list[Held] = []
     for trainer in trainers:
         for pid in below(trainer):
-            serves = below(pid) or b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            serves = children(pid) or b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
             (others if serves else workers).append(held(pid))
     return Node([held(pid) for pid in trainers], workers, others)
 
 
 # What is measured.
 
+HEADS = ("trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared", "node, PSS")
 
-def loaders(args: argparse.Namespace) -> None:
+
+def loaders(bench: Bench) -> None:
     """Ours and the peers, for each number of workers and ranks."""
-    for ranks in args.ranks:
-        for workers in args.workers:
-            table = Table(
-                "MB", "trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared", "node, PSS",
-                title=f"{workers} workers a rank, {ranks} ranks",
-            )  # fmt: skip
-            for name in args.only or LOADERS:
-                data = prepared(args.data, LOADERS[name][0])
-                try:
-                    node = run(name, data, args, workers=workers, ranks=ranks)
-                except ChildProcessError as error:  # it said why
-                    console.print(error)
+    for ranks in bench.given.ranks:
+        for workers in bench.given.workers:
+            table = Table("MB", *HEADS, title=f"{workers} workers a rank, {ranks} ranks")
+            for name, kind in {"savable_pipeline": "few-json", **{k: v[0] for k, v in peers.LOADERS.items()}}.items():
+                if bench.only not in name:
                     continue
-                cells = *pair(node.trainers), *pair(node.workers), pair(node.others)[0], megabytes(node.pss)
-                table.add_row(name, *cells)
+                try:
+                    node = run(name, prepared(bench.data, kind), bench, workers=workers, ranks=ranks)
+                    table.add_row(name, *cells(node))
+                except (ChildProcessError, ImportError) as error:  # it said why
+                    console.print(error)
             console.print(table)
 
 
-def samples(args: argparse.Namespace) -> None:
+def samples(bench: Bench) -> None:
     """Indexes of more and more samples: what a process holds must not grow with them."""
-    from many_shards import make_dataset
-
-    table = Table(
-        "samples, MB", "shards", "trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared",
-        "index, mapped", "in memory of a worker", "of its unshared",
-    )  # fmt: skip
+    table = Table("samples, MB", "shards", *HEADS, "index, mapped", "in memory of a worker")
     for shards, each in ((1_000, 1_000), (1_000, 100_000), (100_000, 1_000)):
-        with tempfile.TemporaryDirectory(dir=args.data) as folder:
+        with tempfile.TemporaryDirectory(dir=bench.data) as folder:
             make_dataset(Path(folder) / "many", shards, each)
-            node = run("samples", Path(folder) / "many", args, workers=2)
-        cells = *pair(node.trainers), *pair(node.workers), pair(node.others)[0], *map(megabytes, node.workers[0].index)
-        table.add_row(f"{shards * each:,}", f"{shards:,}", *cells)
+            node = run("samples", Path(folder) / "many", bench, workers=2)
+        table.add_row(f"{shards * each:,}", f"{shards:,}", *cells(node), *map(megabytes, node.workers[0].index))
     console.print(table)
 
 
-def blend(args: argparse.Namespace) -> None:
+def blend(bench: Bench) -> None:
     """Many sources in 96 lanes."""
-    data = prepared(args.data, "few-json")
-    table = Table("MB", "trainer, unshared", "threads", "descriptors", "worker, unshared", "threads", "descriptors")
+    table = Table("MB", *HEADS, "trainer's threads, descriptors", "worker's")
     for workers in (0, 2):
         for sources in (1, 35):
-            node = run(f"blend of {sources}", data, args, workers=workers)
-            table.add_row(f"{sources} sources, {workers} workers", *busy(node.trainers), *busy(node.workers))
+            node = run(f"blend of {sources}", prepared(bench.data, "few-json"), bench, workers=workers)
+            busy = [
+                f"{max(p.threads for p in all_)}, {max(p.descriptors for p in all_)}" if all_ else ""
+                for all_ in (node.trainers, node.workers)
+            ]
+            table.add_row(f"{sources} sources, {workers} workers", *cells(node), *busy)
     console.print(table)
 
 
-# Cells.
+def cells(node: Node) -> list[str]:
+    """What a process of each kind holds, the mean of them, and all together."""
+    kinds = (node.trainers, node.workers, node.others)
+    means = [
+        megabytes(statistics.mean(values)) if values else "–"
+        for processes in kinds
+        for values in ([each.unshared for each in processes], [each.shared for each in processes])
+    ]
+    return [*means[:5], megabytes(node.pss)]
 
 
 def megabytes(count: float) -> str:
-    return f"{count / MB:,.0f}"
-
-
-def pair(processes: list[Held]) -> tuple[str, str]:
-    """Unshared and shared, the mean of the processes."""
-    if not processes:
-        return "–", "–"
-    means = [statistics.mean(values) for values in ([p.unshared for p in processes], [p.shared for p in processes])]
-    return megabytes(means[0]), megabytes(means[1])
-
-
-def busy(processes: list[Held]) -> tuple[str, str, str]:
-    """Unshared of one, its threads and descriptors, the most of any."""
-    if not processes:
-        return "–", "–", "–"
-    threads, descriptors = (max(p.threads for p in processes), max(p.descriptors for p in processes))
-    return pair(processes)[0], str(threads), str(descriptors)
-
-
-def main() -> None:
-    measures: dict[str, Callable[[argparse.Namespace], None]] = {"loaders": loaders, "samples": samples, "blend": blend}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2, 8])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--batches", type=int, default=100, help="that each rank takes, so that every lane has begun")
-    parser.add_argument("--method", default="fork", choices=["fork", "forkserver", "spawn"])
-    parser.add_argument("--only", nargs="+", choices=LOADERS)
-    parser.add_argument("--data", type=Path, default=FOLDER)
-    args = parser.parse_args()
-    console.print(f"Python {sys.version.split()[0]}, {os.cpu_count()} processors")
-    for name in args.what or measures:
-        measures[name](args)
+    """As shown."""
+    return f"{count / 1e6:,.0f}"
 
 
 if __name__ == "__main__":
-    main()
+    measures = {"loaders": loaders, "samples": samples, "blend": blend}
+    main(__doc__, measures, workers=[0, 2, 8], ranks=[1, 4], batches=100, method="fork")

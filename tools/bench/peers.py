@@ -1,107 +1,218 @@
-"""The other loaders, each in its fastest form, giving batches of what `decode` makes of a sample's parts.
+"""The other loaders, decoders and writers, each in its fastest form, given what ours is given.
 
-    webdataset, StatefulDataLoader   tars, read through; with `workers` in torch's DataLoader
-    torch DataLoader                 records already in memory, which no loader of tars can have
-    HF datasets                      parquet, streamed
-    Grain                            processes; reads the tars at offsets that our index knows
-    spdl                             threads of this process; reads as Grain does
+    webdataset, StatefulDataLoader   tars, read through
+    torch's DataLoader               records in memory, which no loader of tars can have, or tars at known offsets
+    HF datasets, LitData             Parquet, streamed; LitData's own chunks
+    Grain, spdl                      tars at known offsets: processes, and threads of this process
     Megatron-Energon                 tars with its metadata
+    Mosaic Streaming                 MDS
+    DALI                             tars of images, read through, by threads of this process
 
-Each import comes where it is used: a peer that is not installed is left out. What costs all of them the same, such as
-the order of samples, is as random as each makes it.
+Each import comes where it is used: what is not installed is left out, and a process whose memory is measured imports no
+other. What costs all of them the same, such as the order of samples, is as random as each makes it.
+
+As a program it runs one of them where another interpreter has it, or where its memory or time is to be its own:
+
+    python peers.py batches NAME FOLDER WORKERS RANK RANKS BATCHES METHOD    takes batches, says "ready", and waits
+    python peers.py clips DECODER FOLDER SEED    says "ready"; each line asks for so many clips, and is answered
+    python peers.py write WRITER SOURCE TARGET
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import io
+import itertools
+import json
 import logging
-from collections.abc import Iterator
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from pipelines import Collate, Decode
-from torch.utils.data import DataLoader, RandomSampler
 
-import savable_pipeline as sp
-
+Decode: TypeAlias = Callable[[Mapping[str, bytes]], Any]
+Collate: TypeAlias = Callable[[list[Any]], Any]
+Decoder: TypeAlias = Callable[[Path, random.Random], Any]
+SIDE, SCALE = 224, (0.08, 1.0)  # pixels of a crop, and its share of an image
+LENGTH_S, FPS = 2.0, 8  # of a clip
 _FOR_EVER = 1 << 40  # samples
 
 
-def web_dataset(folder: Path, decode: Decode, collate: Collate, *, size: int, buffer: int, workers: int) -> Any:
-    """webdataset's own pipeline."""
-    dataset = _web_dataset(folder, decode, collate, size, buffer)
-    return iter(DataLoader(dataset, batch_size=None, num_workers=workers) if workers else dataset)
+# What each makes of a sample.
 
 
-def _web_dataset(folder: Path, decode: Decode, collate: Collate, size: int, buffer: int) -> Any:
-    import webdataset as wds
-
-    shards = sorted(str(path) for path in folder.glob("*.tar"))
-    dataset = wds.WebDataset(shards, shardshuffle=len(shards), empty_check=False).repeat()
-    if buffer:
-        dataset = dataset.shuffle(buffer)
-    return dataset.map(decode).batched(size, collation_fn=collate)
+def decode_json(sample: Mapping[str, bytes]) -> Any:
+    """What a JSON sample becomes in every loader."""
+    return json.loads(sample["json"])
 
 
-def stateful_dataloader(folder: Path, decode: Decode, collate: Collate, *, size: int, buffer: int, workers: int) -> Any:
-    """torchdata's loader over webdataset's pipeline: what people combine it with for tars."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
+def by_pillow(sample: Mapping[str, bytes]) -> Any:
+    """An image of Pillow's."""
+    from PIL import Image
 
-    dataset = _web_dataset(folder, decode, collate, size, buffer)
-    return iter(StatefulDataLoader(dataset, batch_size=None, collate_fn=_itself, num_workers=workers))
+    return Image.open(io.BytesIO(sample["jpg"])).convert("RGB")
 
 
-def _itself(batch: Any) -> Any:
+def by_torchvision(sample: Mapping[str, bytes]) -> Any:
+    """uint8 (3, height, width)."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    return decode_jpeg(torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8), ImageReadMode.RGB)
+
+
+def whole_by_pillow(sample: Mapping[str, bytes]) -> Any:
+    """uint8 (3, height, width)."""
+    from torchvision.transforms.v2 import functional
+
+    return functional.pil_to_tensor(by_pillow(sample))
+
+
+def crop_by_pillow(sample: Mapping[str, bytes]) -> Any:
+    """A random crop, uint8 (3, 224, 224)."""
+    from torchvision.transforms.v2 import functional
+
+    return functional.pil_to_tensor(_crop()(by_pillow(sample)))
+
+
+def crop_by_torchvision(sample: Mapping[str, bytes]) -> Any:
+    """The same by torchvision's decoder and tensors."""
+    return _crop()(by_torchvision(sample))
+
+
+@functools.cache
+def _crop() -> Any:
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.RandomResizedCrop(SIDE, SCALE, antialias=True), v2.RandomHorizontalFlip()])
+
+
+def itself(batch: Any) -> Any:
+    """A batch as it is."""
     return batch
 
 
-def in_memory(records: list[Any], decode: Decode, collate: Collate, *, size: int, workers: int) -> Iterator[Any]:
-    """torch's DataLoader over records in memory."""
-    dataset = _InMemory(records, decode)
+def chunks(samples: Iterable[Any], size: int = 256) -> Iterator[list[Any]]:
+    """Lists of samples of what gives one at a time."""
+    given = iter(samples)
+    while chunk := list(itertools.islice(given, size)):
+        yield chunk
+
+
+# Loaders. `options` are those of torch's DataLoader.
+
+
+def web_dataset(
+    folder: Path, decode: Decode, collate: Collate, *, size: int, buffer: int = 0, rank: int = 0, ranks: int = 1,
+    stateful: bool = False, **options: Any,
+) -> Iterator[Any]:  # fmt: skip
+    """webdataset's own pipeline; in torchdata's loader, which people combine it with for tars, if it is stateful."""
+    import webdataset as wds
+    from torch.utils.data import DataLoader
+
+    shards = sorted(str(path) for path in folder.glob("*.tar"))[rank::ranks]
+    dataset = wds.WebDataset(shards, shardshuffle=len(shards), empty_check=False).repeat()
+    dataset = (dataset.shuffle(buffer) if buffer else dataset).map(decode).batched(size, collation_fn=collate)
+    if stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return iter(StatefulDataLoader(dataset, batch_size=None, collate_fn=itself, **options))
+    return iter(DataLoader(dataset, batch_size=None, **options) if options.get("num_workers") else dataset)
+
+
+def torch_loader(samples: Any, decode: Decode, collate: Collate, *, size: int, **options: Any) -> Iterator[Any]:
+    """torch's DataLoader over a list of samples, or `Tars`: nothing is held but the order."""
+    from torch.utils.data import DataLoader, RandomSampler
+
+    dataset: Any = _Decoded(samples, decode)
     order = RandomSampler(dataset, replacement=True, num_samples=_FOR_EVER)
-    return iter(DataLoader(dataset, size, sampler=order, collate_fn=collate, num_workers=workers))  # type: ignore[arg-type]
+    return iter(DataLoader(dataset, size, sampler=order, collate_fn=collate, **options))
 
 
-class _InMemory:
-    def __init__(self, records: list[Any], decode: Decode) -> None:
-        self._records = records
+class _Decoded:
+    def __init__(self, samples: Any, decode: Decode) -> None:
+        self._samples = samples
         self._decode = decode
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
-        return self._decode(self._records[index])
+        return self._decode(self._samples[index])
 
 
-def hf_datasets(folder: Path, *, size: int, buffer: int, workers: int) -> Iterator[Any]:
-    """Parquet, whose columns need no decoding, streamed through a shuffle buffer; batches are lists of rows."""
-    import datasets
-
-    files = sorted(str(path) for path in folder.glob("*.parquet"))
-    datasets.disable_progress_bars()
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-    rows = rows.repeat(None).shuffle(seed=1, buffer_size=buffer)
-    return iter(DataLoader(rows, size, collate_fn=_itself, num_workers=workers))
-
-
-class _Tars:
-    """One part of the samples of some tars, each read at its offset. Pickles as its folder."""
+class Tars:
+    """The first part of each sample of some tars, read at the offset that the index beside its tar has."""
 
     def __init__(self, folder: Path, part: str) -> None:
-        self._folder = folder
         self._part = part
-        self._dataset = sp.TarShardReader(str(folder), sp.Lane()).dataset
+        self._tars = sorted(str(path) for path in folder.glob("*.tar"))
+        self._starts = [np.memmap(f"{tar}.idx", "<u8", "r")[:-1] for tar in self._tars]
+        self._ends = np.cumsum([len(starts) for starts in self._starts])
+        self._open: dict[int, int] = {}  # descriptors
+        self._folder = folder
 
     def __len__(self) -> int:
-        return self._dataset.count
+        return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Any:
-        shards, rows = self._dataset.locate(np.array([index]))
-        return {self._part: self._dataset.read(int(shards[0]), int(rows[0]), self._part)}
+    def __getitem__(self, index: int) -> dict[str, bytes]:
+        shard = int(self._ends.searchsorted(index, "right"))
+        starts = self._starts[shard]
+        start = int(starts[index - self._ends[shard] + len(starts)])
+        if shard not in self._open:
+            self._open[shard] = os.open(self._tars[shard], os.O_RDONLY)
+        size = int(os.pread(self._open[shard], 12, start + 124).rstrip(b"\0 "), 8)
+        return {self._part: os.pread(self._open[shard], size, start + 512)}
 
     def __reduce__(self) -> Any:
-        return _Tars, (self._folder, self._part)
+        return Tars, (self._folder, self._part)
+
+
+def hf_datasets(folder: Path, *, buffer: int, rank: int = 0, ranks: int = 1) -> Any:
+    """The rows of Parquet files, whose columns need no decoding, streamed through a shuffle buffer."""
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    datasets.disable_progress_bars()
+    files = sorted(str(path) for path in folder.glob("*.parquet"))
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    return split_dataset_by_node(rows, rank, ranks).repeat(None).shuffle(seed=1, buffer_size=buffer)
+
+
+def hf_batches(
+    folder: Path, collate: Collate, *, size: int, buffer: int, rank: int = 0, ranks: int = 1, **options: Any
+) -> Iterator[Any]:
+    """The same in torch's DataLoader; batches are made of lists of rows."""
+    from torch.utils.data import DataLoader
+
+    rows = hf_datasets(folder, buffer=buffer, rank=rank, ranks=ranks)
+    return iter(DataLoader(rows, size, collate_fn=collate, **options))
+
+
+def litdata(folder: Path, collate: Collate, *, size: int, **options: Any) -> Iterator[Any]:
+    """LitData's loader over its own chunks, each rank over all of them."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(str(folder), shuffle=True)
+    loader = StreamingDataLoader(dataset, batch_size=size, collate_fn=collate, **options)
+    while True:
+        yield from loader
+
+
+def litdata_parquet(folder: Path) -> Iterator[Any]:
+    """The rows of Parquet files by LitData, without a buffer."""
+    from litdata import StreamingDataset, index_parquet_dataset
+    from litdata.streaming.item_loader import ParquetLoader
+
+    index_parquet_dataset(str(folder))
+    rows = StreamingDataset(str(folder), item_loader=ParquetLoader(), shuffle=True)
+    return itertools.chain.from_iterable(itertools.repeat(rows))
 
 
 def grain_processes(
@@ -111,35 +222,339 @@ def grain_processes(
     logging.getLogger("absl").setLevel(logging.ERROR)
     import grain
 
-    samples = grain.MapDataset.source(_Tars(folder, part)).shuffle(seed=1).repeat().map(decode)
+    samples = grain.MapDataset.source(Tars(folder, part)).shuffle(seed=1).repeat().map(decode)
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     batches = samples.to_iter_dataset(reading).batch(size, batch_fn=collate)
     return iter(batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)))
 
 
-class Threads:
-    """spdl with threads, each making whole batches."""
+def grain_parquet(folder: Path, *, buffer: int) -> Iterator[Any]:
+    """The rows of Parquet files by Grain, six files at once."""
+    import grain
 
-    def __init__(self, folder: Path, part: str, decode: Decode, collate: Collate, *, size: int, threads: int) -> None:
-        from spdl.pipeline import PipelineBuilder
+    reading = grain.experimental
+    files = grain.MapDataset.source(sorted(map(str, folder.glob("*.parquet"))))
+    rows = reading.InterleaveIterDataset(files.map(lambda path: reading.ParquetIterDataset(path)), cycle_length=6)
+    shuffled = (reading.WindowShuffleIterDataset(rows, window_size=buffer, seed=n) for n in itertools.count())
+    return itertools.chain.from_iterable(map(iter, shuffled))
 
-        tars = _Tars(folder, part)
 
-        def order() -> Iterator[list[int]]:
-            for epoch in range(_FOR_EVER):
-                shuffled = np.random.default_rng(epoch).permutation(len(tars)).tolist()
-                yield from (shuffled[i : i + size] for i in range(0, len(tars) - size, size))
+def mosaic(folder: Path) -> Iterator[Any]:
+    """The samples of MDS by Mosaic Streaming."""
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
 
-        def make(indices: list[int]) -> Any:
-            return collate([decode(tars[index]) for index in indices])
+    clean_stale_shared_memory()
+    yield from StreamingDataset(local=str(folder), shuffle=True, batch_size=16)
 
-        building = PipelineBuilder().add_source(order()).pipe(make, concurrency=threads).add_sink(4)
-        self._pipeline = building.build(num_threads=threads)
-        self._pipeline.start()
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._pipeline)
+def spdl_threads(folder: Path, part: str, decode: Decode, collate: Collate, *, size: int, threads: int) -> Any:
+    """A pipeline of spdl's, which is iterated and stopped; each thread makes whole batches."""
+    from spdl.pipeline import PipelineBuilder
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pipeline.stop()
+    tars = Tars(folder, part)
+
+    def order() -> Iterator[list[int]]:
+        for epoch in range(_FOR_EVER):
+            shuffled = np.random.default_rng(epoch).permutation(len(tars)).tolist()
+            yield from (shuffled[i : i + size] for i in range(0, len(tars) - size, size))
+
+    def make(indices: list[int]) -> Any:
+        return collate([decode(tars[index]) for index in indices])
+
+    building = PipelineBuilder().add_source(order()).pipe(make, concurrency=threads).add_sink(4)
+    pipeline = building.build(num_threads=threads)
+    pipeline.start()
+    return pipeline
+
+
+def spdl_frames(filters: Callable[[Any], str]) -> tuple[Decode, Collate]:
+    """How spdl decodes an image and makes a batch: by FFmpeg, whose pixels are others, NHWC."""
+    import spdl.io as spdl
+
+    def decode(sample: Mapping[str, bytes]) -> Any:
+        packets = spdl.demux_image(sample["jpg"])
+        return spdl.decode_packets(packets, filter_desc=f"{filters(packets)}format=rgb24")
+
+    return decode, lambda frames: spdl.to_torch(spdl.convert_frames(frames))
+
+
+def dali(folder: Path, size: int, *, crop: bool, threads: int) -> Iterator[Any]:
+    """DALI without a GPU: decodes the crop alone and scales it (linear, with antialias), NHWC."""
+    import torch
+    from nvidia.dali import fn, types
+    from nvidia.dali.pipeline import Pipeline
+
+    pipe = Pipeline(batch_size=size, num_threads=threads, device_id=None, seed=1)
+    with pipe:
+        shards = sorted(str(path) for path in folder.glob("*.tar"))
+        jpegs = fn.readers.webdataset(paths=shards, ext=["jpg"], random_shuffle=True, initial_fill=64)
+        if crop:
+            cut = fn.decoders.image_random_crop(jpegs, random_area=SCALE, random_aspect_ratio=[3 / 4, 4 / 3])
+            sized = fn.resize(cut, size=[SIDE, SIDE], interp_type=types.INTERP_LINEAR, antialias=True)
+            pipe.set_outputs(fn.flip(sized, horizontal=fn.random.coin_flip()))
+        else:
+            pipe.set_outputs(fn.decoders.image(jpegs))
+    pipe.build()
+    while True:
+        yield torch.utils.dlpack.from_dlpack(pipe.run()[0].as_tensor())
+
+
+def energon(
+    folder: Path, collate: Collate = list, *, size: int, buffer: int, workers: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[Any]:
+    """JSON, decoded by Energon itself."""
+    from megatron import energon as library
+
+    @library.stateless  # type: ignore[untyped-decorator]
+    def cook(sample: Any) -> Any:
+        return library.TextSample(**library.basic_sample_keys(sample), text=sample["json"])
+
+    class Encoder(library.DefaultTaskEncoder):  # type: ignore[misc]
+        cookers = [library.Cooker(cook)]  # noqa: RUF012
+
+        @library.stateless  # type: ignore[untyped-decorator]
+        def encode_sample(self, sample: Any) -> Any:
+            return sample
+
+        @library.stateless  # type: ignore[untyped-decorator]
+        def batch(self, samples: list[Any]) -> Any:
+            return collate(samples)
+
+    logging.disable(logging.WARNING)
+    config = library.WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
+    dataset = library.get_train_dataset(
+        folder, worker_config=config, batch_size=size, shuffle_buffer_size=buffer, max_samples_per_sequence=100,
+        task_encoder=Encoder(),
+    )  # fmt: skip
+    return iter(library.get_savable_loader(dataset))
+
+
+# Loaders whose memory is compared: batches of 256 records of JSON of 1 kB, through a buffer in each process that reads.
+
+BATCH, BUFFER = 256, 1_000
+COLLECTED = 8  # the batch with which a process collects garbage, as each does in a long run
+_made = itertools.count(1)  # batches, in this process
+
+
+def collecting(batch: Any) -> Any:
+    """What makes a batch, in the process that makes it: once, that process looks through its memory for garbage."""
+    if next(_made) == COLLECTED:
+        gc.collect()
+    return batch
+
+
+def _torch(folder: Path, collate: Collate, *, size: int, buffer: int, rank: int, ranks: int, **options: Any) -> Any:
+    return torch_loader(Tars(folder, "json"), decode_json, collate, size=size, **options)
+
+
+def _web_dataset(folder: Path, collate: Collate, **settings: Any) -> Iterator[Any]:
+    return web_dataset(folder, decode_json, collate, **settings)
+
+
+def _energon(folder: Path, collate: Collate, **settings: Any) -> Iterator[Any]:
+    settings = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
+    return energon(folder, collate, workers=settings.pop("num_workers"), **settings)
+
+
+def _litdata(folder: Path, collate: Collate, *, buffer: int, rank: int, ranks: int, **settings: Any) -> Any:
+    return litdata(folder, collate, **settings)
+
+
+LOADERS: dict[str, tuple[str, Callable[..., Iterator[Any]]]] = {  # the data that each reads, and what makes its batches
+    "torch DataLoader": ("few-json", _torch),
+    "webdataset": ("few-json", _web_dataset),
+    "Energon": ("few-json", _energon),
+    "HF datasets": ("few-parquet", hf_batches),
+    "LitData": ("few-litdata", _litdata),
+}
+
+
+def batches(name: str, folder: str, *numbers: str) -> None:
+    """Take batches by one loader, say so, keep the last and wait for the end of the input."""
+    import torch  # noqa: F401  every trainer has it
+
+    *counts, method = numbers
+    workers, rank, ranks, count = map(int, counts)
+    if name in LOADERS:
+        options = {"num_workers": workers, "multiprocessing_context": method if workers else None}
+        made = LOADERS[name][1](
+            Path(folder), collecting, size=BATCH, buffer=BUFFER, rank=rank, ranks=ranks, **options
+        )  # fmt: skip
+    else:
+        import ours
+
+        made = ours.RUNS[name](Path(folder), workers, rank, ranks, method)
+    for _ in range(count):
+        last = next(made)
+    gc.collect()
+    print("ready", flush=True)
+    sys.stdin.read()
+    del last
+    os._exit(0)
+
+
+# Decoders of clips: 2 s at 8 frames a second of random videos at random times, uint8 (16, 3, 224, 224).
+
+_read = functools.cache(Path.read_bytes)  # "over bytes in memory"
+
+
+def _times(duration_s: float, draw: random.Random) -> list[float]:
+    start = draw.random() * (duration_s - LENGTH_S)
+    return [start + n / FPS for n in range(round(LENGTH_S * FPS))]
+
+
+def pyav(interpolation: str) -> Decoder:
+    """A loop over PyAV as its documentation has it: seek, decode, convert the frames that are wanted."""
+    import av
+
+    def clip(path: Path, draw: random.Random) -> Any:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            stream.thread_type, stream.codec_context.thread_count = "NONE", 1
+            assert stream.duration is not None and stream.time_base is not None
+            times = _times(float(stream.duration * stream.time_base), draw)
+            container.seek(int(times[0] / stream.time_base), stream=stream)
+            made: list[Any] = []
+            before: Any = None
+            for frame in container.decode(stream):
+                while len(made) < len(times) and before is not None and frame.time > times[len(made)]:
+                    made.append(_pixels(before, interpolation))
+                if len(made) == len(times):
+                    break
+                before = frame
+            while len(made) < len(times):
+                made.append(_pixels(before, interpolation))
+        return np.ascontiguousarray(np.stack(made).transpose(0, 3, 1, 2))
+
+    return clip
+
+
+def _pixels(frame: Any, interpolation: str) -> Any:
+    return frame.reformat(width=SIDE, height=SIDE, format="rgb24", interpolation=interpolation).to_ndarray()
+
+
+def energon_clips() -> Decoder:
+    """Megatron-Energon's AVDecoder; one range for each frame, which is quicker than to convert all of the clip's."""
+    from megatron.energon.av.av_decoder import AVDecoder
+
+    warnings.simplefilter("ignore")
+
+    def clip(path: Path, draw: random.Random) -> Any:
+        decoder = AVDecoder(io.BytesIO(_read(path)))
+        times = _times(decoder.get_metadata().video_duration, draw)
+        frames, _ = decoder.get_video_clips([(time, time) for time in times], "seconds", (SIDE, SIDE))
+        import torch
+
+        return torch.cat(frames).contiguous()
+
+    return clip
+
+
+def torchcodec() -> Decoder:
+    """torchcodec, which resizes while it decodes."""
+    from torchcodec.decoders import VideoDecoder
+    from torchcodec.transforms import Resize
+
+    resize = Resize((SIDE, SIDE))
+
+    def clip(path: Path, draw: random.Random) -> Any:
+        decoder = VideoDecoder(_read(path), transforms=[resize], num_ffmpeg_threads=1)
+        return decoder.get_frames_played_at(_times(decoder.metadata.duration_seconds, draw)).data.contiguous()
+
+    return clip
+
+
+DECODERS: dict[str, Callable[[], Decoder]] = {
+    "PyAV": lambda: pyav("BILINEAR"),
+    "PyAV, bicubic": lambda: pyav("BICUBIC"),
+    "Energon": energon_clips,
+    "torchcodec": torchcodec,
+}
+
+
+def clips(name: str, folder: str, seed: str) -> None:
+    """Make as many clips as each line on the input says, and drop them."""
+    paths, draw = sorted(Path(folder).glob("*.mp4")), random.Random(int(seed))
+    try:
+        clip = DECODERS[name]()
+        made = clip(paths[0], draw)
+        assert tuple(made.shape) == (round(LENGTH_S * FPS), 3, SIDE, SIDE), made.shape
+        print("ready", flush=True)
+    except (ImportError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        return
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            clip(draw.choice(paths), draw)
+        print(int(line), flush=True)
+
+
+# Writers of a folder of JPEGs and captions.
+
+
+def pairs(folder: Path) -> Iterator[tuple[str, bytes, str]]:
+    """Key, bytes of the image and caption of each pair."""
+    for path in sorted(folder.glob("*.jpg")):
+        yield path.stem, path.read_bytes(), path.with_suffix(".txt").read_text()
+
+
+def write_webdataset(source: Path, target: Path) -> None:
+    """webdataset's ShardWriter."""
+    import webdataset
+
+    target.mkdir()
+    with webdataset.ShardWriter(str(target / "%06d.tar"), maxsize=1e9, verbose=0) as writer:
+        for key, image, caption in pairs(source):
+            writer.write({"__key__": key, "jpg": image, "txt": caption})
+
+
+def _litdata_sample(path: str) -> dict[str, object]:
+    return {"jpg": Path(path).read_bytes(), "txt": Path(path).with_suffix(".txt").read_text()}
+
+
+def write_litdata(source: Path, target: Path) -> None:
+    """LitData's optimize."""
+    from litdata import optimize
+
+    files = [str(path) for path in sorted(source.glob("*.jpg"))]
+    optimize(fn=_litdata_sample, inputs=files, output_dir=str(target), num_workers=1, chunk_bytes="64MB")
+
+
+def write_mds(source: Path, target: Path) -> None:
+    """Mosaic's MDSWriter."""
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(target), columns={"key": "str", "jpg": "bytes", "txt": "str"}) as writer:
+        for key, image, caption in pairs(source):
+            writer.write({"key": key, "jpg": image, "txt": caption})
+
+
+def write_hf(source: Path, target: Path) -> None:
+    """HF datasets' save_to_disk."""
+    import datasets
+
+    def rows() -> Iterator[dict[str, object]]:
+        for key, image, caption in pairs(source):
+            yield {"key": key, "image": image, "txt": caption}
+
+    made = datasets.Dataset.from_generator(rows, cache_dir=str(target.with_name(target.name + ".cache")))
+    made.save_to_disk(str(target))
+
+
+WRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "webdataset": write_webdataset, "litdata": write_litdata, "mds": write_mds, "hf": write_hf,
+}  # fmt: skip
+
+
+def main(what: str, *words: str) -> None:
+    """Run one of them."""
+    if what == "write":
+        WRITERS[words[0]](Path(words[1]), Path(words[2]))
+    else:
+        programs: dict[str, Callable[..., None]] = {"batches": batches, "clips": clips}
+        programs[what](*words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,71 +1,332 @@
-"""Measures what workers cost beside their work: state, start, and how much N of them do.
+"""What workers deliver beside peers and bare loops, and what they cost beside their work.
 
-    python tools/bench/workers.py              all of it, about three minutes
-    python tools/bench/workers.py cost         processor time of state a batch, and of the trainer's thread a batch
-    python tools/bench/workers.py first        seconds from `iter()` to the first batch, by start method
-    python tools/bench/workers.py scaling      N workers against one, on lanes that N does and does not divide
-    python tools/bench/workers.py threads      two threads against two processes: 1 MB blobs as bytes, and JPEG decoded
-                                               without Python's lock; idle and beside a busy trainer; and their memory
+    python tools/bench/workers.py transport      batches of 9.6 MB that are only filled; the trainer reads every byte
+    python tools/bench/workers.py blobs          1 MB blobs from tars; the trainer reads every byte
+    python tools/bench/workers.py dicts          JSON of 1 kB as batches of dicts
+    python tools/bench/workers.py arrays         the same as padded arrays of bytes, against no workers
+    python tools/bench/workers.py pil            JPEG of 256 px, decoded by PIL, a random crop of 224, flip
+    python tools/bench/workers.py torchvision    the same, decoded by torchvision
+    python tools/bench/workers.py threads        two threads, processes and spdl's: blobs, and JPEG decoded without
+                                                 Python's lock, by an idle trainer and by a busy one
+    python tools/bench/workers.py scaling        N workers against one, on lanes that N does and does not divide
+    python tools/bench/workers.py cost           processor time of state a batch, and of the trainer's thread a batch
+    python tools/bench/workers.py first          seconds from `iter()` to the first batch, by start method
 
-This module imports no torch, since spawned workers import it.
+Two workers, unless it says otherwise. This module imports no torch, since spawned workers import it. Without a word,
+all is measured.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from data import FOLDER, console, prepared
-from pipelines import FunctionEncoder, decode_json, filled, imported, nothing, pipeline, slept
-from rich.table import Table
-from rounds import Contender, Loader, compete, timed
+import numpy as np
+import peers
+from data import few_records, prepared, records_of
+from ours import FunctionEncoder, filled, imported, loader, nothing, own_json, pipeline, slept
+from peers import Collate, Decode, decode_json
+from rounds import Bench, Loader, Way, called, console, main
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
+from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.state.lane_state import LaneState, pack_state
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
-BATCH_S = 0.01  # of a trainer that takes 100 batches a second
-REPEATS = 300
+WORKERS = 2
+JSON_BATCH, JSON_BUFFER, IMAGE_BATCH, BLOB_BATCH = 256, 10_000, 64, 8
+Makers = dict[str, Callable[[], Loader]]
+ours = partial(loader, workers=WORKERS)
 
 
-def cost(folder: Path) -> None:
+def peer(make: Callable[..., Any], *words: Any, use: Callable[[Any], float] = len, **how: Any) -> Callable[[], Loader]:
+    """A loader with worker processes."""
+    return lambda: Loader(iter(make(*words, **how)), use, warm=2 * how.get("buffer", 0))
+
+
+def spdl(
+    folder: Path, part: str, decode: Decode, collate: Collate, size: int, use: Callable[[Any], float] = len
+) -> Loader:
+    """Threads of one process."""
+    pool = peers.spdl_threads(folder, part, decode, collate, size=size, threads=WORKERS)
+    return Loader(iter(pool), use, pool.stop)
+
+
+# Bytes.
+
+
+def read_bytes(batch: Any) -> float:
+    """Read every byte of a tensor, an array, bytes, or a list of them; gives how many megabytes they are."""
+    if isinstance(batch, list):
+        return sum(map(read_bytes, batch))
+    whole: Any = batch.numpy() if hasattr(batch, "numpy") else batch
+    raw = memoryview(whole).cast("B")
+    xxh3_64_intdigest(raw)
+    return len(raw) / 1e6
+
+
+def transport(bench: Bench) -> None:
+    """Batches of 9.6 MB made of nothing."""
+    from torch.utils.data import DataLoader
+
+    def torchs() -> Loader:
+        return Loader(iter(DataLoader(Filled(), None, num_workers=WORKERS)), read_bytes)  # type: ignore[arg-type]
+
+    texts = prepared(bench.data, "json")
+    makers: Makers = {
+        "savable_pipeline": lambda: ours(texts, FunctionEncoder(nothing, filled), read_bytes, size=1),
+        "torch DataLoader": torchs,
+    }
+    bench.loaders("batches of 64×3×224×224 uint8", "MB", makers)
+
+
+class Filled:
+    """Batches for torch's DataLoader that are only filled."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.full((64, 3, 224, 224), 7, dtype=torch.uint8)
+
+
+def as_bytes(sample: Mapping[str, bytes]) -> bytes:
+    """The blob."""
+    return sample["bin"]
+
+
+def in_place(sample: Any) -> Any:
+    """Read to where the batch is made; no peer has the like."""
+    import torch
+
+    return torch.from_numpy(sample.array("bin"))
+
+
+def as_array(sample: Mapping[str, bytes]) -> Any:
+    """NumPy's view of it."""
+    return np.frombuffer(sample["bin"], np.uint8)
+
+
+def as_tensor(sample: Mapping[str, bytes]) -> Any:
+    """torch's view of it."""
+    import torch
+
+    return torch.from_numpy(as_array(sample))
+
+
+def blobs(bench: Bench) -> None:
+    """Blobs of 1 MB in batches of 8: as lists of bytes, and stacked, whichever suits a peer better."""
+    from torch.utils.data import default_collate
+
+    tars = prepared(bench.data, "blobs")
+    how: dict[str, Any] = {"size": BLOB_BATCH, "use": read_bytes}
+    torchs = {**how, "num_workers": WORKERS}
+    makers: Makers = {
+        "savable_pipeline, in place": lambda: ours(tars, FunctionEncoder(in_place), **how),
+        "savable_pipeline, stacked": lambda: ours(tars, FunctionEncoder(as_tensor), **how),
+        "savable_pipeline, bytes": lambda: ours(tars, FunctionEncoder(as_bytes, list), **how),
+        "webdataset, stacked": peer(peers.web_dataset, tars, as_tensor, default_collate, **torchs),
+        "webdataset, bytes": peer(peers.web_dataset, tars, as_bytes, list, **torchs),
+        "Grain": peer(peers.grain_processes, tars, "bin", as_array, np.stack, workers=WORKERS, **how),
+        "spdl, threads": lambda: spdl(tars, "bin", as_bytes, list, **how),
+    }
+    bench.loaders("blobs of 1 MB", "MB", makers)
+
+
+# JSON.
+
+
+def dicts(bench: Bench) -> None:
+    """Batches of 256 dicts out of a shuffle buffer of 10,000."""
+    texts, columns = prepared(bench.data, "json"), prepared(bench.data, "parquet")
+    how: dict[str, Any] = {"size": JSON_BATCH, "buffer": JSON_BUFFER}
+    torchs: dict[str, Any] = {"size": JSON_BATCH, "num_workers": WORKERS}
+    records = few_records()
+    makers: Makers = {
+        "savable_pipeline": lambda: ours(texts, FunctionEncoder(decode_json, list), **how),
+        "savable_pipeline, Sample.json": lambda: ours(texts, FunctionEncoder(own_json, list), **how),
+        "webdataset": peer(peers.web_dataset, texts, decode_json, list, buffer=JSON_BUFFER, **torchs),
+        "HF datasets over parquet": peer(peers.hf_batches, columns, peers.itself, buffer=JSON_BUFFER, **torchs),
+        "Grain": peer(peers.grain_processes, texts, "json", decode_json, list, size=JSON_BATCH, workers=WORKERS),
+        "spdl, threads": lambda: spdl(texts, "json", decode_json, list, JSON_BATCH),
+        "torch DataLoader, in memory": peer(peers.torch_loader, records, decode_json, list, **torchs),
+    }
+    bench.loaders("JSON of 1 kB as dicts", "sample", makers)
+
+
+def as_letters(sample: Mapping[str, bytes]) -> Any:
+    """The text's bytes."""
+    return np.frombuffer(json.loads(sample["json"])["text"].encode(), np.uint8)
+
+
+def pad(items: list[Any]) -> Any:
+    """One array of them."""
+    lengths = np.array([len(item) for item in items])
+    letters = np.zeros((len(items), lengths.max()), np.uint8)
+    for row, item in zip(letters, items, strict=True):
+        row[: len(item)] = item
+    return {"letters": letters, "lengths": lengths}
+
+
+def rows_of(batch: Any) -> float:
+    """The samples of such a batch."""
+    return len(batch["lengths"])
+
+
+def arrays(bench: Bench) -> None:
+    """The same as bytes padded into one array, with two workers and with none."""
+    make = partial(loader, prepared(bench.data, "json"), FunctionEncoder(as_letters, pad), rows_of)
+    how = {"size": JSON_BATCH, "buffer": JSON_BUFFER}
+    makers: Makers = {f"{n} workers": partial(make, workers=n, **how) for n in (WORKERS, 0)}
+    bench.loaders("JSON of 1 kB as padded bytes", "sample", makers)
+
+
+# Images.
+
+
+def images(name: str, decode: Decode, bench: Bench) -> None:
+    """Batches of 64 images; beside the bare loops, how much of their rate a loader reaches."""
+    import torch
+    from torch.utils.data import default_collate
+
+    tars = prepared(bench.data, "images")
+    records = records_of(tars, 64)
+    torchs: dict[str, Any] = {"size": IMAGE_BATCH, "num_workers": WORKERS}
+    makers: Makers = {
+        "savable_pipeline": lambda: ours(tars, FunctionEncoder(decode, seeded=True), size=IMAGE_BATCH),
+        "two bare loops": lambda: Loader(bare_loops(records, decode), float),
+        "webdataset": peer(peers.web_dataset, tars, decode, default_collate, **torchs),
+        "spdl, threads": lambda: spdl(tars, "jpg", decode, torch.stack, IMAGE_BATCH),
+        "torch DataLoader, in memory": peer(peers.torch_loader, records, decode, default_collate, **torchs),
+    }
+    bench.loaders(f"images decoded by {name}", "image", makers)
+
+
+def bare_loops(records: list[dict[str, bytes]], decode: Decode) -> Iterator[int]:
+    """Two processes that decode bytes in memory, seed as we do for each, and stack batches that no one gets."""
+    import torch
+
+    context = multiprocessing.get_context("fork")
+    done = context.Queue(2 * WORKERS)
+
+    def stack() -> None:
+        torch.set_num_threads(1)
+        seed = seeder(True)
+        assert seed is not None
+        given = enumerate(cycle(records))
+        while True:
+            items = []
+            for at, record in islice(given, IMAGE_BATCH):
+                seed(xxh3_64_intdigest(at.to_bytes(8, "little")))
+                items.append(decode(record))
+            done.put(len(torch.stack(items)))
+
+    for _ in range(WORKERS):
+        context.Process(target=stack, daemon=True).start()
+    while True:
+        yield done.get()
+
+
+# Threads.
+
+
+def decoded(sample: Mapping[str, bytes]) -> Any:
+    """A JPEG as uint8 (3, 224, 224), by code that lets go of Python's lock."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms.v2 import functional
+
+    image = decode_jpeg(torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8), ImageReadMode.RGB)
+    return functional.resize(image, [224, 224], antialias=True)
+
+
+def busily(use: Callable[[Any], float], batch: Any) -> float:
+    """The same by a trainer that computes in Python for 5 ms a batch."""
+    found, until = use(batch), time.perf_counter() + 0.005
+    while time.perf_counter() < until:
+        pass
+    return found
+
+
+def threads(bench: Bench) -> None:
+    """Workers of each kind in a process of their own, for its memory too."""
+    import torch
+
+    torch.set_num_threads(1)
+    blobs, images = prepared(bench.data, "blobs"), prepared(bench.data, "images")
+    kinds: dict[str, tuple[Path, str, Any, Any, int, Callable[[Any], float]]] = {
+        "blobs of 1 MB as bytes": (blobs, "bin", as_bytes, list, BLOB_BATCH, read_bytes),
+        "JPEG, decode_jpeg": (images, "jpg", decoded, None, IMAGE_BATCH, len),
+    }
+    for name, (tars, part, decode, collate, size, plain) in kinds.items():
+        for trainer, use in (("", plain), (", a busy trainer", partial(busily, plain))):
+            encoder = FunctionEncoder(decode, collate)
+            makers: Makers = {
+                kind: partial(ours, tars, encoder, use, size=size, method=method)
+                for kind, method in (("threads", "thread"), ("processes", "fork"))
+            }
+            makers["spdl, threads"] = partial(spdl, tars, part, decode, collate or torch.stack, size, use)
+            bench.loaders(f"{name}{trainer}", "unit", makers)
+
+
+# What they cost.
+
+
+def scaling(bench: Bench) -> None:
+    """Batches of an encoder that sleeps 40 ms for each."""
+    tars, encoder = prepared(bench.data, "json"), FunctionEncoder(nothing, slept)
+    for lanes, several in [(96, (1, 3, 5, 7)), (6, (1, 4)), (12, (1, 8))]:
+        makers: Makers = {
+            f"{n} workers": partial(loader, tars, encoder, partial(share_of, n), size=1, lanes=lanes, workers=n)
+            for n in several
+        }
+        bench.loaders(f"{lanes} lanes, an encoder that sleeps", "batch and worker", makers)
+
+
+def share_of(workers: int, batch: Any) -> float:
+    """A batch, of the work of so many."""
+    return 1 / workers
+
+
+def cost(bench: Bench) -> None:
     """What a batch costs beside making it."""
-    tars = prepared(folder, "json")
-    table = Table("one lane, buffer", *_PARTS, "all, µs", "of 10 ms", title="processor time of state, a batch")
-    for buffer in (10_000, 100_000):
-        parts = state_parts(tars, buffer)
-        whole = sum(parts)
-        table.add_row(
-            f"{buffer:,}", *(f"{part:.0f}" for part in parts), f"{whole:.0f}", f"{whole / BATCH_S / 1e4:.2f} %"
-        )
-    console.print(table)
-    encoder = FunctionEncoder(nothing, filled)
-    with sp.SavableLoader(partial(pipeline, str(tars), encoder, 1, 0), seed=1, num_workers=2) as loader:
-        busy, rested = trainer_times(loader)
-    console.print(f"trainer's thread, a batch of 9.6 MB: {busy:.0f} µs in a loop, {rested:.0f} µs after it slept 20 ms")
+    tars = prepared(bench.data, "json")
+    parts = state_parts(tars)
+    console.print("processor time of state, a batch, one lane with a buffer of 10,000:")
+    console.print(", ".join(f"{name} {part:.0f} µs" for name, part in parts.items()), f"all {sum(parts.values()):.0f}")
+    run = partial(pipeline, str(tars), FunctionEncoder(nothing, filled), 1, 0)
+    with sp.SavableLoader(run, seed=1, num_workers=WORKERS) as running:
+        batches, taken = iter(running), []
+        for _ in range(10):
+            before = time.thread_time()
+            for _ in range(100):
+                next(batches)
+            taken.append((time.thread_time() - before) / 100)
+    console.print(f"trainer's thread, a batch of 9.6 MB: {statistics.median(taken[1:]) * 1e6:.0f} µs")
 
 
-_PARTS = ("save_state", "pack", "pickle", "into shared memory", "out of it")
-
-
-def state_parts(tars: Path, buffer: int) -> list[float]:
-    """Processor microseconds, by `_PARTS`, of a batch's state; the last three for a delivery of nothing else."""
-    stage = pipeline(str(tars), FunctionEncoder(nothing, list), 256, buffer, sp.Lane())
+def state_parts(tars: Path, repeats: int = 300) -> dict[str, float]:
+    """Processor microseconds of a batch's state; the last three for a delivery of nothing else."""
+    stage = pipeline(str(tars), FunctionEncoder(nothing, list), 256, 10_000, sp.Lane())
     writer, reader = SegmentWriter(), SegmentReader()
     rows = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         next(stage)
         times = [time.thread_time_ns()]
         stages = stage.save_state()
@@ -81,170 +342,47 @@ def state_parts(tars: Path, buffer: int) -> list[float]:
         wire.loads(reader.read(written.segment, written.spans)[0], [])
         times.append(time.thread_time_ns())
         rows.append([after - before for before, after in pairwise(times)])
-    return [statistics.median(column) / 1000 for column in zip(*rows, strict=True)]
+    names = ("save_state", "pack", "pickle", "into shared memory", "out of it")
+    return {name: statistics.median(column) / 1000 for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def trainer_times(loader: sp.SavableLoader) -> tuple[float, float]:
-    """Processor microseconds of the trainer's thread a batch: of one that does nothing, and of one that has just slept.
-
-    What sleeps finds its caches used by others.
-    """
-    batches = iter(loader)
-    busy, rested = [], []
-    for _ in range(10):
-        before = time.thread_time()
-        for _ in range(100):
-            next(batches)
-        busy.append((time.thread_time() - before) / 100)
-    for _ in range(100):
-        time.sleep(0.02)
-        before = time.thread_time()
-        next(batches)
-        rested.append(time.thread_time() - before)
-    return statistics.median(busy[1:]) * 1e6, statistics.median(rested) * 1e6
-
-
-def first(folder: Path) -> None:
-    """Two workers' first batch, beside two bare interpreters that import the same."""
-    run = partial(pipeline, str(prepared(folder, "json")), FunctionEncoder(decode_json, imported), 256, 10_000)
-    table = Table("first batch of text", "median, s", "lowest", "highest", title="start of two workers")
-    times: dict[str, list[float]] = {"two interpreters that import the same": []}
+def first(bench: Bench) -> None:
+    """Two workers' first batch of text, beside two bare interpreters that import the same."""
+    run = partial(pipeline, str(prepared(bench.data, "json")), FunctionEncoder(decode_json, imported), 256, 10_000)
     modules: dict[str, list[str]] = {}
-    for _ in range(10):
-        with timed(next(iter(times.values()))):
-            two_interpreters("workers")
-        for method in ("fork", "forkserver", "spawn"):
-            with sp.SavableLoader(run, seed=1, num_workers=2, workers=sp.Workers(start_method=method)) as loader:
+
+    def started(method: str) -> Way:
+        def way() -> Any:
+            with sp.SavableLoader(run, seed=1, num_workers=2, workers=sp.Workers(start_method=method)) as running:
                 time.sleep(1.0)  # as a model is built meanwhile
-                with timed(times.setdefault(f"{method}, from iter()", [])):
-                    modules[method] = next(iter(loader))
-    for name, found in times.items():
-        table.add_row(name, *(f"{value:.3f}" for value in (statistics.median(found), min(found), max(found))))
-    console.print(table)
-    large = ["torch", "torchvision", "torchdata", "webdataset", "typer", "rich", "PIL", "numpy"]
-    held = ", ".join(name for name in large if name in modules["spawn"])
-    console.print(f"a spawned worker has imported {len(modules['spawn'])} modules; of the large ones: {held}")
+                batches = iter(running)
+                return called(lambda: modules.update({method: next(batches)}))()
+
+        return way
+
+    ways = {method: started(method) for method in ("fork", "forkserver", "spawn")}
+    bench.compare("start of two workers", "first batch", {**ways, "two interpreters": called(two_interpreters)})
+    large = [
+        name for name in ("torch", "torchvision", "webdataset", "rich", "PIL", "numpy") if name in modules["spawn"]
+    ]
+    console.print(f"a spawned worker has imported {len(modules['spawn'])} modules; of the large ones: {large}")
 
 
-def two_interpreters(module: str) -> None:
-    """Start two bare interpreters side by side that import a module, and wait for them."""
-    here = Path(__file__).parent
-    search = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", f"import {module}"]
+def two_interpreters() -> None:
+    """Start two bare interpreters side by side that import this module, and wait for them."""
+    search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import workers"]
     started = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": search}) for _ in range(2)]
     for process in started:
         process.wait()
 
 
-def scaling(folder: Path) -> None:
-    """Batches/s of an encoder that sleeps 40 ms a batch."""
-    tars = prepared(folder, "json")
-
-    def made(lanes: int, workers: int) -> Callable[[], Contender]:
-        def make() -> Contender:
-            run = partial(pipeline, str(tars), FunctionEncoder(nothing, slept), 1, 0)
-            loader = sp.SavableLoader(run, seed=1, lanes=lanes, num_workers=workers)
-            return Loader(iter(loader), lambda batch: 1 / workers, loader.close)
-
-        return make
-
-    for lanes, several in [(96, (3, 5, 7)), (6, (4,)), (12, (8,))]:
-        makers = {f"{workers} workers": made(lanes, workers) for workers in (1, *several)}
-        compete(f"{lanes} lanes, an encoder that sleeps", "batch", makers)
-
-
-def as_bytes(sample: Mapping[str, bytes]) -> bytes:
-    """A blob as it is."""
-    return sample["bin"]
-
-
-def decoded(sample: Mapping[str, bytes]) -> Any:
-    """A JPEG as uint8 (3, 224, 224), by code that lets go of Python's lock."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-    from torchvision.transforms.v2 import functional
-
-    image = decode_jpeg(torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8), ImageReadMode.RGB)
-    return functional.resize(image, [224, 224], antialias=True)
-
-
-def megabytes(batch: list[bytes]) -> float:
-    """Read every byte; gives how many there were."""
-    for blob in batch:
-        xxh3_64_intdigest(blob)
-    return sum(map(len, batch)) / 1e6
-
-
-def busily(use: Callable[[Any], float], batch: Any) -> float:
-    """The same by a trainer that computes in Python for 5 ms a batch."""
-    found, until = use(batch), time.perf_counter() + 0.005
-    while time.perf_counter() < until:
-        pass
-    return found
-
-
-def threads(folder: Path) -> None:
-    """Threads, processes and spdl's threads, two of each."""
-    import peers
-    import torch
-
-    torch.set_num_threads(1)
-    tasks: dict[str, tuple[Path, str, Any, Any, int, Callable[[Any], float], str]] = {
-        "blobs of 1 MB as bytes": (prepared(folder, "blobs"), "bin", as_bytes, list, 8, megabytes, "MB"),
-        "JPEG, decode_jpeg": (prepared(folder, "images"), "jpg", decoded, None, 64, len, "image"),
-    }
-    for name, (tars, part, decode, collate, size, plain, unit) in tasks.items():
-        for trainer, use in (("", plain), (", a busy trainer", partial(busily, plain))):
-            run = partial(pipeline, str(tars), FunctionEncoder(decode, collate), size, 0)
-
-            def ours(method: str, run: Any = run, use: Callable[[Any], float] = use) -> Contender:
-                loader = sp.SavableLoader(run, seed=1, workers=sp.Workers(2, start_method=method))
-                return Loader(iter(loader), use, loader.close)
-
-            def others(tars: Path = tars, part: str = part, decode: Any = decode, collate: Any = collate or torch.stack,
-                       size: int = size, use: Callable[[Any], float] = use) -> Contender:  # fmt: skip
-                pool = peers.Threads(tars, part, decode, collate, size=size, threads=2)
-                return Loader(iter(pool), use, pool.close)
-
-            makers: dict[str, Callable[[], Contender]] = {
-                "threads": partial(ours, "thread"),
-                "processes": partial(ours, "fork"),
-                "spdl, threads": others,
-            }
-            compete(f"{name}{trainer}", unit, makers)
-    memory_of_both(tasks["JPEG, decode_jpeg"][0])
-
-
-def memory_of_both(tars: Path) -> None:
-    """Megabytes (PSS) of the trainer and its workers, that two of them add, after 50 batches of images."""
-    import psutil
-
-    def pss() -> float:
-        this = psutil.Process()
-        return float(sum(each.memory_full_info().pss for each in (this, *this.children(recursive=True)))) / 1e6
-
-    run = partial(pipeline, str(tars), FunctionEncoder(decoded, None), 64, 0)
-    for method in ("thread", "fork", "spawn"):
-        before = pss()
-        with sp.SavableLoader(run, seed=1, workers=sp.Workers(2, start_method=method)) as loader:
-            batches = iter(loader)
-            for _ in range(50):
-                next(batches)
-            console.print(f"two workers, {method}: {pss() - before:.0f} MB more")
-
-
-def main() -> None:
-    measures: dict[str, Callable[[Path], Any]] = {
-        "cost": cost, "first": first, "scaling": scaling, "threads": threads
-    }  # fmt: skip
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
-    parser.add_argument("--data", type=Path, default=FOLDER)
-    args = parser.parse_args()
-    console.print(f"{os.cpu_count()} processors, Python {sys.version.split()[0]}")
-    for name in args.what or measures:
-        measures[name](args.data)
-
-
 if __name__ == "__main__":
-    main()
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # no one writes to it
+    measures: dict[str, Callable[[Bench], None]] = {
+        "transport": transport, "blobs": blobs, "dicts": dicts, "arrays": arrays,
+        "pil": partial(images, "PIL", peers.crop_by_pillow),
+        "torchvision": partial(images, "torchvision", peers.crop_by_torchvision),
+        "threads": threads, "scaling": scaling, "cost": cost, "first": first,
+    }  # fmt: skip
+    main(__doc__, measures)

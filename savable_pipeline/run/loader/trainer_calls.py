@@ -46,7 +46,7 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
 
 
 def refuse_fetching_ahead(caller: str) -> None:
-    """Raise `SavableError` if the module `caller` belongs to Lightning's Trainer, which fetches ahead of a `Whole`.
+    """Raise `SavableError` if the module `caller` belongs to Lightning's Trainer, which fetches ahead.
 
     It also drops the saved state when it resumes from a checkpoint of an epoch's end.
     """

@@ -95,7 +95,7 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
             raise CheckpointMismatchError(
                 f"the state holds the lanes {_ranges(lane_numbers(state))} of {lanes}, but this rank needs lane "
                 f"{lane}: save on every rank and join with merge_states, or save global_state_dict(). Where no "
-                "other checkpoint is left: savable_pipeline.trainers.rescue"
+                "other checkpoint is left, it can be rescued: docs/trainers/index.md"
             )
         found = unpack_state(state[name], LaneState, name)
         expected = batches_before(slot, lane, lanes)

@@ -24,6 +24,7 @@ from savable_pipeline.data.stores import pins
 from savable_pipeline.run.engine import thread_host
 from savable_pipeline.run.engine.thread_host import apart
 from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines
@@ -261,10 +262,11 @@ def test_the_memory_that_stages_hold_is_counted_right_in_many_threads() -> None:
 
     def hold() -> None:
         share = BudgetShare(budget, max_bytes=1 << 40)
-        for _ in range(20_000):
-            share.hold(3)
-            share.release(3)
-        share.hold(5)  # until the share is gone
+        for number in range(20_000):
+            element = Element((number, 0, 0))
+            share.keep(element, 3)
+            share.release(element)
+        share.keep(Element((0, 0, 0)), 5)  # until the share is gone
 
     begun = [threading.Thread(target=hold) for _ in range(4)]
     for thread in begun:

@@ -16,7 +16,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.ledger.reader import LedgerFiles
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.run.ledger.test_ledger import folder, loader, meeting, next_of_each, shards
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
@@ -71,7 +71,7 @@ def test_of_all_starts_the_last_slot_and_the_last_state_are_named(make: Any) -> 
 
 
 def test_what_a_trainer_saved_counts(make: Any) -> None:
-    batches = Whole(make())
+    batches = TrainerLoader(make())
     ahead = iter(batches)
     next(ahead), next(ahead)
     batches.state_dict()

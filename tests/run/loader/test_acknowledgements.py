@@ -33,7 +33,7 @@ from savable_pipeline.testing import steps_of_ranks
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.elastic import complete_state
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.own_stages import Numbered
 from tests.support.processes import notice_deaths, workers
 from tests.support.signals import SignalAt, got
@@ -821,7 +821,7 @@ def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_se
         next(own)
         with pytest.raises(ValueError, match="lag must be 0"):
             own.state_dict(lag=1)
-        makers = [Whole, lambda each: OnDevice(each, "cpu"), lambda each: complete_state(each, [], {})]
+        makers = [TrainerLoader, lambda each: OnDevice(each, "cpu"), lambda each: complete_state(each, [], {})]
         for make in makers:
             with pytest.raises(ValueError, match="leave it out here"):
                 make(own)

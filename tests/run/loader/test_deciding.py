@@ -34,7 +34,6 @@ from savable_pipeline.run.state.summary import summarize
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import steps_of_ranks
-from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_numbered_shards
 from tests.support import deciding_ranks
 from tests.support.processes import started
@@ -539,13 +538,11 @@ def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded(
     assert none.then(4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0).weights == {"": {"a": 7, "b": 3}}
 
 
-def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -> None:
+def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
     with loader(shards) as one:
         next(one)
         one.decide(exclude=["s000001"])
         state = one.state_dict()
-        with loader(shards) as fresh, pytest.raises(sp.CheckpointMismatchError, match="something was decided"):
-            rescue(fresh, state)
     body = msgspec.msgpack.decode(state[lane_name(0)][14:])
     body["decisions"]["excluded"] = {1: b"odd"}
     with pytest.raises(StateError, match="8 bytes each"):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -54,7 +54,7 @@ def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, 
         through_workers(make, workers)
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Whole, lambda loader: OnDevice(loader, "cpu")])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, TrainerLoader, lambda loader: OnDevice(loader, "cpu")])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"ranks": (0, 1)}])
 def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_before(

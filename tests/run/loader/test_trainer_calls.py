@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import savable_pipeline as sp
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -75,7 +75,7 @@ def test_a_loader_is_not_copied_and_says_what_to_do(make: Any, copied: Any) -> N
         copied(make())
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Whole, lambda loader: OnDevice(loader, "cpu")])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, TrainerLoader, lambda loader: OnDevice(loader, "cpu")])
 @pytest.mark.parametrize("settings", [{}, {"shuffle": True}, {"batch_size": None}])
 def test_torchs_data_loader_around_a_loader_is_told_that_it_is_one(make: Any, wrap: Any, settings: Any) -> None:
     loader = make()
@@ -133,6 +133,6 @@ def test_what_is_loaded_whole_or_evaluated_and_what_goes_on_is_begun_without_a_w
     next(begun)
     loaded = make()
     loaded.load_state_dict(begun.state_dict())
-    for loader in (begun, loaded, Whole(make()), make(on_iter="restart")):
+    for loader in (begun, loaded, TrainerLoader(make()), make(on_iter="restart")):
         assert warned(loader, caller, caplog) == []
-    assert next(iter(Whole(make()))) is not None and not caplog.records
+    assert next(iter(TrainerLoader(make()))) is not None and not caplog.records

@@ -28,7 +28,6 @@ from savable_pipeline.run.loader.made_again import make_again
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.trainers.elastic import complete_state
-from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_tar
 
 SUBSETS = Path(__file__).parent / "golden" / "subsets.pt"
@@ -154,16 +153,6 @@ def test_a_lane_restored_by_hand_reads_as_it_was_saved(folder: Path, saved: dict
     stage = PIPELINES[name](folder, sp.Lane(2, LANES, 7))
     stage.restore_state(unpack_state(state[lane_name(2)], LaneState, "").stages or {})
     assert [[sample.key for sample in next(stage)] for _ in range(10)] == expected[::LANES]
-
-
-def test_a_checkpoint_of_one_rank_is_rescued_with_them(folder: Path, saved: dict[str, Any]) -> None:
-    state, expected = saved["endless 20"]["data"], saved["endless 20"]["next"]
-    kept = {field: value for field, value in state.items() if field not in map(lane_name, (1, 3, 5))}
-    with loader(folder, "endless") as own:
-        whole = rescue(own, kept)
-    with loader(folder, "endless") as own:
-        own.load_state_dict(whole)
-        assert keys(own, 60) == expected
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -1,16 +1,15 @@
-"""`Whole`: a loader as a trainer takes it. Its state is that of all ranks, after the batch that was trained on last.
+"""`TrainerLoader`: a loader as a trainer takes it. Its state is that of all ranks, after the batch trained on last.
 
-    SavableLoader ── batch ──▶ Whole ── place(batch) ──▶ trainer
-                              given       begun(), trained()     Ahead: given - trained
+    SavableLoader ── batch ──▶ TrainerLoader ── place(batch) ──▶ trainer
+                                   given          begun(), trained()     Ahead: given - trained
 
 A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). It knows
-how many batches it has trained on, `Whole` how many it gave; both count from where the run began or was resumed here.
-The difference is the `lag` of the saved state: at any moment of a step, the state is that after the last batch which
-the
-optimizer has stepped on. A trainer that has fetched more beyond what it has begun than it ever does has skipped
-batches: it was set up to skip, beside a state that says where to continue. That is an error.
+how many batches it has trained on, `TrainerLoader` how many it gave; both count from where the run began or was
+resumed here. The difference is the `lag` of the saved state: at any moment of a step, the state is that after the last
+batch which the optimizer has stepped on. A trainer that has fetched more beyond what it has begun than it ever does has
+skipped batches: it was set up to skip, beside a state that says where to continue. That is an error.
 
-An integration makes a `Whole` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
+An integration makes a `TrainerLoader` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
 (`most_ahead`) and a function that moves a batch to its device (`place`), passes it to the trainer in place of the
 loader, and makes the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on every rank
 before the first batch.
@@ -31,7 +30,7 @@ from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_sp
 from savable_pipeline.trainers.checks import Ahead, MoveCheck, refuse_acknowledging
 
 
-class Whole:
+class TrainerLoader:
     """The batches of a loader, and on each rank the state of all lanes after the batch trained on last.
 
     Batches that the trainer fetched and left when it began another pass come again. Each `iter()` starts with its first
@@ -53,11 +52,11 @@ class Whole:
         TypeError: `loader` is not a `SavableLoader`.
 
     Example:
-        >>> from savable_pipeline.trainers.whole import Whole
+        >>> from savable_pipeline.trainers.trainer_loader import TrainerLoader
         >>> def pipeline(lane):
         ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
         >>> trained = 0
-        >>> batches = Whole(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
+        >>> batches = TrainerLoader(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
         >>> ahead = iter(batches)
         >>> first = next(ahead)
         >>> batches.state_dict()["slot"]  # given, but not trained on
@@ -79,7 +78,8 @@ class Whole:
     ) -> None:
         if not isinstance(loader, SavableLoader):
             raise TypeError(
-                f"Whole takes a SavableLoader, not {type(loader).__name__}: it, or the trainer, moves batches itself"
+                f"TrainerLoader takes a SavableLoader, not {type(loader).__name__}: it, or the trainer, moves batches "
+                "itself"
             )
         refuse_acknowledging(loader)
         self._loader = loader
@@ -155,8 +155,8 @@ class Whole:
             self._run.return_to(position)
             self._mark()
 
-    def take_over(self, other: Whole) -> None:
-        """Continue, on the same loader, where the trainer of another `Whole` has left it.
+    def take_over(self, other: TrainerLoader) -> None:
+        """Continue, on the same loader, where the trainer of another `TrainerLoader` has left it.
 
         Args:
             other: Its batches that were fetched but not trained on come again here.
@@ -233,7 +233,7 @@ class Whole:
         """Pass over slots after the batches that the trainer has fetched, as `SavableLoader.skip`.
 
         Call it on each rank. Fetched batches are trained on first, or come again in the next pass. States saved until
-        then contain what is still to be passed over; only `load_state_dict` of a `Whole` takes them.
+        then contain what is still to be passed over; only `load_state_dict` of a `TrainerLoader` takes them.
 
         Args:
             slots: How many slots, of all ranks together.

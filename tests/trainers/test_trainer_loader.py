@@ -15,8 +15,8 @@ import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.trainers import checks, whole
-from savable_pipeline.trainers.whole import Whole
+from savable_pipeline.trainers import checks, trainer_loader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.signals import SignalAt, got
 from tests.support.streams import take, through_a_file
 from tests.support.toy_faults import packed_numbers
@@ -38,7 +38,7 @@ class Trainer:
     def __init__(self, loader: sp.SavableLoader, ahead: int, trained: int = 0) -> None:
         self.trained = trained
         self.ahead = ahead
-        self.batches = Whole(loader, trained=lambda: self.trained, most_ahead=ahead)
+        self.batches = TrainerLoader(loader, trained=lambda: self.trained, most_ahead=ahead)
 
     def an_epoch(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The hash of each batch, and the state that is saved after it was trained on."""
@@ -159,7 +159,7 @@ def test_a_skip_stays_where_it_is_if_what_was_fetched_is_left_and_comes_again(ma
 
 def test_a_skip_without_anything_fetched_is_the_loaders(make: Any) -> None:
     loader, other = make(), make()
-    batches = Whole(loader)
+    batches = TrainerLoader(loader)
     for one in (batches, other):
         one.skip(2)
     assert loader.state_dict() == other.state_dict() == batches.state_dict()
@@ -190,7 +190,7 @@ def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) ->
         make().load_state_dict(state)
     for damaged in (b"[", b'[["a", 1, 2]]', 7):
         with pytest.raises(StateError, match="to_skip"):
-            Whole(make()).load_state_dict({**state, "to_skip": damaged})
+            TrainerLoader(make()).load_state_dict({**state, "to_skip": damaged})
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -204,7 +204,7 @@ def test_a_batch_that_cannot_be_placed_comes_again(make: Any, ahead: int, counts
         return batch
 
     trained, fetched, found = 0, [], []
-    batches = Whole(make(), trained=(lambda: trained) if counts else None, most_ahead=ahead, place=place)
+    batches = TrainerLoader(make(), trained=(lambda: trained) if counts else None, most_ahead=ahead, place=place)
     steps = iter(batches)
     while len(found) < 8:
         try:
@@ -222,7 +222,7 @@ def test_a_batch_that_cannot_be_placed_comes_again(make: Any, ahead: int, counts
 def test_batches_are_placed_and_the_rest_is_the_loaders(make_shards: Any) -> None:
     loader = sp.SavableLoader(partial(counted_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6)
     with loader:
-        batches = Whole(loader, place=lambda batch: ("placed", batch))
+        batches = TrainerLoader(loader, place=lambda batch: ("placed", batch))
         assert next(iter(batches))[0] == "placed"
         assert (len(batches), batches.epoch, batches.world_size) == (36, 0, 1)
         batches.close()
@@ -233,26 +233,26 @@ def test_an_evaluation_that_was_broken_off_begins_anew(make_shards: Any) -> None
     loader = sp.SavableLoader(
         partial(counted_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6, tail="pad", on_iter="restart"
     )
-    batches = Whole(loader)
+    batches = TrainerLoader(loader)
     expected = take(batches, 3)
     assert take(batches, 1) + take(batches, 3) + take(batches, 3) == [expected[0], *expected, *expected]
 
 
 def test_an_endless_loader_has_no_length_and_is_true(make_shards: Any) -> None:
-    batches = Whole(sp.SavableLoader(partial(toy_pipeline, str(make_shards([36]))), seed=3, lanes=6))
+    batches = TrainerLoader(sp.SavableLoader(partial(toy_pipeline, str(make_shards([36]))), seed=3, lanes=6))
     assert batches
     with pytest.raises(TypeError, match="length"):
         len(batches)
 
 
 def test_lanes_of_one_rank_alone_are_refused_when_they_are_saved(make: Any) -> None:
-    batches = Whole(make(ranks=(0, 2)))
+    batches = TrainerLoader(make(ranks=(0, 2)))
     with pytest.raises(ValueError, match=r"gathering needs torch\.distributed"):
         batches.state_dict()
 
 
 def test_who_asks_for_a_dataset_is_told_that_nothing_is_to_be_skipped(make: Any) -> None:
-    batches = Whole(make())
+    batches = TrainerLoader(make())
     with pytest.raises(AttributeError, match="needs no skip_first_batches"):
         _ = batches.dataset
     assert not hasattr(batches, "dataset")
@@ -260,7 +260,7 @@ def test_who_asks_for_a_dataset_is_told_that_nothing_is_to_be_skipped(make: Any)
 
 def test_only_a_loader_is_taken() -> None:
     with pytest.raises(TypeError, match="a SavableLoader, not list"):
-        Whole([])  # type: ignore[arg-type]
+        TrainerLoader([])  # type: ignore[arg-type]
 
 
 class Accumulates(Trainer):
@@ -269,7 +269,7 @@ class Accumulates(Trainer):
     def __init__(self, loader: sp.SavableLoader, ahead: int, done: int = 0) -> None:
         self.begun = self.trained = done
         self.ahead = ahead
-        self.batches = Whole(loader, trained=lambda: self.trained, begun=lambda: self.begun, most_ahead=ahead)
+        self.batches = TrainerLoader(loader, trained=lambda: self.trained, begun=lambda: self.begun, most_ahead=ahead)
 
     def moments(self) -> Iterator[tuple[int, str | None, dict[str, Any]]]:
         """What the optimizer has stepped on, the batch that was trained on, and the state: at each moment of a step."""
@@ -349,11 +349,11 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
 
     shards = str(make_shards([36, 36]))
     begun, straight = [0], loader()
-    batches = Whole(loader(), place=copy)  # as what moves a batch to a device
+    batches = TrainerLoader(loader(), place=copy)  # as what moves a batch to a device
     if counts:
-        batches = Whole(loader(), trained=lambda: begun[0], most_ahead=0)
+        batches = TrainerLoader(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):
-        signal = SignalAt(at, [whole, checks, run])
+        signal = SignalAt(at, [trainer_loader, checks, run])
         count = got(batches, 1, signal)
         begun[0] += count
         assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at
