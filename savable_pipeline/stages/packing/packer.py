@@ -46,7 +46,8 @@ class OnlinePacker(TakesItems):
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
         too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
             "sequential", else "skip", with a warning above 10 %.
-        max_held_bytes: Most bytes of items in all open packs of a process; others are made again.
+        max_held_bytes: Most bytes of items in all open packs of a process, beside up to 16 that were just taken; others
+            are made again.
         encoder: Measures, cuts and packs. None: the one upstream.
 
     Raises:
