@@ -30,7 +30,7 @@ _OF_THE_EDIT = (
     "tests/project/test_house.py",
 )  # they look at the text, not at what it does
 _LIKELY_S, _WHOLE_S = 600, 3600  # the longest that the tests may take
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Outcome(NamedTuple):
@@ -69,7 +69,7 @@ def try_break(each: Any, *, workers: int, likely_only: bool) -> Outcome:
 
 def _check_is_imported(copy: Path) -> None:
     """The copy's package must come before the one that is installed."""
-    program = "import savable_pipeline; print(savable_pipeline.__file__)"
+    program = "import importlib.util; print(importlib.util.find_spec('savable_pipeline').origin)"
     found = subprocess.run(
         [sys.executable, "-c", program], env=_environment(copy), cwd=copy, capture_output=True, text=True
     )
@@ -83,7 +83,8 @@ def _environment(copy: Path) -> dict[str, str]:
 
 def _run(copy: Path, tests: Sequence[str], workers: int, limit_s: float) -> str:
     """The id of the first test that fails; "" if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command += ["-n", str(workers)] if workers > 1 else []
     command += [f"--ignore={name}" for name in _OF_THE_EDIT]
     if not tests:
         return ""
