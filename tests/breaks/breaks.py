@@ -42,6 +42,7 @@ STAGES = [
         "        self._slots[: len(refs)] = refs\n",
         "        self._slots[: len(refs)] = np.roll(refs, 1)\n",
         ("tests/stages/test_shuffle_buffer.py", "tests/system/test_exact_resume.py"),
+        caught_by="tests/stages/test_shuffle_buffer.py::test_restored_at_any_position_it_goes_on_exactly",
     ),
     Break(
         "shares-cut-anew-in-mid-epoch",
@@ -51,6 +52,7 @@ STAGES = [
         "        self._shares = self._shares.cut_by(saved.cut)\n        self._move_to(saved.epoch, saved.position)\n",
         "        self._move_to(saved.epoch, saved.position)\n",
         ("tests/stages/readers", "tests/run/loader/test_fresh_lanes.py", "tests/run/loader/test_loader_state.py"),
+        caught_by="tests/stages/readers/test_reader.py::test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes",
     ),
     Break(
         "skip-not-in-the-state",
@@ -60,6 +62,7 @@ STAGES = [
         "            self.avoid(sample.index, sample.epoch, reason_of(error))\n            self._forget_before",
         "            self._forget_before",
         ("tests/stages/test_on_error.py", "tests/stages/test_encode.py", "tests/run/engine/test_avoided_samples.py"),
+        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered[missing shard]",
     ),
     Break(
         "fan-out-seed-of-the-first",
@@ -69,6 +72,7 @@ STAGES = [
         "        rng.rekey((self.sample.index, self.sample.epoch, self.given))\n",
         "        rng.rekey((self.sample.index, self.sample.epoch, 0))\n",
         ("tests/stages/test_encode.py", "tests/stages/test_sample_encoding.py", "tests/system/test_golden_order.py"),
+        caught_by="tests/stages/test_encode.py::test_parts_of_a_sample_have_random_numbers_of_their_own",
     ),
     Break(
         "fan-out-begins-again-after-an-error",
@@ -78,6 +82,7 @@ STAGES = [
         "            self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None\n",
         "            self._fan = None\n",
         ("tests/stages/test_encode.py", "tests/stages/test_sample_encoding.py", "tests/stages/test_on_error.py"),
+        caught_by="tests/stages/test_encode.py::test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_twice[False-1-1]",
     ),
     Break(
         "filter-passes-over-a-failed-sample",
@@ -87,6 +92,7 @@ STAGES = [
         "                if not refs:\n                    raise\n",
         "                if not refs:\n                    raise\n                kept.append(None)\n                ahead.next += 1\n",
         ("tests/stages/test_filters.py",),
+        caught_by="tests/stages/test_filters.py::test_an_error_of_the_function_is_raised_or_skipped_and_tried_again[False]",
     ),
     Break(
         "rest-of-a-cut-item-lost",
@@ -96,6 +102,7 @@ STAGES = [
         '            "taken": None if taken is None else taken.ref,\n',
         '            "taken": None if taken is None or taken.start else taken.ref,\n',
         ("tests/stages/packing",),
+        caught_by="tests/stages/packing/test_packer.py::test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut",
     ),
     Break(
         "decided-length-of-open-packs-forgotten",
@@ -105,6 +112,7 @@ STAGES = [
         "        if any(pack.length != self.max_length for pack in packing.packs):\n",
         "        if any(pack.length > self.max_length for pack in packing.packs):\n",
         ("tests/run/loader/test_deciding.py", "tests/stages/packing"),
+        caught_by="tests/run/loader/test_deciding.py::test_a_replay_on_other_ranks_over_resumes_equals_the_run_that_decided[best_fit]",
     ),
     Break(
         "rounds-of-a-held-piece-forgotten",
@@ -114,6 +122,7 @@ STAGES = [
         "    if piece.rounds:\n",
         "    if piece.rounds > 1:\n",
         ("tests/stages/packing",),
+        caught_by="tests/stages/packing/test_packer.py::test_how_often_an_item_was_held_back_is_in_the_state",
     ),
     Break(
         "restored-pieces-cost-nothing",
@@ -123,6 +132,7 @@ STAGES = [
         "        for piece in pieces:\n            self._set_cost(piece)\n        return [piece",
         "        return [piece",
         ("tests/stages/packing",),
+        caught_by="tests/stages/packing/test_balance.py::test_a_resume_is_exact[None-0-Texts]",
     ),
     Break(
         "limit-of-held-bytes-for-each-stage",
@@ -132,6 +142,7 @@ STAGES = [
         "        if self._budget.used + item_bytes > self._max_bytes:\n",
         "        if self._bytes + item_bytes > self._max_bytes:\n",
         ("tests/stages/test_memory_budget.py", "tests/stages/test_held_items.py", "tests/stages"),
+        caught_by="tests/stages/packing/test_packer.py::test_lanes_of_a_process_share_the_budget",
     ),
     Break(
         "unchosen-round-becomes-a-pack",
@@ -141,6 +152,7 @@ STAGES = [
         "        self._groups = [len(group) for group in left[:-1] if group]\n",
         "        self._groups = [len(group) for group in left if group]\n",
         ("tests/stages/packing",),
+        caught_by="tests/stages/packing/test_item_packer.py::test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost[<lambda>-group 1 is empty]",
     ),
     Break(
         "balance-forgets-other-costs",
@@ -150,6 +162,7 @@ STAGES = [
         '        self.past = array("q", past)\n',
         '        self.past = array("q", sorted(past))\n',
         ("tests/stages/packing", "tests/system/test_exact_resume.py"),
+        caught_by="tests/stages/packing/test_balance.py::test_restored_the_rest_is_the_same[3]",
     ),
     Break(
         "lost-pack-takes-its-slot",
@@ -159,6 +172,7 @@ STAGES = [
         "                return [item], [ref]\n            self._skipped(item)\n",
         "                return [item], [ref]\n            self._rule.gave(waiting.cost)\n            self._skipped(item)\n",
         ("tests/stages/packing", "tests/stages/test_lost_items.py", "tests/stages/test_excluded_samples.py"),
+        caught_by="tests/stages/packing/test_balance.py::test_a_skipped_pack_is_replaced_in_its_slot[TellingTexts]",
     ),
     Break(
         "pack-dropped-for-one-excluded-item",
@@ -168,6 +182,7 @@ STAGES = [
         "        kept = [left for left in map(excluded.left_of, kept) if left is not None]\n",
         "        kept = [ref for ref in kept if excluded.left_of(ref) == ref]\n",
         ("tests/stages/test_excluded_samples.py", "tests/run/loader/test_deciding.py", "tests/stages/packing"),
+        caught_by="tests/stages/test_excluded_samples.py::test_nothing_else_that_a_state_holds_is_lost[None-best_fit]",
     ),
     Break(
         "item-before-its-bucket-lost",
@@ -177,6 +192,7 @@ STAGES = [
         "        self._taken.restore([] if saved.taken is None else [saved.taken])\n",
         "        self._taken.restore([])\n",
         ("tests/stages/test_bucket_batcher.py",),
+        caught_by="tests/stages/test_bucket_batcher.py::test_after_an_error_the_same_is_tried_again_and_nothing_is_lost[True]",
     ),
     Break(
         "short-last-batch-announced",
@@ -186,6 +202,7 @@ STAGES = [
         "        needed = self.size if self.drop_last else 1\n        return len(self._hold(needed)) >= needed\n",
         "        return len(self._hold(1)) >= 1\n",
         ("tests/stages/test_batcher.py", "tests/run/loader/test_epoch_end.py", "tests/run/loader/test_epochs.py"),
+        caught_by="tests/stages/test_batcher.py::test_more_says_whether_another_batch_will_come[4-True-expected3]",
     ),
     Break(
         "new-weights-go-on-with-old-counts",
@@ -195,6 +212,7 @@ STAGES = [
         "        if saved.turns.names == self._active and saved.turns.weights == turns.weights:\n",
         "        if saved.turns.names == self._active:\n",
         ("tests/stages/blending", "tests/run/loader/test_deciding.py"),
+        caught_by="tests/stages/blending/test_schedule.py::test_it_is_changed_from_where_the_run_stands",
     ),
     Break(
         "unit-of-token-lags-forgotten",
@@ -204,6 +222,7 @@ STAGES = [
         "                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit\n",
         "                turns.lags = saved.turns.lags\n",
         ("tests/stages/blending", "tests/system/test_mixing.py", "tests/system/test_exact_resume.py"),
+        caught_by="tests/stages/blending/test_schedule.py::test_it_resumes_exactly_before_in_and_after_a_change[tokens-step]",
     ),
     Break(
         "schedule-begins-its-piece-anew",
@@ -213,6 +232,7 @@ STAGES = [
         "            if isinstance(turns, ScheduledTurns):\n                turns.begin = saved.turns.begin\n",
         "",
         ("tests/stages/blending", "tests/system/test_mixing.py"),
+        caught_by="tests/stages/blending/test_mixture.py::test_a_scheduled_mixture_resumes_exactly_in_a_change",
     ),
     Break(
         "join-gives-samples-of-other-refs",
@@ -247,6 +267,7 @@ RUN = [
             "tests/run/loader/test_loader_state.py",
             "tests/system/test_exact_resume.py",
         ),
+        caught_by="tests/run/loader/test_ranks.py::test_ranks_and_lanes_are_those_of_the_drawing",
     ),
     Break(
         "lag-forgets-skipped-slots",
@@ -266,6 +287,7 @@ RUN = [
         '                raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")\n',
         "",
         ("tests/run/state", "tests/run/loader/test_loader_state.py"),
+        caught_by="tests/run/state/test_fingerprint.py::test_the_states_of_runs_with_other_settings_are_not_merged",
     ),
     Break(
         "own-acknowledgements-lost-in-a-merge",
@@ -275,6 +297,7 @@ RUN = [
         "                flight.done |= mask & flight.open\n",
         "                flight.done = mask & flight.open\n",
         ("tests/run/loader/test_acknowledgements.py", "tests/run/state"),
+        caught_by="tests/run/loader/test_acknowledgements.py::test_a_random_history_is_that_of_a_list[147]",
     ),
     Break(
         "dead-workers-batch-given-twice",
@@ -302,6 +325,7 @@ RUN = [
         "            self.prefetcher.restart()\n            self._ends.forget()\n",
         "            self._ends.forget()\n",
         ("tests/run/loader/test_deciding.py",),
+        caught_by="tests/run/loader/test_deciding.py::test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their_batches_again",
     ),
     Break(
         "decisions-end-with-the-epoch",
@@ -320,6 +344,7 @@ RUN = [
         "        if self._last is None or self._last[0] < batches:\n",
         "        if self._last is None or self._last[0] <= batches:\n",
         ("tests/run/loader/test_acknowledgements.py", "tests/run/loader/test_interrupts.py"),
+        caught_by="tests/run/loader/test_acknowledgements.py::test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees[11]",
     ),
     Break(
         "ranks-come-again-unlike",
@@ -329,6 +354,7 @@ RUN = [
         "        self.table.load(sorted(own, key=_batch_of), max(counts) if self._is_agreed else 0, lost)\n",
         "        self.table.load(sorted(own, key=_batch_of), counts[self.ranks.rank] if self._is_agreed else 0, lost)\n",
         ("tests/run/loader/test_acknowledgements.py",),
+        caught_by="tests/run/loader/test_acknowledgements.py::test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote[True-stop]",
     ),
     Break(
         "lost-batches-count-again",
@@ -338,6 +364,7 @@ RUN = [
         "        cut = min(cut, min(start.place for _, start in group))\n",
         "        cut = min(start.place for _, start in group)\n",
         ("tests/run/ledger",),
+        caught_by="tests/run/ledger/test_ledger.py::test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch_a_slot",
     ),
     Break(
         "step-beyond-the-end",
@@ -356,6 +383,7 @@ RUN = [
         "            segment[0] = _FREE if forks == _forks[0] else _RETIRED\n",
         "            segment[0] = _FREE\n",
         ("tests/run/transport",),
+        caught_by="tests/run/transport/test_segments.py::test_a_segment_that_was_viewed_when_the_trainer_forked_is_never_used_again",
     ),
     Break(
         "shared-memory-of-an-item-reused",
@@ -365,6 +393,7 @@ RUN = [
         "        return segment[0] == _FREE and self._lent.get(number, _nothing)() is None\n",
         "        return segment[0] == _FREE\n",
         ("tests/run/transport", "tests/core/test_batch_memory.py", "tests/run/engine/test_shared_memory.py"),
+        caught_by="tests/run/transport/test_segments.py::test_a_segment_of_which_the_worker_keeps_a_part_is_not_used_for_another_batch",
     ),
     Break(
         "sets-of-settings-in-any-order",
@@ -374,6 +403,7 @@ RUN = [
         '        plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")\n',
         "        plain = msgspec.to_builtins(value, str_keys=True)\n",
         ("tests/run/state",),
+        caught_by="tests/run/state/test_fingerprint.py::test_a_set_is_kept_in_an_order_that_no_hash_changes",
     ),
     Break(
         "what-a-source-gave-forgotten",
@@ -383,6 +413,7 @@ RUN = [
         "holding, reading, saved.in_vain or {})\n",
         "holding, reading, {})\n",
         ("tests/run/loader/test_source_losses.py", "tests/run/engine/test_lane_runner.py"),
+        caught_by="tests/run/loader/test_source_losses.py::test_a_run_that_is_resumed_meets_the_error_at_the_same_step[1]",
     ),
     Break(
         "no-last-look",
@@ -392,6 +423,7 @@ RUN = [
         "        try:\n            self.look()\n        finally:\n            os._exit(0)\n",
         "        os._exit(0)\n",
         ("tests/run/engine/test_last_look.py",),
+        caught_by="tests/run/engine/test_last_look.py::test_a_finite_run_does_not_end_without_an_error[1]",
     ),
     Break(
         "state-behind-the-batch-looked-at",
