@@ -9,19 +9,10 @@ _PAIRS = (("verify", "stores_read"), ("may_avoid", "avoid"))  # of one capabilit
 _GIVEN = {"BatchStage": "batches", "ItemStage": "items", "SampleStage": "samples"}
 _PLACE = "savable_pipeline.stages"
 _ASKED = {"count_of", "hint_rows", "map_sources", "name_branch", "ref_alone"}  # of a stage that may have them
-# Methods and properties that stages had, and what is in their place.
-_GONE = {
-    "take_measured": "take(n, deferred=True), and the attribute `sizes` beside it",
-    "unmade": "the field `deferred` of what describe() returns",
-    "leaves_out_excluded": "the field `gives_excluded` of what describe() returns",
-    "make_again": f"fetch_left(ref), or left_of(stage, ref) of {_PLACE}.held_items",
-    "keep_known": f"custom.HeldItems(self).restore(refs), or known_refs(stage, refs) of {_PLACE}.held_items",
-    "keep_whole": f"custom.HeldItems(self).restore(refs), or is_whole(stage, ref) of {_PLACE}.held_items",
-}
 
 
 def check_class(cls: type[Any]) -> None:
-    """Raise TypeError for a stage that defines `__next__` without a `ref`, or what stages have no more."""
+    """Raise TypeError for a stage that defines `__next__` without a `ref`, or half of a capability."""
     own = vars(cls)
     bases = cls.__mro__[:-2]  # all but `Stage` and `object`
     named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
@@ -37,8 +28,6 @@ def check_class(cls: type[Any]) -> None:
         )
     functions = [each for each in own.values() if isfunction(each)]
     called = {name for each in functions for name in each.__code__.co_names if name not in each.__globals__}
-    for name in sorted(called.union(own) & _GONE.keys()):
-        raise TypeError(f"{cls.__name__}: a stage has no `{name}` any more; write {_GONE[name]}")
     for name in sorted(name for name in called & _ASKED if not any(hasattr(base, name) for base in bases[1:])):
         raise TypeError(f"{cls.__name__}: not every stage has `{name}`; ask {name}(stage, …) of {_PLACE}.capabilities")
     for pair in _PAIRS:

@@ -122,17 +122,12 @@ def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind
 @pytest.mark.parametrize(
     "members,told",
     [
-        ({"take_measured": lambda self: None}, r"no `take_measured` any more; write take\(n, deferred=True\)"),
-        ({"unmade": True}, r"write the field `deferred` of what describe\(\) returns"),
-        ({"leaves_out_excluded": True}, r"write the field `gives_excluded`"),
-        ({"make_again": lambda self, ref: (None, ref)}, r"write fetch_left\(ref\)"),
-        ({"restore_state": lambda self, state: self.keep_known([])}, r"write custom.HeldItems\(self\).restore\(refs\)"),
         ({"count_of": lambda self, lane, epoch: self.source.count_of(lane, epoch)}, r"ask count_of\(stage, …\) of"),
         ({"verify": lambda self, slot: None}, r"Own: a stage with `verify` has verify and stores_read"),
         ({"take": lambda self, n: ([], [])}, r"Own: `take\(self, n\)` .* is now `take\(self, n, \*, deferred=False\)`"),
     ],
 )
-def test_a_class_that_uses_what_stages_had_is_told_what_is_in_its_place(members: dict[str, Any], told: str) -> None:
+def test_a_class_with_half_of_a_capability_is_told_the_other_half(members: dict[str, Any], told: str) -> None:
     with pytest.raises(TypeError, match=told):
         type("Own", (custom.ItemStage,), members)
 

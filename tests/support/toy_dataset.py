@@ -37,9 +37,7 @@ class NumberDataset:
         self.count = int(self.firsts[-1])
         self.names: dict[int, str] = {}
 
-    def select(
-        self, split: None, subset: Subset | None, *, in_order: bool = False, subset_order: int = 2
-    ) -> Selection | None:
+    def select(self, split: None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
         names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]
         return None if subset is None else Selection(names, self.firsts, subset=subset)
 

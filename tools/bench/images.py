@@ -26,6 +26,7 @@ from image_peers import peers_of_images
 from photos import digits_in_scenes, jpeg_of, photographs, sample_of, scene
 from rich.table import Table
 from rounds import spread
+from torchvision.transforms import v2
 
 import savable_pipeline as sp
 from task_encoders import NativeSize, SquareCrop, Tiles, Vision
@@ -44,20 +45,20 @@ def scaled() -> dict[str, Any]:
         "NativeSize": lambda decode: tiled(NativeSize(), decode),
         "Tiles": lambda decode: tiled(Tiles(), decode),
     }
-    table = Table("JPEG", "to", "exact, ms", "scaled, ms", "exact / scaled", "spread", "earlier / scaled", "spread")
+    table = Table("JPEG", "to", "exact, ms", "scaled, ms", "exact / scaled", "spread", "torchvision / scaled", "spread")
     found = {}
     for size, calls in CALLS.items():
         images = [sample_of(jpeg_of(scene(*size, seed))) for seed in range(2)]
         for name, make in makers.items():
             ways = {"scaled": make("scaled"), "exact": make("exact")}
             if name.startswith("crop"):
-                ways["earlier"] = earlier((0.5, 1.0) if "half" in name else (0.08, 1.0))
+                ways["torchvision"] = by_torchvision((0.5, 1.0) if "half" in name else (0.08, 1.0))
             took = in_turns(ways, images, calls if "crop" in name else 1 + calls // 20)
             pairs = {way: zip(took[way], took["scaled"], strict=True) for way in took}
             ratios = {way: spread([its / own for its, own in both]) for way, both in pairs.items()}
             ms = {way: statistics.median(times) * 1e3 for way, times in took.items()}
             found[f"{size[0]} × {size[1]}, {name}"] = {"ms": ms, "ratios": ratios}
-            cells = [cell for way in ("exact", "earlier") for cell in ratio_cells(ratios.get(way))]
+            cells = [cell for way in ("exact", "torchvision") for cell in ratio_cells(ratios.get(way))]
             console.print(f"{size[0]} × {size[1]}, {name}: {ratios['exact']}")
             table.add_row(f"{size[0]} × {size[1]}", name, f"{ms['exact']:.2f}", f"{ms['scaled']:.2f}", *cells)
     console.print(table)
@@ -95,13 +96,13 @@ def crops(scale: tuple[float, float], decode: Any) -> Call:
     return lambda sample, number: crop.image(sample, sp.Rng(number))
 
 
-def earlier(scale: tuple[float, float]) -> Call:
-    """The crops of earlier states, by torchvision."""
-    crop = SquareCrop(scale=scale, decode="exact", draws=1)
+def by_torchvision(scale: tuple[float, float]) -> Call:
+    """The same crops by torchvision."""
+    crop = v2.Compose([v2.RandomResizedCrop(224, scale=scale), v2.RandomHorizontalFlip(), v2.PILToTensor()])
 
     def call(sample: sp.Sample, number: int) -> Any:
         torch.manual_seed(number)
-        return crop.image(sample, sp.Rng(number))
+        return crop(sample.image("jpg"))
 
     return call
 

@@ -22,14 +22,13 @@ from savable_pipeline.stages.capabilities import name_branch
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.held_items import known_refs, left_of
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)
 
-_ORDER = 2  # the version of the order of turns, which a state must agree on
 
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
@@ -50,7 +49,6 @@ class WeightedSources(Stage):
 
     ref: ItemRef = ()
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "order": SettingRule(fixed=OTHER_ORDER),
         "sources": SettingRule(field="sources"),
         "weights": SettingRule(field="weights"),
         "schedule": SettingRule(allowed_by="weights"),
@@ -297,7 +295,6 @@ class WeightedSources(Stage):
             "by": self.by,
             "until": self.until,
             "stride": self.stride,
-            "order": _ORDER,
             **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
         }
 

@@ -11,10 +11,9 @@ of its items. The price: what the function wrote into an item would be lost, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -26,7 +25,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.item_selection import Select, select_places
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
@@ -78,7 +77,6 @@ class ItemPacker(ItemStage):
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items."""
     sizes: tuple[Size, ...] | None = None
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER)}
 
     def __init__(
         self,
@@ -209,7 +207,7 @@ class ItemPacker(ItemStage):
     def settings(self) -> dict[str, Any]:
         """`size`, the function, and the encoder only if it is not the one upstream."""
         own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
-        return {"size": self.size, **function_settings("select", self.select), "order": 1, **own}
+        return {"size": self.size, **function_settings("select", self.select), **own}
 
 
 def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:

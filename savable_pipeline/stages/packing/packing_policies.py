@@ -31,7 +31,6 @@ Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 _NO_BOUND = 1 << 60
 _NEVER = 1 << 120  # more than the slack of any pack, times its cost
 _LONGEST = 4  # rounds that a piece is held back
-ORDERS = {"first_fit_decreasing": 2}  # the versions of the orders that changed, which a state must agree on
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
 from savable_pipeline.core.lane import Lane
@@ -11,20 +11,12 @@ from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBl
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings, named_ranges
-from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class ColumnarReader(RecordReader):
     """Yields the rows of a lane's share of files as samples; `kind` of a subclass is that of the files."""
 
     kind: ClassVar[str]
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        **RecordReader.setting_rules,
-        "parts": SettingRule(
-            fixed="bytes in a column 'image', images without paths, lists of images, or images of Arrow's view types, "
-            "which were JSON or bytes, are parts of another name since: continue with the release that saved the state"
-        ),
-    }
 
     def __init__(
         self,
@@ -45,22 +37,8 @@ class ColumnarReader(RecordReader):
         super().__init__(ReaderData.of_files(self.kind, self.files, lane, options, **chosen), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every reader, the columns, the key, and the ranges if there are any.
-
-        `parts`, where a column holds images that once were JSON: the version of their form, on which a state must
-        agree.
-        """
-        store = self.dataset.store
-        from savable_pipeline.data.stores.columnar_store import ColumnarStore
-
-        since = store.parts_since.values() if isinstance(store, ColumnarStore) else ()
-        return {
-            **super().settings(),
-            "columns": self.columns,
-            "key": self.key,
-            **self.ranges,
-            **({"parts": max(since)} if since else {}),
-        }
+        """The settings of every reader, the columns, the key, and the ranges if there are any."""
+        return {**super().settings(), "columns": self.columns, "key": self.key, **self.ranges}
 
 
 class ParquetReader(ColumnarReader):

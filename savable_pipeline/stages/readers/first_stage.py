@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, TAGS, Ref, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, check_subset
+from savable_pipeline.data.shards.selection import Selection, Subset, check_subset
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.excluded_samples import ExcludedSamples, excluded_numbers, read_exclude_file
@@ -82,19 +82,12 @@ class FirstStage(TakesRefs):
         self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)
         self.split, self.subset, self.on_error = split, subset, on_error
         self.tag, self.branch = 0, ""
-        self._lane, self._named, self._split_order = lane, named, split_order
-        self.draw_by(lane.subset_order or SUBSET_ORDER)
-
-    def draw_by(self, order: int) -> None:
-        """Take the samples of the split and the subset that this order's number draws."""
-        self.subset_order = order
-        self.chosen = (self._named, self.split, self.subset, order)
+        self._lane = lane
+        self.chosen = (named, split, subset)
         """The name of these samples, for what lanes share of them."""
-        self.selection: Selection | None = self._lane.shared(
-            ("selection", *self.chosen, self._split_order),
-            lambda: self.dataset.select(self.split, self.subset, in_order=self._split_order, subset_order=order),
+        self.selection: Selection | None = lane.shared(
+            ("selection", *self.chosen, split_order), lambda: self.dataset.select(split, subset, in_order=split_order)
         )
-        vars(self).pop("info", None)
 
     @property
     def population(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.shard_digests import summary
-from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
+from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
@@ -23,13 +23,12 @@ from savable_pipeline.stages.readers.first_stage import FirstStage
 from savable_pipeline.stages.readers.growth import GrowingSamples
 from savable_pipeline.stages.readers.lane_shares import LaneShares, check_epochs
 from savable_pipeline.stages.readers.reader_settings import ReaderData, show_settings
-from savable_pipeline.stages.setting_rules import MEDIA_RULES, OTHER_ORDER, SettingRule
+from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
 from savable_pipeline.stages.stage import State, parse_state
 
 _CHUNK = 2048  # refs computed at a time
 _DAMAGED = "rest of a damaged or missing shard"
 _UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
-_ORDER = 2  # the version of the order of finite passes and of file order, which a state must agree on
 _EPOCHS = 1 << 32  # that a ref can name
 
 
@@ -39,7 +38,6 @@ class _ReaderState(msgspec.Struct):
     lane: dict[str, SavedCount]
     cut: SavedCount = 0
     growth: list[tuple[EpochNumber, EpochNumber]] = []
-    subset_order: Annotated[int, msgspec.Meta(ge=1, le=SUBSET_ORDER)] = 1
 
 
 class RecordReader(FirstStage):
@@ -85,8 +83,6 @@ class RecordReader(FirstStage):
     files: str | tuple[str, ...] = ""
     """What was named to be read; empty of a store that was given."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "order": SettingRule(fixed=OTHER_ORDER, follows=("epochs", "shuffle")),
-        "subset_order": SettingRule(fixed=OTHER_ORDER, follows=("subset",)),
         "shards": SettingRule(
             fixed="shards were added, removed or rewritten since", shards=lambda reader: reader.dataset.entries
         ),
@@ -260,20 +256,17 @@ class RecordReader(FirstStage):
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
         `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
-        `growth`, if shards were added: see growth.py. `subset_order`, of a subset: how it is drawn.
+        `growth`, if shards were added: see growth.py.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
-        more = {"cut": self._shares.cut, "growth": self.samples.pairs, **self._newest()}
+        more = {"cut": self._shares.cut, "growth": self.samples.pairs}
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
-        drawn_otherwise = self.subset is not None and saved.subset_order != self.subset_order
-        if drawn_otherwise:
-            self.draw_by(saved.subset_order)
-        if drawn_otherwise or (saved.growth and not self.samples.pairs):  # by hand, in a lane that no loader made
-            self._begin_with(saved.growth or self.samples.pairs)
+        if saved.growth and not self.samples.pairs:  # by hand, in a lane that no loader made
+            self._begin_with(saved.growth)
         self._shares = self._shares.cut_by(saved.cut)
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
@@ -301,15 +294,9 @@ class RecordReader(FirstStage):
             "window": self.window if self.shuffles and not self._deals else None,
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
-            **self._newest(),
-            **({"order": _ORDER} if self.epochs is not None or not self.shuffles else {}),
             **self.dataset.known_media.settings(),
             **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }
-
-    def _newest(self) -> dict[str, int]:
-        """The number of the order by which a subset is drawn; empty for the first, which had none."""
-        return {"subset_order": self.subset_order} if self.subset is not None and self.subset_order > 1 else {}
 
     def name_branch(self, name: str) -> None:
         """Become the source `name` of a `Blend`."""

@@ -545,7 +545,7 @@ def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -
         state = one.state_dict()
         with loader(shards) as fresh, pytest.raises(sp.CheckpointMismatchError, match="something was decided"):
             rescue(fresh, state)
-    body = msgspec.msgpack.decode(state[lane_name(0)][14:])
+    body = msgspec.msgpack.decode(state[lane_name(0)][16:])
     body["decisions"]["excluded"] = {1: b"odd"}
     with pytest.raises(StateError, match="8 bytes each"):
         unpack_state(forged(body), LaneState, "lane 0")
@@ -553,7 +553,7 @@ def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -
 
 def forged(body: Any) -> bytes:
     packed = msgspec.msgpack.encode(body)
-    return b"SAVL" + (1).to_bytes(2, "little") + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+    return b"SAVL\x02\x00\x03\x00" + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
 
 
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: say what"])
