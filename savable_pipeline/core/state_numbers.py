@@ -14,7 +14,10 @@ from savable_pipeline.errors import StateError
 
 ORDER = 3
 STATE = 2
-LAST_COMMITS: dict[tuple[Any, Any], str] = {(None, None): "d039fef"}  # that read states of other (ORDER, STATE)
+LAST_COMMITS: dict[tuple[Any, Any], str] = {  # that read states of other (ORDER, STATE); the first had no ORDER
+    (None, None): "d039fef",
+    (None, 1): "d039fef",
+}
 
 
 def check_numbers(name: str, order: Any, state: Any) -> None:
@@ -22,9 +25,8 @@ def check_numbers(name: str, order: Any, state: Any) -> None:
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return
     saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
-    commit = next((LAST_COMMITS[pair] for pair in LAST_COMMITS if pair == (order, state)), "")
-    cure = f"the last commit that reads it is {commit}" if commit else "continue with the release that saved it"
+    commit = next((LAST_COMMITS[pair] for pair in LAST_COMMITS if pair == (order, state)), "that which saved it")
     raise StateError(
         f"{name}: saved with ORDER {saved[0]} and STATE {saved[1]}, but this release reads ORDER {ORDER} and STATE "
-        f"{STATE}: {cure}"
+        f"{STATE}: the last commit that reads it is {commit}"
     )

@@ -22,7 +22,6 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import refuse_flights, without_flights
-from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,
@@ -102,29 +101,21 @@ def complete_state(
         raise CheckpointMismatchError(
             f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
         )
-    begun = next(iter(read.values()), None) if state["slot"] else None
-    passed = _passed_over(loader, missing, last, growth, state["epoch"], state["slot"], begun)
-    return {**without_flights(state), **passed}
+    return {**without_flights(state), **_passed_over(loader, missing, last, growth, state, [*read.values()])}
 
 
 def _passed_over(
-    loader: SavableLoader,
-    missing: list[int],
-    last: Mapping[str, Any],
-    growth: Growth,
-    epoch: int,
-    slot: int,
-    begun: LaneState | None,
+    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, state: Any, read: list[Any]
 ) -> dict[str, bytes]:
-    """The states of these lanes at a slot, by name; `begun` is another lane that knows how the epoch is cut."""
+    """The states of these lanes at the slot of `state`, by name; the lanes that were `read` know how it is cut."""
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
     try:
         with as_in_a_worker(set(KINDS)):
-            cuts = known_cuts(begun, local) if begun is not None else {}
-            lanes = {lane: _lane_at(local, lane, last, growth, epoch, slot) for lane in missing}
-            return {lane_name(lane): with_cuts(state, cuts) for lane, state in lanes.items()}
+            cuts = known_cuts(read[0], local) if read and state["slot"] else {}
+            lanes = {lane: _lane_at(local, lane, last, growth, state["epoch"], state["slot"]) for lane in missing}
+            return {lane_name(lane): with_cuts(raw, cuts) for lane, raw in lanes.items()}
     finally:
         local.close()
 

@@ -88,7 +88,8 @@ def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
     if raw[:4] != _MAGIC or len(raw) < _HEAD:
         raise StateError(f"{name}: not a state of savable_pipeline, or cut short ({len(raw)} bytes)")
     if raw[: len(_NUMBERED)] != _NUMBERED:
-        check_numbers(name, int.from_bytes(raw[6:8], "little"), int.from_bytes(raw[4:6], "little"))
+        number = int.from_bytes(raw[4:6], "little")
+        check_numbers(name, int.from_bytes(raw[6:8], "little") if number > 1 else None, number)
     body = raw[_HEAD:]
     if xxh3_64_intdigest(body) != int.from_bytes(raw[len(_NUMBERED) : _HEAD], "little"):
         raise StateError(f"{name}: damaged: the checksum does not match; use another copy of the checkpoint")

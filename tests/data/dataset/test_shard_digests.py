@@ -74,14 +74,6 @@ def state_of(made: list[ShardEntry]) -> dict[str, Any]:
         return through_a_file(run.state_dict())
 
 
-def as_older(state: dict[str, Any], made: list[ShardEntry]) -> dict[str, Any]:
-    """The state as releases wrote it that list all shards."""
-    found = unpack_fingerprint(state["fingerprint"])
-    listed = [[entry.name, entry.samples, entry.digest] for entry in made]
-    fields = {**found.fields, "RecordReader.shards": listed}
-    return {**state, "fingerprint": pack_fingerprint(Fingerprint(fields, found.environment, found.addresses))}
-
-
 def test_up_to_1024_shards_are_listed_and_more_are_16_bytes_for_each_1024() -> None:
     assert summary(shards(2)) == [["00000.bin", 2, 0], ["00001.bin", 2, 977]]
     assert isinstance(summary(shards(1024)), list)
@@ -149,25 +141,8 @@ def test_a_state_of_many_shards_is_small_and_refused_where_one_was_rewritten() -
         other.load_state_dict(state)
 
 
-def test_a_state_that_lists_many_shards_goes_on_and_names_what_differs() -> None:
-    made = entries(2000)
-    state = state_of(made)
-    with loader(made) as one, loader(made) as two:
-        one.load_state_dict(state)
-        two.load_state_dict(as_older(state, made))
-        assert [next(one).tolist() for _ in range(9)] == [next(two).tolist() for _ in range(9)]
-    with (
-        loader(entries(2000, rewritten=7)) as other,
-        pytest.raises(sp.CheckpointMismatchError, match=r"RecordReader.shards: rewritten: 00007.bin \("),
-    ):
-        other.load_state_dict(as_older(state, made))
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_shards_join_a_run_of_many(older: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made = entries(1500)
-    state = state_of(made)
-    state = as_older(state, made) if older else state
+def test_shards_join_a_run_of_many(caplog: pytest.LogCaptureFixture) -> None:
+    state = state_of(entries(1500))
     with loader(entries(1600)) as run:
         run.load_state_dict(state, allow={"shards"})
         assert "100 new shards, from 01500.bin on: read from epoch 1 on" in caplog.text

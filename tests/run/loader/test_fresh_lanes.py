@@ -18,6 +18,7 @@ from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.testing import _take_step
+from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 
@@ -166,6 +167,25 @@ def test_a_rank_that_was_given_fresh_lanes_alone_knows_how_they_are_cut(shards: 
     while (taken := _take_step(runs))[0].epoch == 0:
         found += [pair for entry in taken for pair in counted(entry.batch)]
     assert set(Counter(found).values()) == {1} and len(found) == (96 if first == "given" else 92)
+
+
+def test_fresh_lanes_of_a_dead_rank_are_cut_as_those_of_the_survivors(shards: Path) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as both:
+        start = both.state_dict()
+        found = [pair for _ in range(2) for pair in counted(next(both))]
+    survivor = Run(LoaderSettings(partial(make, size=4), seed=3, lanes=8, tail="pad", ranks=(0, 2)), agree=int)
+    survivor.skip(2)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as both:
+        state = complete_state(both, [survivor.state_dict()], start)
+    runs = []
+    for rank in range(2):
+        runs.append(Run(LoaderSettings(partial(make, size=8), seed=3, lanes=8, tail="pad", ranks=(rank, 2))))
+        held = {lane_name(lane) for lane in range(1 - rank, 8, 2)}
+        runs[rank].load_state_dict({k: v for k, v in state.items() if k not in held}, allow={"batch_size"})
+    while (taken := _take_step(runs))[0].epoch == 0:
+        found += [pair for entry in taken for pair in counted(entry.batch)]
+    assert set(Counter(found).values()) == {1} and len(found) == 96
 
 
 def test_at_the_start_of_an_epoch_the_new_size_cuts_the_shares(shards: Path) -> None:
