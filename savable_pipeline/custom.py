@@ -13,12 +13,19 @@ from savable_pipeline.stages.bucket_batcher import BucketBatcher
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.packing.item_packer import ItemPacker
-from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
 from savable_pipeline.stages.readers.join import Join
-from savable_pipeline.stages.readers.raw_readers import CsvReader, FolderReader, JsonReader
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.readers.readers import JsonlReader, TokenReader
-from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
+from savable_pipeline.stages.readers.readers import (
+    ArrowReader,
+    CsvReader,
+    FolderReader,
+    JsonlReader,
+    JsonReader,
+    LitDataReader,
+    MdsReader,
+    ParquetReader,
+    TokenReader,
+)
 from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
 from savable_pipeline.stages.stage_bases import PassThrough
 

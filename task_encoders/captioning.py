@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
@@ -41,9 +41,7 @@ class CaptioningEncoder(TaskEncoder):
         std: Their standard deviation.
         caption: The field of the `json` part, where there is no `txt`.
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the image has fewer pixels than that;
-            "exact" always in full, as states of earlier releases need it.
-        crop_draws: 2; or 1 with `decode="exact"` to go on with a state of an earlier release, whose random crops
-            torchvision drew.
+            "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
         multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
@@ -81,11 +79,7 @@ class CaptioningEncoder(TaskEncoder):
         ```
     """
 
-    absent_settings: ClassVar = {
-        "decode": 'decode="exact"',
-        "crop_draws": 'decode="exact", crop_draws=1',
-        "exif": "exif=False",
-    }
+    global_rng = False
 
     def __init__(
         self,
@@ -100,15 +94,13 @@ class CaptioningEncoder(TaskEncoder):
         std: tuple[float, float, float] = STD,
         caption: str = "caption",
         decode: Decode = "scaled",
-        crop_draws: Literal[1, 2] = 2,
         exif: bool = True,
         multiple: int = 1,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
-        self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, crop_draws, exif)
-        self.global_rng = self.crop.global_rng
+        self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, exif)
         check_multiple(multiple, None)
         self.multiple = multiple
         self.max_tokens = max_tokens

@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field
-from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
+from task_encoders.parts.square_crop import SquareCrop
 
 
 class ClassificationEncoder(TaskEncoder):
@@ -45,8 +45,6 @@ class ClassificationEncoder(TaskEncoder):
         ```
     """
 
-    absent_settings = EARLIER_CROPS
-
     def __init__(
         self,
         classes: int,
@@ -66,7 +64,7 @@ class ClassificationEncoder(TaskEncoder):
         self.names = names
         self.crop = crop or SquareCrop()
         self.alphas = {"mixup": mixup, "cutmix": cutmix}
-        self.global_rng = ("torch",) if mixup or cutmix else self.crop.global_rng
+        self.global_rng = ("torch",) if mixup or cutmix else False
         self._mix = _mix(classes, mixup, cutmix) if mixup or cutmix else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:

@@ -9,7 +9,7 @@ import torch
 
 from savable_pipeline import Clips, Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field, named_part
-from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
+from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.token_packing import pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
@@ -55,7 +55,7 @@ class ContrastiveEncoder(TaskEncoder):
         ```
     """
 
-    absent_settings = EARLIER_CROPS
+    global_rng = False
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class ContrastiveEncoder(TaskEncoder):
         self.crop = crop or SquareCrop()
         self.max_tokens = max_tokens
         self.clips, self.video = clips, video
-        self.global_rng = self.crop.global_rng
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of the items of clips, or `Skip`."""

@@ -42,7 +42,6 @@ class Lane:
         pad: Whether batches are padded with rows that do not count, and continue after the lane's end.
         growth: The number of shards read in each epoch, by reader, where shards were added. None: none were.
         cuts: The unit of the lanes' shares in a pass begun by other lanes, by reader. None: their own.
-        subset_order: The version of the order by which readers draw a subset. None: the newest.
         downloads: Whether readers may download ahead.
         pinned: The shards of the run, by dataset. None: none yet.
         decisions: What was decided for the rest of the run. None: nothing.
@@ -70,7 +69,6 @@ class Lane:
         pad: bool = False,
         growth: Growth | None = None,
         cuts: Cuts | None = None,
-        subset_order: int | None = None,
         downloads: bool = True,
         pinned: PinnedShards | None = None,
         decisions: Decisions | None = None,
@@ -86,7 +84,6 @@ class Lane:
         self.pad = pad  # whether batches are padded with rows that do not count, and continue after the lane's end
         self.growth: Growth = growth or {}  # the number of shards read in each epoch, where shards were added
         self.cuts: Cuts = cuts or {}  # of a pass that other lanes began before, perhaps with other settings
-        self.subset_order = subset_order  # by which readers draw a subset; None: by this release's
         self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned
         self.decisions = decisions or NOTHING_DECIDED

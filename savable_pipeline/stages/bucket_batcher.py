@@ -17,13 +17,11 @@ from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.setting_rules import SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.source_counts import SourceCounts
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-
-_ORDER = 1  # of the batches with `same_bucket`
 
 
 class _BucketState(msgspec.Struct):
@@ -86,7 +84,6 @@ class BucketBatcher(EncoderBatches):
     """
 
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "order": SettingRule(fixed=OTHER_ORDER, follows=("same_bucket",)),
         "hold": SettingRule(follows=("same_bucket",)),
     }
 
@@ -301,7 +298,7 @@ class BucketBatcher(EncoderBatches):
         """Every argument; the encoder only if it is not the one upstream."""
         own = self._sizes.settings()
         if self.same_bucket:
-            own |= {"same_bucket": True, "hold": self.hold, "order": _ORDER}
+            own |= {"same_bucket": True, "hold": self.hold}
         if isinstance(self.group, str):
             own["group"] = self.group
         elif self.group is not None:

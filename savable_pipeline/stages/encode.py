@@ -33,7 +33,7 @@ from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
 from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_rules, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
@@ -105,7 +105,6 @@ class Encode(TakesItems):
         self.on_error = on_error
         self.one_for_one: bool = encoder.one_to_one
         self._encoder = encoder
-        self.setting_rules = encoder_rules(encoder)
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out

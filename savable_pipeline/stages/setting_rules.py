@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from savable_pipeline.data.shards.shard_list import ShardList
 
-OTHER_ORDER = "this stage yields its samples in another order since: continue with the release that saved the state"
-
 
 @dataclass(frozen=True, slots=True)
 class SettingRule:

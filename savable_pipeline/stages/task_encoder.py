@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from savable_pipeline.core.batch_memory import collate
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class Skip:
@@ -231,12 +229,6 @@ def encoder_settings(encoder: TaskEncoder, *, upstream: TaskEncoder | None = Non
         return {}
     own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
     return {"encoder": type(encoder).__qualname__, **own}
-
-
-def encoder_rules(encoder: TaskEncoder) -> dict[str, SettingRule]:
-    """The rules of those settings: what the absence means of one that the encoder leaves out, in `absent_settings`."""
-    absent: Mapping[str, str] = getattr(encoder, "absent_settings", {})
-    return {f"encoder.{name}": SettingRule(absent=words) for name, words in absent.items()}
 
 
 class Decoded(TaskEncoder):

@@ -17,10 +17,10 @@ from typing import Any
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.loader.fresh_lanes import drawing_by, fresh_lane
+from savable_pipeline.run.loader.fresh_lanes import fresh_lane, known_cuts, with_cuts
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.state.fingerprint import are_of_one_run, subset_order_of, unpack_fingerprint
+from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import refuse_flights, without_flights
 from savable_pipeline.run.state.state_dict import (
     batches_before,
@@ -101,20 +101,21 @@ def complete_state(
         raise CheckpointMismatchError(
             f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
         )
-    return {**without_flights(state), **_passed_over(loader, missing, last, growth, state["epoch"], state["slot"])}
+    return {**without_flights(state), **_passed_over(loader, missing, last, growth, state, [*read.values()])}
 
 
 def _passed_over(
-    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, epoch: int, slot: int
+    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, state: Any, read: list[Any]
 ) -> dict[str, bytes]:
-    """The states of these lanes at a slot, by name."""
+    """The states of these lanes at the slot of `state`, by name; the lanes that were `read` know how it is cut."""
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
-    local.draw_subsets_by(subset_order_of(unpack_fingerprint(last["fingerprint"])))
     try:
         with as_in_a_worker(set(KINDS)):
-            return {lane_name(lane): _lane_at(local, lane, last, growth, epoch, slot) for lane in missing}
+            cuts = known_cuts(read[0], local) if read and state["slot"] else {}
+            lanes = {lane: _lane_at(local, lane, last, growth, state["epoch"], state["slot"]) for lane in missing}
+            return {lane_name(lane): with_cuts(raw, cuts) for lane, raw in lanes.items()}
     finally:
         local.close()
 
@@ -124,10 +125,10 @@ def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], growth: Grow
     epoch.
     """
     lanes = last["lanes"]
-    done, raw = 0, fresh_lane(lane, epoch, growth, local.subset_order)
+    done, raw = 0, fresh_lane(lane, epoch, growth)
     if last["epoch"] == epoch:
         done = batches_before(last["slot"], lane, lanes)
-        raw = drawing_by(read_lanes(last, [lane])[lane], local.subset_order)
+        raw = last[lane_name(lane)]
     for _ in range(done, batches_before(slot, lane, lanes)):
         raw = local.runner.deliver(lane, raw, "skip").state
     local.runner.forget(lane)

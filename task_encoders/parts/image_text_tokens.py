@@ -15,7 +15,7 @@ features of videos and of sounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -179,7 +179,6 @@ class MixedEncoder(TaskEncoder):
     """
 
     global_rng = False  # draws nothing
-    absent_settings: ClassVar = {"decode": 'Vision(decode="exact")', "exif": "Vision(exif=False)"}
 
     def __init__(
         self,

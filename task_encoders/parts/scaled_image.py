@@ -6,7 +6,7 @@ A JPEG of 4000 × 3000 that becomes 500 × 375 or less is decoded at an eighth, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from PIL import Image
 
@@ -47,13 +47,3 @@ def check_decode(decode: str) -> None:
     """Raises ValueError unless this is one of the two settings."""
     if decode not in ("scaled", "exact"):
         raise ValueError(f"decode is 'scaled' or 'exact', not {decode!r}")
-
-
-def decode_setting(decode: Decode) -> dict[str, Any]:
-    """The setting for a fingerprint: none for "exact", as in states that were saved before there was another."""
-    return {} if decode == "exact" else {"decode": decode}
-
-
-def exif_setting(exif: bool) -> dict[str, Any]:
-    """The same of `exif`: none where photos are not turned, as they were not before there was a choice."""
-    return {"exif": True} if exif else {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +13,9 @@ from PIL import Image
 from savable_pipeline import Rng, Sample, empty
 from task_encoders.parts.random_box import random_box
 from task_encoders.parts.sample_parts import named_part
-from task_encoders.parts.scaled_image import Decode, check_decode, decode_setting, exif_setting
+from task_encoders.parts.scaled_image import Decode, check_decode
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
-EARLIER_CROPS = {
-    "decode": 'SquareCrop(decode="exact")',
-    "crop_draws": 'SquareCrop(decode="exact", draws=1)',
-    "exif": "SquareCrop(exif=False)",
-}
-"""What a state was made with that lacks a setting of crops, for `absent_settings` of an encoder."""
 _BILINEAR = Image.Resampling.BILINEAR
 
 
@@ -41,13 +34,11 @@ class SquareCrop:
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the result has fewer pixels than that;
-            "exact" always in full, as states of earlier releases need it.
-        draws: 2; or 1 to go on with a state of an earlier release, whose random crops torchvision made, drawn from
-            torch's global generator: an encoder of your own then says `global_rng = crop.global_rng`.
+            "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
 
     Raises:
-        ValueError: A setting is out of its range, or `draws=1` goes without `decode="exact"`.
+        ValueError: A setting is out of its range.
 
     Example:
         ```python
@@ -66,7 +57,6 @@ class SquareCrop:
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
-    draws: Literal[1, 2] = 2
     exif: bool = True
 
     def __post_init__(self) -> None:
@@ -79,17 +69,6 @@ class SquareCrop:
                 f"and {self.flip}"
             )
         check_decode(self.decode)
-        if self.draws not in (1, 2):
-            raise ValueError(f"draws is 2, or 1 for a state of an earlier release, not {self.draws!r}")
-        if self.draws == 1 and self.decode != "exact":
-            raise ValueError(
-                "draws=1 is for states of earlier releases, whose images were decoded in full: give decode='exact' too"
-            )
-
-    @property
-    def global_rng(self) -> bool | tuple[str, ...]:
-        """The global generators that a crop draws from: none, but torch's with `draws=1`."""
-        return ("torch",) if self.augment and self.draws == 1 else False
 
     def image(self, sample: Sample, rng: Rng) -> torch.Tensor | None:
         """Crop the first image of a sample.
@@ -107,11 +86,7 @@ class SquareCrop:
         part = named_part(sample, None, "image")
         if part is None:
             return None
-        if not self.augment:
-            return _pixels(self._central(sample, part))
-        if self.draws == 1:
-            return _pixels(self._earlier(sample.image(part, exif=self.exif)))
-        return _pixels(self._random(sample, part, rng))
+        return _pixels(self._random(sample, part, rng) if self.augment else self._central(sample, part))
 
     def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
         """Crop all frames of a clip alike, as one image is cropped.
@@ -147,12 +122,9 @@ class SquareCrop:
         return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`; of `decode`, `draws`, `exif` what earlier states do not have."""
+        """Every argument, for `TaskEncoder.settings`."""
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        del own["decode"], own["draws"], own["exif"]
-        drawn = {"crop_draws": self.draws} if self.augment and self.draws != 1 else {}
-        renamed = {"image_size": own.pop("size"), "crop_scale": own.pop("scale")}
-        return {**renamed, **own, **drawn, **decode_setting(self.decode), **exif_setting(self.exif)}
+        return {"image_size": own.pop("size"), "crop_scale": own.pop("scale"), **own}
 
     def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
         size = (self.size, self.size)
@@ -176,13 +148,6 @@ class SquareCrop:
         image = whole.resize(resized, _BILINEAR, box=whole.info["box"])
         left, upper = (round((side - self.size) / 2) for side in resized)
         return image.crop((left, upper, left + self.size, upper + self.size))
-
-    @cached_property
-    def _earlier(self) -> Any:
-        """A random crop by torchvision."""
-        from torchvision.transforms import v2  # imported for states of earlier releases alone: it takes a second
-
-        return v2.Compose([v2.RandomResizedCrop(self.size, scale=self.scale), v2.RandomHorizontalFlip(self.flip)])
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:

@@ -11,7 +11,7 @@ from PIL import Image
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
-from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting, exif_setting
+from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
 
@@ -28,7 +28,7 @@ class Vision(Medium):
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
-            same tiles of the same sizes; "exact" always in full, as states of earlier releases need it.
+            same tiles of the same sizes; "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False takes the pixels as they are stored.
 
     Raises:
@@ -156,7 +156,7 @@ class Vision(Medium):
         """Every argument, for `TaskEncoder.settings`."""
         own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
         own |= {"mean": list(self.mean), "std": list(self.std)}
-        return {**self.tiles.settings(), **own, **decode_setting(self.decode), **exif_setting(self.exif)}
+        return {**self.tiles.settings(), **own, "decode": self.decode, "exif": self.exif}
 
     def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor]) -> Seen:
         merge = self.tiles.merge

@@ -37,9 +37,7 @@ class NumberDataset:
         self.count = int(self.firsts[-1])
         self.names: dict[int, str] = {}
 
-    def select(
-        self, split: None, subset: Subset | None, *, in_order: bool = False, subset_order: int = 2
-    ) -> Selection | None:
+    def select(self, split: None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
         names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]
         return None if subset is None else Selection(names, self.firsts, subset=subset)
 
@@ -53,9 +51,14 @@ class NumberDataset:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
 
 
+def known(name: str) -> tuple[Any, ...]:
+    """The name by which the lanes of a process share the dataset of these tars."""
+    return ("tar", name, "raise", None, 1 << 30, ("cache", "None"), ("cache_bytes", "None"))
+
+
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {known("numbers"): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
 
 

@@ -14,6 +14,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.testing import assert_exact_resume
@@ -167,7 +168,7 @@ def refused(pipeline: Any, state: Any, kind: type[Exception] = StateError, **set
         (None, "a state is a dict, not NoneType"),
         ([1, 2], "a state is a dict, not list"),
         (b"SAVL", "a state is a dict, not bytes"),
-        ({}, "no state of a SavableLoader: it holds nothing, but not epoch, fingerprint, format, lanes, slot"),
+        ({}, "no state of a SavableLoader: it holds nothing, but not epoch, fingerprint, lanes, slot"),
         ({"model": {"weight": torch.ones(2)}}, "this is no state of a SavableLoader"),
         ({"_snapshot": {}, "_steps_since_snapshot": 3}, "this is no state of a SavableLoader"),
     ],
@@ -179,14 +180,16 @@ def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any,
         sp.merge_states([wrong])
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "2", None])
 def test_a_state_of_another_version(pipeline: Any, state: dict[str, Any], version: Any) -> None:
-    assert f"state version {version}; this release reads version 1" in refused(pipeline, {**state, "format": version})
+    saved = f"ORDER {ORDER} and STATE {'none' if version is None else repr(version)}"
+    told = f"the state: saved with {saved}, but this release reads ORDER {ORDER} and STATE {STATE}: "
+    assert told in refused(pipeline, {**state, "state": version})
 
 
 def test_a_lane_of_another_version(pipeline: Any, state: dict[str, Any]) -> None:
     raw = state["lane_00000"]
-    assert "lane_00000: state version 7; this release reads version 1" in refused(
+    assert f"lane_00000: saved with ORDER {ORDER} and STATE 7, but this release reads ORDER" in refused(
         pipeline, {**state, "lane_00000": raw[:4] + (7).to_bytes(2, "little") + raw[6:]}
     )
 

@@ -156,8 +156,8 @@ def videos() -> list[dict[str, Any]]:
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
     "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
     "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled, None),
-    "captions, crops of earlier states": (
-        lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact", crop_draws=1),
+    "captions": (
+        lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact"),
         labelled,
         None,
     ),

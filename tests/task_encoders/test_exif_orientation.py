@@ -114,11 +114,8 @@ def documents(exif: bool) -> sp.TaskEncoder:
     return InterleavedEncoder(vision=Vision(NativeSize(), 300, exif=exif))
 
 
-@pytest.mark.parametrize(
-    ("make", "cure"),
-    [(classes, "SquareCrop(exif=False)"), (captions, "exif=False"), (documents, "Vision(exif=False)")],
-)
-def test_a_state_says_whether_photos_are_turned(make: Any, cure: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [classes, captions, documents])
+def test_a_state_says_whether_photos_are_turned(make: Any, tmp_path: Path) -> None:
     record = {"texts": [None], "images": ["png"]}
     shards = write_samples(tmp_path, [{"png": photo(6), "txt": "a", "cls": "1", "json": record}] * 4)
 
@@ -130,7 +127,7 @@ def test_a_state_says_whether_photos_are_turned(make: Any, cure: str, tmp_path: 
         state = saved.state_dict()
         with pytest.raises(sp.CheckpointMismatchError) as refused:
             here.load_state_dict(state)
-        assert "encoder.exif" in str(refused.value) and cure in str(refused.value)
+        assert "encoder.exif: saved False, here True" in str(refused.value)
         again.load_state_dict(state)
 
 

@@ -59,7 +59,7 @@ def scaled(bench: Bench) -> None:
         for name, make in makers.items():
             ways = {"scaled": make("scaled"), "exact": make("exact")}
             if "crop" in name:
-                ways["torchvision's crop"] = earlier((0.5, 1.0) if "half" in name else (0.08, 1.0))
+                ways["torchvision's crop"] = by_torchvision((0.5, 1.0) if "half" in name else (0.08, 1.0))
             count = calls if "crop" in name else 1 + calls // 20
             timed = {way: called(partial(many, call, images, count), count) for way, call in ways.items()}
             bench.compare(f"{width} × {height}, {name}", "image", timed)
@@ -90,13 +90,15 @@ def crops(scale: tuple[float, float], decode: Decoding) -> Call:
     return lambda sample, number: crop.image(sample, sp.Rng(number))
 
 
-def earlier(scale: tuple[float, float]) -> Call:
-    """Random crops by torchvision."""
-    crop = SquareCrop(scale=scale, decode="exact", draws=1)
+def by_torchvision(scale: tuple[float, float]) -> Call:
+    """The same crops by torchvision."""
+    from torchvision.transforms import v2
+
+    crop = v2.Compose([v2.RandomResizedCrop(224, scale=scale), v2.RandomHorizontalFlip(), v2.PILToTensor()])
 
     def call(sample: sp.Sample, number: int) -> Any:
         torch.manual_seed(number)
-        return crop.image(sample, sp.Rng(number))
+        return crop(sample.image("jpg"))
 
     return call
 

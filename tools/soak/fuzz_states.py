@@ -14,10 +14,10 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.state.lane_state import VERSION
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.state.summary import differences, shown, summarize
 
-_HEAD = 14  # bytes of a packed state before its MessagePack
+_HEAD = 16  # bytes of a packed state before its MessagePack
 
 
 class FuzzEncoder(sp.TaskEncoder):
@@ -137,4 +137,10 @@ def _changed_entry(raw: bytes, name: str, draw: random.Random) -> bytes:
 
 
 def _packed(body: bytes) -> bytes:
-    return b"SAVL" + VERSION.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+    return (
+        b"SAVL"
+        + STATE.to_bytes(2, "little")
+        + ORDER.to_bytes(2, "little")
+        + xxh3_64_intdigest(body).to_bytes(8, "little")
+        + body
+    )

@@ -22,7 +22,7 @@ from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
+from savable_pipeline.data.shards.selection import Selection, Subset, without_ending
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -191,17 +191,15 @@ class Dataset:
         """The name of a shard relative to the root."""
         return self.entries.names[shard]
 
-    def select(
-        self, split: str | None, subset: Subset | None, *, in_order: bool = False, subset_order: int = SUBSET_ORDER
-    ) -> Selection | None:
-        """The samples of a split and a subset, drawn by an order's number; None if these are all. Raises `ShardError`.
+    def select(self, split: str | None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
+        """The samples of a split and a subset; None if these are all. Raises `ShardError`.
 
         `in_order` counts them in the order in which the split lists its shards; else they are sorted by name.
         """
         if split is None and subset is None:
             return None
         names = list(self.entries.names)
-        endings = self.store.endings if subset_order > 1 else ()
+        endings = self.store.endings
         keys = [without_ending(name, endings) for name in names] if endings and subset is not None else names
         if split is None:
             return Selection(names, self.firsts, subset=subset, keys=keys)

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.shards.shard_list import Count, ShardEntry, ShardList
+from savable_pipeline.data.shards.shard_list import Count, ShardList
 
 GROUP = 1024
 _HASH = 16  # bytes
@@ -46,11 +46,6 @@ def summary(shards: ShardList) -> Summary:
     return found
 
 
-def grouped(saved: Summary) -> Summary:
-    """The same as `summary` makes of it now: older states list the shards however many there are."""
-    return summary(_listed(saved)) if isinstance(saved, list) else saved
-
-
 def kind_of_summary(saved: Any) -> Any:
     """The type that `msgspec.convert` must find in what a state keeps."""
     return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
@@ -75,7 +70,7 @@ def begin_with(shards: ShardList, saved: Summary) -> bool:
     """Whether the first of these shards are those that were saved."""
     if count(saved) > len(shards):
         return False
-    return summary(shards.first(count(saved))) == grouped(saved)
+    return summary(shards.first(count(saved))) == saved
 
 
 def difference(saved: Summary, shards: ShardList) -> str:
@@ -111,10 +106,6 @@ def _hash(shards: ShardList, first: int, end: int) -> bytes:
     found.update(np.ascontiguousarray(shards.samples[first:end], dtype="<i8").data)
     found.update(np.ascontiguousarray(shards.digests[first:end], dtype="<u8").data)
     return found.digest()
-
-
-def _listed(saved: Sequence[Sequence[Any]]) -> ShardList:
-    return ShardList.of([ShardEntry(name, 0, samples, digest) for name, samples, digest in saved])
 
 
 def _named(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:

@@ -5,7 +5,7 @@
 
 A subset is drawn from each shard by itself, with a key made of the shard's name without its format's ending: it is the
 same in every run, epoch and lane, from a tar and from a Parquet file of that name and those rows, and does not change
-when shards are added. Shares that do not overlap have no sample in common. (Order 1 took the whole name.)
+when shards are added. Shares that do not overlap have no sample in common.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
-SUBSET_ORDER = 2  # the version of the draw, which a state goes on with
 _SHARDS_KEPT = 512  # shards whose selected rows are kept in memory
 _ONE = 1 << 32  # a share of 1
 

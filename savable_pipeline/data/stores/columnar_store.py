@@ -5,10 +5,8 @@ row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Collection
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -75,16 +73,6 @@ class ColumnarStore(GroupedStore):
     @abstractmethod
     def schema(self, shard: int) -> Any:
         """The columns of a file, an Arrow schema. Raises `ShardError`."""
-
-    @cached_property
-    def parts_since(self) -> dict[str, int]:
-        """The columns of images that were JSON once, as the first file that can be read says: see media_columns.py."""
-        from savable_pipeline.data.stores.media_columns import parts_since
-
-        for shard in np.flatnonzero(self.entries.samples).tolist():
-            with contextlib.suppress(ShardError):
-                return parts_since(self.schema(shard), self.wanted)
-        return {}
 
     @property
     def wanted(self) -> list[str] | None:
@@ -172,21 +160,6 @@ class ColumnarStore(GroupedStore):
             return ShardError(f"{self.place(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
-    def _check_media(self, shard: int, schema: Any) -> None:
-        """Raises `ShardError` for images that are parts since later than those of the first file: a state does not tell
-        of them."""
-        from savable_pipeline.data.stores.media_columns import is_media_list, parts_since
-
-        for name, version in parts_since(schema, self.wanted).items():
-            if version > self.parts_since.get(name, 1):
-                what = "lists of images" if is_media_list(schema.field(name).type) else "images"
-                form = {3: " of Arrow's view types", 4: " without paths"}.get(version, "")
-                raise ShardError(
-                    f"{self.place(shard)}: the column {name!r} holds {what}{form}, and something else in the first "
-                    "file: write all files with one schema",
-                    reason="another schema",
-                )
-
     def _check_columns_of_first(self) -> None:
         shard = next(iter(np.flatnonzero(self.entries.samples).tolist()), None)
         try:
@@ -207,8 +180,6 @@ class ColumnarStore(GroupedStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
-        if batches:
-            self._check_media(shard, batches[0].schema)
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

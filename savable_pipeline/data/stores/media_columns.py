@@ -211,30 +211,6 @@ def is_media_list(kind: Any) -> bool:
     return bool(lists and is_media(kind.value_type))
 
 
-def parts_since(schema: Any, wanted: list[str] | None) -> dict[str, int]:
-    """The columns of a schema that were JSON once, of the `wanted` ones (None: all), by name.
-
-    With each the version of the parts since which it is parts: 2 for a list of images, 3 where a field is a view, 4 for
-    bytes alone, and for paths without a type.
-    """
-    found = {
-        field.name: 4 if _is_image(field.name, field.type) else _since(field.type)
-        for field in schema
-        if wanted is None or field.name in wanted
-    }
-    return {name: version for name, version in found.items() if version > 1}
-
-
-def _since(kind: Any) -> int:
-    listed = is_media_list(kind)
-    if not listed and not is_media(kind):
-        return 1
-    fields = _fields(kind.value_type if listed else kind)
-    if fields["path"] == "null":
-        return 4
-    return 3 if any(field.endswith("_view") for field in fields.values()) else 1 + listed
-
-
 def extension_of(path: str) -> str:
     """The extension of a path; "" without one that could be the name of a part."""
     extension = path.rpartition(".")[2] if "." in path.rpartition("/")[2] else ""

@@ -83,7 +83,6 @@ class LaneRunner:
         growth: Growth | None = None,
         *,
         cuts: Cuts | None = None,
-        subset_order: int | None = None,
         downloads: bool = True,
         decisions: Decisions | None = None,
     ) -> tuple[Stage, Lane]:
@@ -98,7 +97,6 @@ class LaneRunner:
             pad=self._job.pad,
             growth=growth,
             cuts=cuts,
-            subset_order=subset_order,
             downloads=downloads,
             pinned=self._pinned,
             decisions=decisions,
@@ -184,8 +182,8 @@ class LaneRunner:
         return live.stage if live is not None and live.state is state else None
 
     def _restore(self, saved: LaneState) -> _Live:
-        kept: dict[str, Any] = {"subset_order": saved.draws_by, "decisions": saved.decided}
-        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {}, **kept)
+        cuts = saved.cuts or {}
+        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=cuts, decisions=saved.decided)
         if saved.stages is not None:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
@@ -226,7 +224,7 @@ class LaneRunner:
         live.collect()
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
-        saved.subset_order, saved.decisions = lane.subset_order or UNSET, lane.decisions or UNSET
+        saved.decisions = lane.decisions or UNSET
         several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
         saved.in_vain = live.in_vain if several or any(live.in_vain.values()) else UNSET
         return pack_state(saved)

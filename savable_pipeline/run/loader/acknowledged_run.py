@@ -111,8 +111,7 @@ class AcknowledgedRun(DecidingRun):
         at, lanes = self.position, self.settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes)
-        lane.growth, lane.subset_order = at.growth or UNSET, at.subset_order or UNSET
-        lane.decisions = at.decisions or UNSET
+        lane.growth, lane.decisions = at.growth or UNSET, at.decisions or UNSET
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
     def _lost(self, flight: Flight) -> int:

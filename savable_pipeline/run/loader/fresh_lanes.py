@@ -10,7 +10,6 @@ must stay cut as they were, or a fresh lane would read samples of another lane.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +20,10 @@ from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.run.state.state_dict import lane_name, lane_numbers, read_lanes
+from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
-
-log = logging.getLogger(__name__)
 
 
 def cuts_of(last: Stage, epoch: int) -> Cuts:
@@ -41,17 +38,9 @@ def cuts_of(last: Stage, epoch: int) -> Cuts:
     return {branch: cut for branch, cut in found.items() if branch not in differing}
 
 
-def fresh_lane(
-    lane: int,
-    epoch: int,
-    growth: Growth | None = None,
-    subset_order: int | None = None,
-    decisions: Decisions | None = None,
-) -> bytes:
+def fresh_lane(lane: int, epoch: int, growth: Growth | None = None, decisions: Decisions | None = None) -> bytes:
     """The packed state of a lane before its first batch of an epoch."""
-    fresh = LaneState(lane, epoch, growth=growth or UNSET, subset_order=subset_order or UNSET)
-    fresh.decisions = decisions or UNSET
-    return pack_state(fresh)
+    return pack_state(LaneState(lane, epoch, growth=growth or UNSET, decisions=decisions or UNSET))
 
 
 def with_decisions(raw: bytes, decisions: Decisions) -> bytes:
@@ -60,38 +49,15 @@ def with_decisions(raw: bytes, decisions: Decisions) -> bytes:
     return pack_state(replace(lane, decisions=decisions or UNSET, more=None))
 
 
-def drawing_by(lane: LaneState, subset_order: int | None) -> bytes:
-    """The packed state of a lane whose readers draw subsets by this order's number, in later epochs too."""
-    return pack_state(replace(lane, subset_order=subset_order or UNSET))
-
-
 def with_cuts(raw: bytes, cuts: Cuts) -> bytes:
     """A lane's packed state; that of a fresh lane with these cuts, unless it has its own."""
     lane = unpack_state(raw, LaneState, "lane")
-    return pack_state(replace(lane, cuts=cuts)) if cuts and _lacks_cuts(lane) else raw
+    return pack_state(replace(lane, cuts=cuts)) if cuts and lane.stages is None and lane.cuts is UNSET else raw
 
 
-def with_known_cuts(
-    state: Mapping[str, Any], lanes: Mapping[int, LaneState], local: LocalLanes, *, settings_differ: bool
-) -> dict[str, Any]:
-    """A flat state dict in which these fresh `lanes` of it have their cuts, which earlier releases did not save.
-
-    They are in any lane that has begun. Logs a warning if the state holds none, and settings differ.
-    """
-    unknown = [number for number, lane in lanes.items() if _lacks_cuts(lane)]
-    begun = _begun(state) if unknown else None
-    if begun is not None:
-        cuts = cuts_of(local.looked_at(begun, begun.grown), begun.epoch)
-        return {**state, **{lane_name(number): with_cuts(state[lane_name(number)], cuts) for number in unknown}}
-    if unknown and state["slot"] and settings_differ:
-        log.warning(
-            "%d lanes have given no batch of this epoch yet, and this state, which an earlier release saved, does not "
-            "say how their shares are cut: if these settings cut them otherwise, as another batch_size or tail "
-            "does, some samples of the epoch come twice and others not at all. Load the state of all lanes "
-            "(global_state_dict() or merge_states), which contains it",
-            len(unknown),
-        )
-    return dict(state)
+def known_cuts(lane: LaneState, local: LocalLanes) -> Cuts:
+    """The cuts of an epoch that has begun, by the state of one of its lanes, begun or fresh."""
+    return (lane.cuts or {}) if lane.stages is None else cuts_of(local.looked_at(lane, lane.grown), lane.epoch)
 
 
 def may_be_cut_otherwise(state: Mapping[str, Any], lanes: Mapping[int, LaneState], local: LocalLanes) -> bool:
@@ -104,12 +70,7 @@ def may_be_cut_otherwise(state: Mapping[str, Any], lanes: Mapping[int, LaneState
     here = local.last_stage if grown == local.growth else local.looked_at(LaneState(known.lane, epoch), grown)
     if not any(isinstance(stage, RecordReader) and stage.shares_of(epoch).is_cut_by_tail for stage in upstream(here)):
         return False
-    saved = known.cuts if known.stages is None else cuts_of(local.looked_at(known, grown), epoch)
-    return saved != cuts_of(here, epoch)
-
-
-def _lacks_cuts(lane: LaneState) -> bool:
-    return lane.stages is None and lane.cuts is UNSET
+    return known_cuts(known, local) != cuts_of(here, epoch)
 
 
 def _begun(state: Mapping[str, Any]) -> LaneState | None:

@@ -15,20 +15,10 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import LedgerSource
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
+from savable_pipeline.stages.readers.reader_of import READERS
 
 Found = list[tuple[str, GivenBatch, int]]
-_KINDS = {
-    "TarShardReader": "tar",
-    "ParquetReader": "parquet",
-    "ArrowReader": "arrow",
-    "JsonlReader": "jsonl",
-    "CsvReader": "csv",
-    "JsonReader": "json",
-    "FolderReader": "folder",
-    "TokenReader": "tokens",
-    "MdsReader": "mds",
-    "LitDataReader": "litdata",
-}
+_KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
 

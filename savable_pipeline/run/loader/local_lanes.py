@@ -29,7 +29,6 @@ class LocalLanes:
         self._hinted = False
         self.growth: Growth = {}
         self.decisions: Decisions = NOTHING_DECIDED
-        self.subset_order: int | None = None  # of the lanes that are looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
@@ -55,14 +54,13 @@ class LocalLanes:
             file.verify()
 
     def _built(self, growth: Growth, decisions: Decisions) -> Stage:
-        kept: dict[str, Any] = {"subset_order": self.subset_order, "decisions": decisions}
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane, 0, growth, **kept)[0]
+            return self.runner.build(self._example_lane, 0, growth, decisions=decisions)[0]
 
     @property
     def kept(self) -> dict[str, Any]:
         """What lanes keep in each epoch that follows: arguments of `Position.start`."""
-        return {"growth": self.growth, "subset_order": self.subset_order, "decisions": self.decisions}
+        return {"growth": self.growth, "decisions": self.decisions}
 
     def built_with(self, decisions: Decisions) -> Stage:
         """The last stage of a lane after these decisions. Raises ValueError if there can be none."""
@@ -83,16 +81,10 @@ class LocalLanes:
         self.pinned.clear()
         self.pinned.update(pinned)
 
-    def draw_subsets_by(self, order: int | None) -> None:
-        """From now on inspect lanes whose readers draw subsets by this order's number."""
-        if order != self.subset_order:
-            self.subset_order, self._example = order, None
-
     def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
         """The last stage of a lane at a saved position, in data that has grown in this way: only for inspection."""
         with as_in_a_worker(set(KINDS)):
-            kept: dict[str, Any] = {"subset_order": self.subset_order, "downloads": False}
-            stage, _ = self.runner.build(saved.lane, saved.epoch, growth, **kept)
+            stage, _ = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)
             if saved.stages is not None:
                 with restoring(f"the state of lane {saved.lane}"):
                     stage.restore_state(saved.stages)

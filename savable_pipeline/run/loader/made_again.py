@@ -15,7 +15,7 @@ from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Start
 from savable_pipeline.run.loader.growth import NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.state.fingerprint import compare, fingerprint, subset_order_of, unpack_fingerprint
+from savable_pipeline.run.state.fingerprint import compare, fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -46,7 +46,7 @@ def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot
     before, saved = (
         (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
     )
-    state = pack_state(replace(saved, growth=growth or UNSET, subset_order=local.subset_order or UNSET))
+    state = pack_state(replace(saved, growth=growth or UNSET))
     makers = InProcess(local.runner)
     for _ in range((slot - before) // start.lanes):
         state = makers.answer(makers.ask(lane, state, "skip")).state
@@ -64,7 +64,6 @@ def _growth(start: Start, local: LocalLanes) -> Growth:
     """
     saved = unpack_fingerprint(start.fingerprint)
     local.grow(start.growth)
-    local.draw_subsets_by(subset_order_of(saved))
     here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
     new = NewShards(saved, here, local)
     compare(new.before, here)

@@ -29,11 +29,12 @@ from msgspec.structs import replace
 
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Cuts, Growth
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_cuts, with_decisions
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
-from savable_pipeline.run.state.lane_state import VERSION, LaneState
+from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.run.state.state_dict import common_decisions, common_growth, lane_name
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
@@ -84,7 +85,6 @@ class Position(msgspec.Struct, frozen=True):
     batches: int = 0  # given to this rank since the loader was made or loaded
     loaded: bool = False  # no iterator has begun since a state was loaded
     growth: Growth = {}  # of the data, since the run began; never changed
-    subset_order: int | None = None  # by which readers draw subsets, since the run began; None: by this release's
     cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
     changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
     decisions: Decisions = NOTHING_DECIDED  # since the run began
@@ -99,14 +99,12 @@ class Position(msgspec.Struct, frozen=True):
         *,
         pad: bool,
         growth: Growth | None = None,
-        subset_order: int | None = None,
         decisions: Decisions = NOTHING_DECIDED,
     ) -> Position:
         """The start of an epoch."""
-        fresh = {lane: fresh_lane(lane, epoch, growth, subset_order, decisions) for lane in ranks.lanes(lane_count)}
+        fresh = {lane: fresh_lane(lane, epoch, growth, decisions) for lane in ranks.lanes(lane_count)}
         lanes = {lane: LanePosition(state, None) for lane, state in fresh.items()}
-        kept: dict[str, Any] = {"growth": growth or {}, "subset_order": subset_order, "decisions": decisions}
-        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, **kept)
+        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, growth=growth or {}, decisions=decisions)
 
     @classmethod
     def saved(
@@ -117,14 +115,13 @@ class Position(msgspec.Struct, frozen=True):
         lane_count: int,
         *,
         pad: bool,
-        subset_order: int | None = None,
     ) -> Position:
         """The position in a flat state dict; `read` holds this rank's lanes from it."""
         lanes = {lane: LanePosition(state[lane_name(lane)], found.more) for lane, found in read.items()}
         slot = state["slot"]
         growth = common_growth(read.values())
         at = cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
-        return replace(at, subset_order=subset_order, decisions=common_decisions(read.values()))
+        return replace(at, decisions=common_decisions(read.values()))
 
     @property
     def own_slot(self) -> int:
@@ -236,7 +233,7 @@ class Position(msgspec.Struct, frozen=True):
 
     def next_epoch(self, epoch: int) -> Position:
         """At the start of the epoch that follows, which the next iterator begins."""
-        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order, "decisions": self.decisions}
+        kept: dict[str, Any] = {"growth": self.growth, "decisions": self.decisions}
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
         return replace(start, previous=replace(self, previous=None), batches=self.batches)
 
@@ -284,7 +281,8 @@ class Position(msgspec.Struct, frozen=True):
     def flat(self, fingerprint: bytes) -> dict[str, Any]:
         """The state dict of the position."""
         return {
-            "format": VERSION,
+            "order": ORDER,
+            "state": STATE,
             "lanes": self.lane_count,
             "epoch": self.epoch,
             "slot": self.slot,

@@ -79,8 +79,6 @@ class StatefulDataset(IterableDataset[Any]):
         # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
         # and writes both at once, and all workers that are started together write the same.
         self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        # The number of the order by which a loaded state draws subsets, for the workers of later epochs too; 0: none.
-        self._subset_order = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> StatefulDataset:
         self._begin(self._next_iteration())
@@ -123,7 +121,6 @@ class StatefulDataset(IterableDataset[Any]):
                 f"{addresses_of(self._pinned).get(moved[0], moved[0])}; SavableLoader goes on with it by itself"
             )
         self._run, self._iteration = run, state["iteration"]
-        self._subset_order[0] = run.local.subset_order or 0
         if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
             run.end_epoch()
         self._begun[0] = self._packed(self._iteration + 1)
@@ -146,7 +143,6 @@ class StatefulDataset(IterableDataset[Any]):
             )
         settings = replace(self._settings, ranks=(share, shares))
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
-        run.states.draw_subsets_by(int(self._subset_order[0]) or None)
         run.begin_epoch(iteration)
         return run
 

@@ -13,10 +13,8 @@ from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import left_of
 from savable_pipeline.run.loader.fresh_lanes import (
-    drawing_by,
     may_be_cut_otherwise,
     with_decisions,
-    with_known_cuts,
 )
 from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -30,7 +28,6 @@ from savable_pipeline.run.state.fingerprint import (
     compare,
     fingerprint,
     pack_fingerprint,
-    subset_order_of,
     unpack_fingerprint,
 )
 from savable_pipeline.run.state.flights import refuse_flights
@@ -84,15 +81,13 @@ class States:
         refuse_flights(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
-            order, commits = subset_order_of(saved), commits_of(saved.addresses)
-        before, pinned = self._local.subset_order, dict(self._local.pinned)
+            commits = commits_of(saved.addresses)
+        pinned = dict(self._local.pinned)
         try:
-            self.draw_subsets_by(order)
             if not commits.items() <= pinned.items():
                 self._pin(commits)
             return self._loaded(state, saved, allow)
         except BaseException:
-            self.draw_subsets_by(before)
             if self._local.pinned != pinned:
                 self._pin(pinned)
             raise
@@ -100,15 +95,6 @@ class States:
     def _pin(self, pinned: PinnedShards) -> None:
         """Have readers read these shards and commits."""
         self._local.pin(pinned)
-        self._forget()
-
-    def draw_subsets_by(self, order: int | None) -> None:
-        """Have readers draw subsets by this order's number, as a run did that is loaded next."""
-        if order != self._local.subset_order:
-            self._local.draw_subsets_by(order)
-            self._forget()
-
-    def _forget(self) -> None:
         for made in ("fingerprint", "packed", "_packed_changed"):
             self.__dict__.pop(made, None)
 
@@ -138,16 +124,12 @@ class States:
             )
         state = new.join(state) if new else state
         lanes = read_lanes(state, self._ranks.lanes(self._settings.lanes))
-        order = self._local.subset_order
-        if order is not None:  # an earlier release saved it
-            state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
         decided = common_decisions(lanes.values())
         if decided and (left := left_of(decided, self._local.last_stage, differing)) != decided:
             state = {**state, **{name: with_decisions(state[name], left) for name in map(lane_name, lanes)}}
             lanes = read_lanes(state, lanes)
         differs = bool(differing and state["slot"]) or changed or may_be_cut_otherwise(state, lanes, self._local)
-        state = with_known_cuts(state, lanes, self._local, settings_differ=differs)
         pad = self._settings.pad
-        loaded = Position.saved(state, lanes, self._ranks, self._settings.lanes, pad=pad, subset_order=order)
+        loaded = Position.saved(state, lanes, self._ranks, self._settings.lanes, pad=pad)
         # with larger batches, say, a lane of which some was left may have no batch
         return loaded.with_changes() if differs else loaded

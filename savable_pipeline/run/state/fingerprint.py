@@ -15,7 +15,7 @@ import msgspec
 from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import human_bytes
-from savable_pipeline.data.dataset.shard_digests import begin_with, difference, grouped, kind_of_summary
+from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
@@ -30,7 +30,6 @@ _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
 _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
 _OPTIONAL_LIBRARIES = ("simplejpeg", "av")  # written where it is installed
-_SUBSET_ORDER = "subset_order"  # of readers with a subset; its first number was not written
 _FIXED = {
     "lanes": SettingRule(fixed="the number of lanes is a setting of the run: pass the saved one"),
     "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
@@ -43,7 +42,7 @@ _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older states list each of a million shards
+_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
@@ -60,16 +59,14 @@ class Fingerprint(msgspec.Struct):
 class FingerprintHere(Fingerprint):
     """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them.
 
-    `required`: the fields of the library's own stages, which every state has where a run here has them. A release that
-    adds one writes it only where its value is not what was done before: absent means that. `rules`: those of the fields
-    of the stages here, and of fields that they do not have now and a state may have; without numbers ("#2"). `renamed`:
-    the names of fields that some earlier states have as STAGE.SETTING.
+    `required`: the fields of the library's own stages, which every state has where a run here has them. `rules`: those
+    of the fields of the stages here, and of fields that they do not have now and a state may have; without numbers
+    ("#2").
     """
 
     shards: dict[str, ShardList] = {}
     required: frozenset[str] = frozenset()
     rules: dict[str, SettingRule] = {}
-    renamed: dict[str, str] = {}
 
 
 def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
@@ -86,15 +83,12 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
-    required = set(fields)
-    rules, renamed = dict(_FIXED), {}
-    for branch, step in path:
+    required, rules = set(fields), dict(_FIXED)
+    for _, step in path:
         own_rules = rules_of(step)
         addressed = step.addresses()
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
-            if rule.field:
-                renamed[_in_branch(branch, f"{type(step).__qualname__}.{setting}")] = stage_field(step, setting)
         for setting, value in step.settings().items():
             field = _unique(stage_field(step, setting), fields)
             fields[field] = _plain(field, value)
@@ -104,7 +98,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
                 addresses[field] = clean_address(addressed[setting])
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
-    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required), rules, renamed)
+    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required), rules)
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
@@ -112,9 +106,6 @@ def are_of_one_run(left: bytes, right: bytes) -> bool:
     if left == right:
         return True
     one, other = unpack_fingerprint(left), unpack_fingerprint(right)
-    for found in (one, other):  # an earlier release did not write them; their pixels are those of Pillow
-        for name in _OPTIONAL_LIBRARIES:
-            found.environment.pop(name, None)
     return (one.fields, one.environment) == (other.fields, other.environment)
 
 
@@ -170,12 +161,6 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         raise StateError(f"fingerprint: {name}: {error}; use another copy of the checkpoint") from error
 
 
-def subset_order_of(saved: Fingerprint) -> int | None:
-    """The number by which all readers of a run draw their subsets; None: this release's."""
-    drawn = [name for name, value in saved.fields.items() if _setting(name) == "subset" and value is not None]
-    return 1 if drawn and _SUBSET_ORDER not in map(_setting, saved.fields) else None
-
-
 def _setting(field: str) -> str:
     return _base(field).rpartition(".")[2]
 
@@ -196,7 +181,6 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
     """
-    saved = _in_names_of(here, saved)
     allowed = checked_allow(allow, saved, here)
     check_shards(saved, here)
     before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
@@ -230,11 +214,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
 
 
 def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
-    if name in here.shards and name in before and name in after:
-        return grouped(before[name]) != grouped(after[name])
-    if name in here.required and name not in before:
-        return True
-    return bool(before.get(name) != after.get(name))
+    return bool(before.get(name) != after.get(name) or (name in here.required and name not in before))
 
 
 def _comes_or_goes(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
@@ -250,12 +230,6 @@ def _follows(name: str, differing: list[str], here: FingerprintHere) -> bool:
     """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
     prefix, rule = name.rpartition(".")[0], here.rules.get(name, _NO_RULE)
     return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
-
-
-def _in_names_of(here: FingerprintHere, saved: Fingerprint) -> Fingerprint:
-    """A saved fingerprint with the names that its fields have here."""
-    fields = {here.renamed.get(name, name): value for name, value in saved.fields.items()}
-    return msgspec.structs.replace(saved, fields=fields)
 
 
 def stage_field(stage: Stage, setting: str) -> str:
@@ -345,7 +319,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 
 
 def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
-    """Where the data of a field was when the state was saved (old states do not say), and where it is here."""
+    """Where the data of a field was when the state was saved, if that is known, and where it is here."""
     before, now = saved.addresses.get(name), here.addresses.get(name)
     if now is None:
         return ""

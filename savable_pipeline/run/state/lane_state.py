@@ -1,13 +1,13 @@
 """The state of a lane as typed, versioned and checksummed bytes.
 
-    "SAVL" │ version u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
+    "SAVL" │ STATE u16 │ ORDER u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
 
 A loader's state is a flat dict of them, which `torch.load(weights_only=True)` reads and torch.distributed.checkpoint
 reshards:
 
-    "format" 1 │ "lanes" │ "epoch" │ "slot" │ "fingerprint" bytes │ "lane_00000" bytes │ "lane_00001" bytes │ …
+    "order" │ "state" │ "lanes" │ "epoch" │ "slot" │ "fingerprint" bytes │ "lane_00000" bytes │ "lane_00001" bytes │ …
 
-`slot` is the first slot whose batch no rank has received yet.
+`slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
+from savable_pipeline.core.state_numbers import ORDER, STATE, check_numbers
 from savable_pipeline.errors import StateError
 
-VERSION = 1
 _MAGIC = b"SAVL"
-_HEAD = len(_MAGIC) + 2 + 8
+_NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
+_HEAD = len(_NUMBERED) + 8
 _DEEPEST = 200  # a stage is a level or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
 _Cut: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -34,9 +35,9 @@ class LaneState(msgspec.Struct):
     """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
 
     `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
-    its first batch of a pass that others have begun: what they read by is in their own `stages`. `subset_order` is that
-    of `Lane`, absent where it is this release's, and `decisions` where there are none. `in_vain`: in_vain.py,
-    absent where all is known to have given something, as the one source of a lane with batches.
+    its first batch of a pass that others have begun: what they read by is in their own `stages`. `decisions` are absent
+    where there are none. `in_vain`: in_vain.py, absent where all is known to have given something, as the one source of
+    a lane with batches.
     """
 
     lane: SavedCount
@@ -46,7 +47,6 @@ class LaneState(msgspec.Struct):
     stages: dict[str, Any] | None = None
     growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
     cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
-    subset_order: EpochNumber | msgspec.UnsetType = msgspec.UNSET
     decisions: Decisions | msgspec.UnsetType = msgspec.UNSET
     in_vain: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.UNSET
 
@@ -56,18 +56,13 @@ class LaneState(msgspec.Struct):
         return {} if self.growth is msgspec.UNSET else self.growth
 
     @property
-    def draws_by(self) -> int | None:
-        """`subset_order`, None where it is absent."""
-        return None if self.subset_order is msgspec.UNSET else self.subset_order
-
-    @property
     def decided(self) -> Decisions:
         """`decisions`, none where they are absent."""
         return NOTHING_DECIDED if self.decisions is msgspec.UNSET else self.decisions
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
-    """A struct as versioned, checksummed bytes.
+    """A struct as numbered, checksummed bytes.
 
     Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
     """
@@ -78,25 +73,25 @@ def pack_state(state: msgspec.Struct) -> bytes:
             f"a state has an integer beyond 64 bits: {error}; a stage saves it as bytes. If it came with a loaded "
             "state, use another copy of the checkpoint"
         ) from error
-    return _MAGIC + VERSION.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+    return _NUMBERED + xxh3_64_intdigest(body).to_bytes(8, "little") + body
 
 
 def checksum(packed: Any) -> bytes:
     """The checksum in what `pack_state` returned; of anything else, no such one."""
-    return bytes(packed[6:_HEAD]) if isinstance(packed, bytes | bytearray) else b""
+    return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 
 def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
-    """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or of another version."""
+    """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or has other numbers."""
     if not isinstance(raw, bytes | bytearray):
         raise StateError(f"{name}: a state is bytes, not {type(raw).__name__}")
     if raw[:4] != _MAGIC or len(raw) < _HEAD:
         raise StateError(f"{name}: not a state of savable_pipeline, or cut short ({len(raw)} bytes)")
-    version = int.from_bytes(raw[4:6], "little")
-    if version != VERSION:
-        raise StateError(f"{name}: state version {version}; this release reads version {VERSION}")
+    if raw[: len(_NUMBERED)] != _NUMBERED:
+        number = int.from_bytes(raw[4:6], "little")
+        check_numbers(name, int.from_bytes(raw[6:8], "little") if number > 1 else None, number)
     body = raw[_HEAD:]
-    if xxh3_64_intdigest(body) != int.from_bytes(raw[6:_HEAD], "little"):
+    if xxh3_64_intdigest(body) != int.from_bytes(raw[len(_NUMBERED) : _HEAD], "little"):
         raise StateError(f"{name}: damaged: the checksum does not match; use another copy of the checkpoint")
     return decoded(body, kind, name)
 

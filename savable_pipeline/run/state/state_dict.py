@@ -22,10 +22,11 @@ import msgspec
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import with_acks_applied
-from savable_pipeline.run.state.lane_state import VERSION, LaneState, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
@@ -50,7 +51,7 @@ def batches_before(slot: int, lane: int, lanes: int) -> int:
 
 
 def check_flat(state: Mapping[str, Any]) -> None:
-    """Raise `StateError` unless `state` is a flat dict of this version."""
+    """Raise `StateError` unless `state` is a flat dict with the numbers of this release."""
     with restoring("the state"):
         _check_flat(state)
 
@@ -58,7 +59,7 @@ def check_flat(state: Mapping[str, Any]) -> None:
 def _check_flat(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise StateError(f"a state is a dict, not {type(state).__name__}")
-    missing = {"format", "lanes", "epoch", "slot", "fingerprint"} - state.keys()
+    missing = {"lanes", "epoch", "slot", "fingerprint"} - state.keys()
     if missing:
         inside = [name for name, value in state.items() if isinstance(value, Mapping) and "fingerprint" in value]
         hint = f"; load its value under {inside[0]!r}" if inside else ""
@@ -69,9 +70,7 @@ def _check_flat(state: Mapping[str, Any]) -> None:
     odd = [name for name in state if not isinstance(name, str)]
     if odd:
         raise StateError(f"the state has the key {reprlib.repr(odd[0])}, but its keys are texts")
-    if type(state["format"]) is not int or state["format"] != VERSION:
-        found = state["format"] if isinstance(state["format"], int | str) else reprlib.repr(state["format"])
-        raise StateError(f"state version {found}; this release reads version {VERSION}")
+    check_numbers("the state", state.get("order"), state.get("state"))
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
         raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")

@@ -18,7 +18,7 @@ from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers
 
-_MARKS = {"format", "lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
+_MARKS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
 
 
 @dataclass(frozen=True, slots=True)

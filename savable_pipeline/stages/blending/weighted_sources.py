@@ -18,14 +18,13 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)
 
-_ORDER = 3  # the version of the order of turns, which a state must agree on
 
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
@@ -44,7 +43,6 @@ class WeightedSources(Stage):
 
     ref: ItemRef = ()
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "order": SettingRule(fixed=OTHER_ORDER),
         "sources": SettingRule(field="sources"),
         "weights": SettingRule(field="weights"),
         "schedule": SettingRule(allowed_by="weights"),
@@ -320,7 +318,6 @@ class WeightedSources(Stage):
             "by": self.by,
             "until": self.until,
             "stride": self.stride,
-            "order": _ORDER,
             **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
         }
 

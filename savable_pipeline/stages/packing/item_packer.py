@@ -11,10 +11,9 @@ of its items. The price: what the function wrote into an item would be lost, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -27,7 +26,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.item_selection import Select, select_places
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_bases import TakesItems
@@ -79,7 +78,6 @@ class ItemPacker(TakesItems):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items."""
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER)}
 
     def __init__(
         self,
@@ -214,7 +212,7 @@ class ItemPacker(TakesItems):
     def settings(self) -> dict[str, Any]:
         """`size`, the function, and the encoder only if it is not the one upstream."""
         own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
-        return {"size": self.size, **function_settings("select", self.select), "order": 1, **own}
+        return {"size": self.size, **function_settings("select", self.select), **own}
 
 
 def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:

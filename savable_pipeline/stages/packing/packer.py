@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
@@ -14,9 +14,9 @@ from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.packing.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, placed
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_bases import TakesItems
@@ -76,7 +76,6 @@ class OnlinePacker(TakesItems):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER, follows=("policy",))}
 
     def __init__(
         self,
@@ -314,7 +313,5 @@ class OnlinePacker(TakesItems):
             own |= {"max_cost": self.max_cost, "cost": self._costing.name}
         if self.too_long != "skip":
             own["too_long"] = self.too_long
-        if self.policy in ORDERS:
-            own["order"] = ORDERS[self.policy]
         policy = function_settings("policy", self.policy) if callable(self.policy) else {"policy": self.policy}
         return {"max_length": self.max_length, **policy, "open_packs": self.open_packs, **own}

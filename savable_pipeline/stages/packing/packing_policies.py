@@ -32,7 +32,6 @@ _AT_ONCE = 16  # the most items to take from the source at a time
 _NO_BOUND = 1 << 60
 _NEVER = 1 << 120  # more than the slack of any pack, times its cost
 _LONGEST = 4  # rounds that a piece is held back
-ORDERS = {"first_fit_decreasing": 2}  # the versions of the orders that changed, which a state must agree on
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):

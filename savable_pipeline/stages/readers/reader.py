@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import msgspec
 import numpy as np
 
+from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.on_error import OnError, check_on_error
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, TAGS, Ref, RefArray, skip_counters
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.dataset.shard_digests import summary
-from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
+from savable_pipeline.data.shards.selection import Selection, Subset, check_subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.excluded_samples import ExcludedSamples, excluded_numbers, read_exclude_file
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.epoch_orders import BLOCK, EpochOrders
-from savable_pipeline.stages.readers.first_stage import FirstStage
 from savable_pipeline.stages.readers.growth import GrowingSamples
 from savable_pipeline.stages.readers.lane_shares import LaneShares, check_epochs
-from savable_pipeline.stages.readers.reader_settings import ReaderData, show_settings
-from savable_pipeline.stages.setting_rules import MEDIA_RULES, OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import State, parse_state
+from savable_pipeline.stages.readers.reader_settings import ReaderData
+from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
+from savable_pipeline.stages.stage import Stage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesRefs
+from savable_pipeline.stages.stage_info import StageInfo
 
+_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
+_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
 _CHUNK = 2048  # refs computed at a time
 _DAMAGED = "rest of a damaged or missing shard"
 _UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
-_ORDER = 2  # the version of the order of finite passes and of file order, which a state must agree on
 _EPOCHS = 1 << 32  # that a ref can name
 
 
@@ -39,10 +45,30 @@ class _ReaderState(msgspec.Struct):
     lane: dict[str, SavedCount]
     cut: SavedCount = 0
     growth: list[tuple[EpochNumber, EpochNumber]] = []
-    subset_order: Annotated[int, msgspec.Meta(ge=1, le=SUBSET_ORDER)] = 1
 
 
-class RecordReader(FirstStage):
+class _TakesLane(TakesRefs):
+    """What is said where a reader is made without a lane, or used as a pipeline value."""
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
+        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
+        if not isinstance(lane, Lane):
+            named = repr(arguments[0]) if arguments else "…"
+            raise TypeError(
+                f"{cls.__name__} takes the lane of a pipeline's function after {named}, not {lane!r}: sp.read({named}) "
+                "begins a pipeline without one"
+            )
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
+
+
+class RecordReader(_TakesLane):
     """Yields the samples of a lane's share of a record store. Parts of a sample are read when they are asked for.
 
     The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
@@ -85,19 +111,12 @@ class RecordReader(FirstStage):
     files: str | tuple[str, ...] = ""
     """What was named to be read; empty of a store that was given."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "order": SettingRule(fixed=OTHER_ORDER, follows=("epochs", "shuffle")),
-        "subset_order": SettingRule(fixed=OTHER_ORDER, follows=("subset",)),
         "shards": SettingRule(
             fixed="shards were added, removed or rewritten since", shards=lambda reader: reader.dataset.entries
         ),
         "exclude": SettingRule(field="exclude"),
         **MEDIA_RULES,
     }
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__init__" in vars(cls):
-            show_settings(cls.__init__, RecordReader.__init__)
 
     def __init__(
         self,
@@ -115,21 +134,24 @@ class RecordReader(FirstStage):
         exclude: str | os.PathLike[str] | None = None,
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
+        name = type(self).__name__
         for setting, value in (("block_size", block_size), ("window", window)):
             if value is not None and value < 1:
-                raise ValueError(f"{type(self).__name__}: {setting} must be at least 1, not {value}")
-        super().__init__(
-            store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane),
-            lane,
-            split=split,
-            subset=subset,
-            split_order=not shuffle,
-            on_error=on_error,
-            quarantine=quarantine,
-            exclude=exclude,
-            unpacked_bytes=unpacked_bytes,
+                raise ValueError(f"{name}: {setting} must be at least 1, not {value}")
+        check_subset(name, subset)
+        check_on_error(name, on_error)
+        data = store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane)
+        how: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
+        self.dataset, named = data.opened(lane, **how)
+        self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)
+        self.split, self.subset, self.on_error = split, subset, on_error
+        self.tag, self.branch, self._lane = 0, "", lane
+        self.chosen = (named, split, subset)
+        """The name of these samples, for what lanes share of them."""
+        self.selection: Selection | None = lane.shared(
+            ("selection", *self.chosen, shuffle), lambda: self.dataset.select(split, subset, in_order=not shuffle)
         )
-        self.epochs, self.shuffles, self.window = check_epochs(type(self).__name__, epochs), shuffle, window
+        self.epochs, self.shuffles, self.window = check_epochs(name, epochs), shuffle, window
         self.has_default_blocks = shuffle and block_size is None
         self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK if self.has_default_blocks else block_size
@@ -260,20 +282,17 @@ class RecordReader(FirstStage):
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
         `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
-        `growth`, if shards were added: see growth.py. `subset_order`, of a subset: how it is drawn.
+        `growth`, if shards were added: see growth.py.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
-        more = {"cut": self._shares.cut, "growth": self.samples.pairs, **self._newest()}
+        more = {"cut": self._shares.cut, "growth": self.samples.pairs}
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
-        drawn_otherwise = self.subset is not None and saved.subset_order != self.subset_order
-        if drawn_otherwise:
-            self.draw_by(saved.subset_order)
-        if drawn_otherwise or (saved.growth and not self.samples.pairs):  # by hand, in a lane that no loader made
-            self._begin_with(saved.growth or self.samples.pairs)
+        if saved.growth and not self.samples.pairs:  # by hand, in a lane that no loader made
+            self._begin_with(saved.growth)
         self._shares = self._shares.cut_by(saved.cut)
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
@@ -301,22 +320,83 @@ class RecordReader(FirstStage):
             "window": self.window if self.shuffles and not self._deals else None,
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
-            **self._newest(),
-            **({"order": _ORDER} if self.epochs is not None or not self.shuffles else {}),
             **self.dataset.known_media.settings(),
             **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }
 
-    def _newest(self) -> dict[str, int]:
-        """The number of the order by which a subset is drawn; empty for the first, which had none."""
-        return {"subset_order": self.subset_order} if self.subset is not None and self.subset_order > 1 else {}
-
     def name_branch(self, name: str) -> None:
-        """Become the source `name` of a `Blend`."""
-        super().name_branch(name)
+        """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
+        vars(self).pop("info", None)
+        self.branch = name
+        self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
+        self.dataset.names[self.tag] = name
         self._begin_with(self.lane.growth.get(name, ()))
 
     @property
     def begun(self) -> int:
         """The last epoch that the lane has begun to read; the one before the first if it has begun none."""
         return self._epoch if self._position or not self._length else self._epoch - 1
+
+    @property
+    def population(self) -> int:
+        """The number of samples in the shards, or in the split and subset of them."""
+        return self.dataset.count if self.selection is None else self.selection.count
+
+    @property
+    def origin(self) -> int:
+        """The `Ref.source` of these samples."""
+        return self.dataset.source ^ self.tag << TAG_SHIFT
+
+    def describe(self) -> StageInfo:
+        """The facts that all stages after this one inherit."""
+        excluded = excluded_numbers(self.exclude_file, self._lane, self.tag)
+        return StageInfo(
+            self._lane,
+            depth=0,
+            population=self.population,
+            endless=self.epochs is None,
+            tags=frozenset([self.tag]),
+            origins=frozenset([self.origin]),
+            branch=self.branch,
+            excluded=ExcludedSamples.of_reader(self.tag, excluded),
+            gives_excluded=bool(excluded),
+        )
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """The samples with these refs; their parts are read when asked for."""
+        return self.dataset.open_samples(refs)
+
+    def fetch(self, ref: ItemRef | Ref) -> Sample:
+        """The sample with this ref. Raises `CheckpointMismatchError` if there is none."""
+        try:
+            index, epoch = (ref.index | self.tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
+            refs = np.array([(index, epoch)], REF)
+        except (OverflowError, TypeError, IndexError) as error:
+            raise CheckpointMismatchError(f"{type(self).__name__}: no sample has the ref {tuple(ref)}") from error
+        return self.dataset.open_samples(refs)[0]
+
+    def verify(self, slot: int) -> None:
+        """See `ReadsFiles`: the shards are looked at, at most once a second."""
+        self.dataset.verify(slot)
+        if self.exclude_file is not None:
+            self.exclude_file.verify()
+
+    def count_faults(self) -> None:
+        """Count the shards that could not be indexed to their end, and add them to the quarantine file."""
+        for shard, fault in self.dataset.faults:
+            self.counts.update(skip_counters(_DAMAGED, self.tag << TAG_SHIFT))
+            if self.dataset.quarantine is not None:
+                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """See `ReadsFiles`."""
+        return (self.dataset.store,)
+
+    def addresses(self) -> dict[str, str]:
+        """The folder or the URL of the shards."""
+        return {"shards": self.dataset.address}
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """None: nothing comes before a reader."""
+        return ()

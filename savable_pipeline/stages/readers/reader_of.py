@@ -9,28 +9,40 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
-from savable_pipeline.stages.readers.raw_readers import CsvReader, FolderReader, JsonReader
+from savable_pipeline.stages.readers.file_reader import FileReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import source_at
-from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
-from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
+from savable_pipeline.stages.readers.readers import (
+    ArrowReader,
+    CsvReader,
+    FolderReader,
+    JsonlReader,
+    JsonReader,
+    LitDataReader,
+    MdsReader,
+    ParquetReader,
+    TarShardReader,
+    TokenReader,
+)
 
 Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
-_READERS: dict[str, type[RecordReader]] = {
-    "tar": TarShardReader,
-    "parquet": ParquetReader,
-    "arrow": ArrowReader,
-    "jsonl": JsonlReader,
-    "csv": CsvReader,
-    "json": JsonReader,
-    "folder": FolderReader,
-    "tokens": TokenReader,
-    "mds": MdsReader,
-    "litdata": LitDataReader,
-    "lerobot": ParquetReader,
+READERS: dict[str, type[FileReader]] = {
+    each.kind: each
+    for each in (
+        TarShardReader,
+        ParquetReader,
+        ArrowReader,
+        JsonlReader,
+        CsvReader,
+        JsonReader,
+        FolderReader,
+        TokenReader,
+        MdsReader,
+        LitDataReader,
+    )
 }
 
 
@@ -47,9 +59,9 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
     where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
     source = source_at(names, "", lane, where)
     kind = source.kind.name
-    reader: Any = _READERS[kind]
+    reader: Any = next(each for name, each in READERS.items() if kind in (name, STORES[name].also))
     # the listing that told the kind is used to open them
-    lane.shared(("source", names, "parquet" if kind == "lerobot" else kind, where), lambda: source)
+    lane.shared(("source", names, reader.kind, where), lambda: source)
     made: RecordReader = reader(names, lane, **_checked(f"{names}: {kind} files", reader, options))
     return made
 
@@ -58,7 +70,7 @@ def _checked(files: str, reader: type[RecordReader], options: Mapping[str, Any])
     known = options_of(reader)
     wrong = [name for name in options if name not in known]
     if wrong:
-        having = dict.fromkeys(each.__name__ for each in _READERS.values() if wrong[0] in options_of(each))
+        having = dict.fromkeys(each.__name__ for each in READERS.values() if wrong[0] in options_of(each))
         raise ValueError(
             f"{files} are read without {wrong[0]}=, which {listed([*having])} has; {reader.__name__} takes "
             f"{listed(known)}"

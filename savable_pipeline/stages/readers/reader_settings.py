@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +13,10 @@ from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.hub_commits import at_commit
 from savable_pipeline.data.dataset.kinds import dataset_of, open_source
+from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.source import Cache, Source, recognize
 from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
-from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.data.stores.record_store import RecordStore
 
 Names: TypeAlias = str | tuple[str, ...]
@@ -48,16 +47,6 @@ class ReaderSettings(TypedDict, total=False):
     """The most bytes that a compressed part, shard, chunk or record may become. Default: 1 GiB."""
 
 
-def named_ranges(ranges: RangeColumns | None) -> dict[str, Any]:
-    """The setting `ranges` as a state has it, if it is given. Raises ValueError for columns that are not three."""
-    if ranges is None:
-        return {}
-    for part, columns in ranges.items():
-        if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
-            raise ValueError(f"ranges: {part!r} is (path, begin, end), names of three columns, not {columns!r}")
-    return {"ranges": {part: [*columns] for part, columns in ranges.items()}}
-
-
 @dataclass(frozen=True, slots=True)
 class ReaderData:
     """The data of a reader: `open` opens what is `named`, with its `on_error`, `quarantine` and
@@ -72,6 +61,14 @@ class ReaderData:
     open: Callable[..., Dataset]
     options: tuple[Any, ...] = ()
     pinned_as: str = ""
+
+    def opened(self, lane: Lane, **how: Any) -> tuple[Dataset, tuple[Any, ...]]:
+        """The dataset, which all readers of a process with these names and this `how` share, and its name there."""
+        named = (self.kind, self.named, *how.values(), *self.options)
+        # a function is another object in another process, where a run must find its shards by the same name
+        same = how["on_error"] == "raise", how["quarantine"]
+        pinned_as = self.pinned_as or repr((self.kind, self.named, *same, *self.options))
+        return lane.shared(named, lambda: pin(self.open(**how), pinned_as, lane.pinned)), named
 
     @classmethod
     def of_files(
@@ -108,15 +105,3 @@ def _number_of(store: RecordStore, lane: Lane) -> int:
     if not any(each is store for each in known):
         known.append(store)
     return next(number for number, each in enumerate(known) if each is store)
-
-
-def show_settings(init: Any, base: Any) -> None:
-    """Make `inspect.signature` show, for `init`, the settings that it passes on to the constructor `base`."""
-    shown = inspect.signature(init)
-    *own, last = shown.parameters.values()
-    if last.annotation == f"Unpack[{ReaderSettings.__name__}]":
-        passed_on = [each for each in inspect.signature(base).parameters.values() if each.name in _SETTINGS]
-        init.__signature__ = shown.replace(parameters=[*own, *passed_on])
-
-
-_SETTINGS = ReaderSettings.__annotations__

@@ -1,19 +1,20 @@
-"""The readers of tars, of lines and of tokens: what each opens, and its own settings."""
+"""The readers of each kind of files: names of a `FileReader`, each with the options of its kind."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Literal, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES
 from savable_pipeline.data.stores.file_kinds import RangeColumns
-from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings, named_ranges
+from savable_pipeline.stages.readers.file_reader import FileReader
+from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 
 
-class TarShardReader(RecordReader):
+class TarShardReader(FileReader, kind="tar"):
     """Yields the samples of a lane's share of tar shards. Parts of a sample are read when they are asked for.
 
     Args:
@@ -64,12 +65,114 @@ class TarShardReader(RecordReader):
         cache_bytes: int | None = None,
         **settings: Unpack[ReaderSettings],
     ) -> None:
-        self.files = names = as_names(shards)
-        data = ReaderData.of_files("tar", names, lane, (cache, cache_bytes), cache=(cache, cache_bytes))
-        super().__init__(data, lane, **settings)
+        super().__init__(shards, lane, {"cache": cache, "cache_bytes": cache_bytes}, settings)
 
 
-class JsonlReader(RecordReader):
+class ParquetReader(FileReader, kind="parquet"):
+    """Yields the rows of a lane's share of Parquet files as samples, in the order of `sp.TarShardReader`.
+
+    Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
+    `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
+    `COLUMN.jpg` if there are several; its own name reads it too. So are the bytes of images in a column `image`, by how
+    they begin. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive partitions)
+    add parts. Row groups are decoded whole. Behind a URL only the chosen columns are fetched, into the cache of
+    `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
+
+    Args:
+        files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these. A web
+            server's folder cannot be listed: name its files, or put their index beside them. A folder of LeRobot
+            (version 3): a sample is an episode, whose parts are its videos, and arrays of its frames' numbers.
+        lane: The lane of the pipeline.
+        columns: The columns to read. None: all.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        ranges: Parts that are ranges of long audio or video files beside the table: by the name of each the columns of
+            path (from the table's folder on), begin and end in seconds; None, and null, for the file's own begin or
+            end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
+        cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong, or there is no such column.
+        ShardError: A file is damaged; a row names a file without its bytes (`savable convert --files` writes them into
+            shards).
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> pq.write_table(pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]}), "rows.parquet")
+        >>> sample = next(custom.ParquetReader("rows.parquet", sp.Lane(), shuffle=False))
+        >>> sample.key, list(sample), sample.json("id"), sample.text()
+        ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
+    """
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        ranges: RangeColumns | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(
+            files, lane, {"columns": columns, "key": key, "ranges": ranges, "cache_bytes": cache_bytes}, settings
+        )
+
+
+class ArrowReader(FileReader, kind="arrow"):
+    """Yields the rows of a lane's share of Arrow files, IPC files and streams, in the order of `sp.TarShardReader`.
+
+    Parts are those of `custom.ParquetReader`; only those asked for are read: workers map the files into memory, other
+    processes read each value. Behind a URL, compressed record batches are fetched whole. Needs pyarrow: `pip install
+    "savable_pipeline[parquet]"`.
+
+    Args:
+        files: A folder that HF `datasets` wrote (`save_to_disk`, or one split in its cache), any folder of Arrow files
+            with its subfolders, a glob, a brace pattern, one file, a URL, or a list of these.
+        lane: The lane of the pipeline.
+        columns: The columns to read. None: all.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        ranges: As for `custom.ParquetReader`.
+        cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
+            compressed, else only columns of numbers and the places of values.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong, or there is no such column.
+        ShardError: A file is damaged, a folder has several splits, or a column is dictionary-encoded.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> table = pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]})
+        >>> with pa.ipc.new_stream("rows.arrow", table.schema) as stream:
+        ...     stream.write_table(table, max_chunksize=40)
+        >>> sample = next(custom.ArrowReader("rows.arrow", sp.Lane(), shuffle=False))
+        >>> sample.key, list(sample), sample.json("id"), sample.text()
+        ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
+    """
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        ranges: RangeColumns | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(
+            files, lane, {"columns": columns, "key": key, "ranges": ranges, "cache_bytes": cache_bytes}, settings
+        )
+
+
+class JsonlReader(FileReader, kind="jsonl"):
     r"""Yields the lines of a lane's share of JSONL files as samples, in the order of `sp.TarShardReader`.
 
     The part `json` is the line; each field of the object is a part too: a text unchanged, anything else as JSON; a null
@@ -110,21 +213,139 @@ class JsonlReader(RecordReader):
         files_from: str | os.PathLike[str] | None = None,
         **settings: Unpack[ReaderSettings],
     ) -> None:
-        if file_fields is None and files_from is not None:
-            raise ValueError("JsonlReader: files_from is for the fields that file_fields names")
-        self.files, self.key, self.ranges = as_names(files), key, named_ranges(ranges)
-        self.fields: dict[str, Any] = {} if file_fields is None else {"file_fields": [*file_fields]}
-        options = (key, files_from, *map(repr, [*self.ranges.values(), *self.fields.values()]))
-        given = {**self.ranges, **self.fields, **({} if files_from is None else {"files_from": files_from})}
-        data = ReaderData.of_files("jsonl", self.files, lane, options, key=key, **given)
-        super().__init__(data, lane, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        """The settings of every reader, the key, and the ranges and fields of files if there are any."""
-        return {**super().settings(), "key": self.key, **self.ranges, **self.fields}
+        super().__init__(
+            files, lane, {"key": key, "ranges": ranges, "file_fields": file_fields, "files_from": files_from}, settings
+        )
 
 
-class TokenReader(RecordReader):
+class CsvReader(FileReader, kind="csv"):
+    r"""Yields the rows of a lane's share of CSV and TSV files as samples, in the order of `sp.TarShardReader`.
+
+    The part `json` is an object of the texts of the cells, null for an empty one, as `savable convert` writes it. Files
+    that cells name are parts too, called by their ends: `image` with `cats/1.jpg` is `jpg`. The first line names the
+    columns. The places of rows are indexed on first use.
+
+    Args:
+        files: A folder of tables alone (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of
+            these.
+        lane: The lane of the pipeline.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        file_fields: The columns that name files, as "column" or "column=part"; none if empty. None: those where most
+            cells are paths of files, and those with one of the names image, audio, video, file and file_name.
+        files_from: The folder that these paths are relative to; nothing outside of it is read. None: that of the table.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong, or the first line is a row.
+        ShardError: A file is damaged, or one that a row names is missing, or newer than the index.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> _ = Path("rows.csv").write_text("id,caption\n0,a cat\n1,\n")
+        >>> samples = custom.CsvReader("rows.csv", sp.Lane(), shuffle=False, epochs=1)
+        >>> [(sample.key, sample.json()) for sample in samples]
+        [('rows.csv:0', {'id': '0', 'caption': 'a cat'}), ('rows.csv:1', {'id': '1', 'caption': None})]
+    """
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        key: str | None = None,
+        file_fields: Sequence[str] | None = None,
+        files_from: str | os.PathLike[str] | None = None,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(files, lane, {"key": key, "file_fields": file_fields, "files_from": files_from}, settings)
+
+
+class JsonReader(FileReader, kind="json"):
+    """Yields the objects of JSON files that hold one list, such as LLaVA's, in the order of `sp.TarShardReader`.
+
+    The part `json` is the object, byte for byte; files that its fields name are parts too. To be indexed, on first use,
+    a file is read as a whole.
+
+    Args:
+        files: A glob, a brace pattern, one file, a URL, or a list of these.
+        lane: The lane of the pipeline.
+        key: The field with a sample's key. None: the key is `FILE:ROW`.
+        file_fields: The fields that name files, as "field" or "field=part"; none if empty. None: those of the names
+            image, audio, video, file and file_name.
+        files_from: As for `custom.CsvReader`.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong.
+        ShardError: A file is damaged, or one that an object names is missing, or newer than the index.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> _ = Path("list.json").write_text('[{"n": 0}, {"n": 1}]')
+        >>> sample = next(custom.JsonReader("list.json", sp.Lane(), shuffle=False))
+        >>> sample.key, sample.json()
+        ('list.json:0', {'n': 0})
+    """
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        key: str | None = None,
+        file_fields: Sequence[str] | None = None,
+        files_from: str | os.PathLike[str] | None = None,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(files, lane, {"key": key, "file_fields": file_fields, "files_from": files_from}, settings)
+
+
+class FolderReader(FileReader, kind="folder"):
+    """Yields the samples of a lane's share of a folder of files, in the order of `sp.TarShardReader`.
+
+    Files that share a path up to their first dot are a sample, with that path as its key: `cat/1.jpg` and `cat/1.txt`
+    are `cat/1`, of the parts `jpg` and `txt`; these are the samples that `savable convert` writes. Names and sizes are
+    indexed on first use. A file that was changed since is an error; with files added or removed, a state of before is
+    refused.
+
+    Args:
+        folder: The folder, with its subfolders.
+        lane: The lane of the pipeline.
+        key_end: The dot of a name that ends the key; with "last", dots before it become "_". None: the first, and an
+            error where that seems to merge files that are samples of their own.
+        classes: Whether the name of a sample's deepest folder is its part `cls`, as a number: its place among the
+            sorted names.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong.
+        ShardError: The folder cannot be read, or a file was changed since it was indexed.
+
+    Example:
+        >>> for name in ("cat/1.txt", "cat/2.txt", "dog/1.txt"):
+        ...     Path("pets", name).parent.mkdir(parents=True, exist_ok=True)
+        ...     _ = Path("pets", name).write_text("a pet")
+        >>> samples = custom.FolderReader("pets", sp.Lane(), classes=True, shuffle=False, epochs=1)
+        >>> [(sample.key, list(sample), sample["cls"]) for sample in samples]
+        [('cat/1', ['cls', 'txt'], b'0'), ('cat/2', ['cls', 'txt'], b'0'), ('dog/1', ['cls', 'txt'], b'1')]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        lane: Lane,
+        *,
+        key_end: Literal["first", "last"] | None = None,
+        classes: bool = False,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(folder, lane, {"key_end": key_end, "classes": classes}, settings)
+
+
+class TokenReader(FileReader, kind="tokens"):
     """Yields documents, or windows, of a lane's share of token files as samples, in the order of `sp.TarShardReader`.
 
     - `.bin` with Megatron's `.idx` beside it: a sample is a document;
@@ -166,14 +387,105 @@ class TokenReader(RecordReader):
         dtype: str | None = None,
         **settings: Unpack[ReaderSettings],
     ) -> None:
-        from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
+        super().__init__(files, lane, {"length": length, "stride": stride, "dtype": dtype}, settings)
 
-        check_token_settings(length, stride, dtype)
-        self.files = as_names(files)
-        self.windows: dict[str, Any] = {"length": length, "stride": stride, "dtype": dtype}
-        data = ReaderData.of_files("tokens", self.files, lane, (length, stride, dtype), **self.windows)
-        super().__init__(data, lane, **settings)
 
-    def settings(self) -> dict[str, Any]:
-        """The settings of every reader, and those of the windows."""
-        return {**super().settings(), **self.windows}
+class MdsReader(FileReader, kind="mds"):
+    """Yields the samples of a lane's share of an MDS folder, in the order of `sp.TarShardReader`.
+
+    Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
+    them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
+    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; a second one of a
+    kind is `COLUMN.jpg`. A column of pickles is refused by its name.
+
+    Args:
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
+        lane: The lane of the pipeline.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
+            is unpacked whole, and is one row group: see `custom.ParquetReader`.
+        validate_hash: An algorithm of hashes in index.json, as Mosaic's readers take it: "sha1", "xxh64". Each shard is
+            then read whole when it is first opened, and must have this hash. None: not read.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong, or a package that the compression needs is missing.
+        ShardError: A file is damaged, missing or not what index.json says, or a column cannot be read.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import json, struct
+        >>> data = b"".join(struct.pack("<I", len(text)) + text for text in (b"a cat", b"a dog"))
+        >>> Path("mds").mkdir()
+        >>> _ = Path("mds/shard.00000.mds").write_bytes(struct.pack("<4I", 2, 16, 25, 34) + data)
+        >>> columns = {"column_names": ["caption"], "column_encodings": ["str"], "column_sizes": [None]}
+        >>> file = {"basename": "shard.00000.mds", "bytes": 34}
+        >>> index = {"shards": [{**columns, "format": "mds", "samples": 2, "raw_data": file}]}
+        >>> _ = Path("mds/index.json").write_text(json.dumps(index))
+        >>> sample = next(custom.MdsReader("mds", sp.Lane(), shuffle=False))
+        >>> sample.key, sample.json()
+        ('shard.00000.mds:0', {'caption': 'a cat'})
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        lane: Lane,
+        *,
+        key: str | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        validate_hash: str | None = None,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(
+            folder, lane, {"key": key, "cache_bytes": cache_bytes, "validate_hash": validate_hash}, settings
+        )
+
+
+class LitDataReader(FileReader, kind="litdata"):
+    """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
+
+    LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
+    and the index.json that names them. The parts of a sample are those of `custom.MdsReader`: the values of an item are
+    `json`, in their dicts and lists. A format of pickles is refused by its name, and so are encryption and other item
+    loaders.
+
+    Args:
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
+        lane: The lane of the pipeline.
+        key: The field with a sample's key. None: the key is `FILE:ROW`.
+        cache_bytes: The most bytes of unpacked chunks and frames, for all readers of a process with this value. A
+            compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
+            `custom.ParquetReader`.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
+
+    Raises:
+        ValueError: A setting is wrong, or a package that the chunks need is missing.
+        ShardError: A file is damaged, missing or not what index.json says, or a format cannot be read.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import json, struct
+        >>> data = b"".join(struct.pack("<I", len(text)) + text for text in (b"a cat", b"a dog"))
+        >>> Path("litdata").mkdir()
+        >>> _ = Path("litdata/chunk-0-0.bin").write_bytes(struct.pack("<4I", 2, 16, 25, 34) + data)
+        >>> config = {"data_format": ["str"], "data_spec": None}
+        >>> index = {"chunks": [{"filename": "chunk-0-0.bin", "chunk_size": 2}], "config": config}
+        >>> _ = Path("litdata/index.json").write_text(json.dumps(index))
+        >>> sample = next(custom.LitDataReader("litdata", sp.Lane(), shuffle=False))
+        >>> sample.key, sample.json()
+        ('chunk-0-0.bin:0', {'item': 'a cat'})
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        lane: Lane,
+        *,
+        key: str | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(folder, lane, {"key": key, "cache_bytes": cache_bytes}, settings)

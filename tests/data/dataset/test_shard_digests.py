@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.shard_digests import begin_with, count, difference, grouped, sample_count, summary
+from savable_pipeline.data.dataset.shard_digests import begin_with, count, difference, sample_count, summary
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
@@ -74,14 +74,6 @@ def state_of(made: list[ShardEntry]) -> dict[str, Any]:
         return through_a_file(run.state_dict())
 
 
-def as_older(state: dict[str, Any], made: list[ShardEntry]) -> dict[str, Any]:
-    """The state as releases wrote it that list all shards."""
-    found = unpack_fingerprint(state["fingerprint"])
-    listed = [[entry.name, entry.samples, entry.digest] for entry in made]
-    fields = {**found.fields, "RecordReader.shards": listed}
-    return {**state, "fingerprint": pack_fingerprint(Fingerprint(fields, found.environment, found.addresses))}
-
-
 def test_up_to_1024_shards_are_listed_and_more_are_16_bytes_for_each_1024() -> None:
     assert summary(shards(2)) == [["00000.bin", 2, 0], ["00001.bin", 2, 977]]
     assert isinstance(summary(shards(1024)), list)
@@ -101,23 +93,14 @@ def test_the_hashes_are_for_ever_the_same() -> None:
     assert kept["groups"] == "2OjryiZVymzEe6brezzH12Lq11lIH2KNIvOUodT6kPw="
 
 
-def test_a_list_of_older_states_is_grouped_alike() -> None:
-    made = entries(3000)
-    assert grouped([[e.name, e.samples, e.digest] for e in made]) == summary(ShardList.of(made))
-    negative = entries(3, digest=-1_000)  # which a store of one's own may have
-    assert grouped([[e.name, e.samples, e.digest] for e in negative]) == summary(ShardList.of(negative))
-
-
-@given(
-    st.integers(0, 12), st.integers(0, 12), st.integers(-1, 12), st.integers(-1, 12), st.integers(1, 4), st.booleans()
-)
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(-1, 12), st.integers(-1, 12), st.integers(1, 4))
 def test_that_shards_begin_with_others_is_told_as_by_a_list(
-    old: int, new: int, rewritten: int, gone: int, size: int, older: bool
+    old: int, new: int, rewritten: int, gone: int, size: int
 ) -> None:
     before, now = entries(old), entries(new, rewritten=rewritten, gone=gone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("savable_pipeline.data.dataset.shard_digests.GROUP", size)
-        saved = [[e.name, e.samples, e.digest] for e in before] if older else summary(ShardList.of(before))
+        saved = summary(ShardList.of(before))
         assert begin_with(ShardList.of(now), saved) == (now[: len(before)] == before)
         if now != before:
             assert difference(saved, ShardList.of(now))
@@ -158,25 +141,8 @@ def test_a_state_of_many_shards_is_small_and_refused_where_one_was_rewritten() -
         other.load_state_dict(state)
 
 
-def test_a_state_that_lists_many_shards_goes_on_and_names_what_differs() -> None:
-    made = entries(2000)
-    state = state_of(made)
-    with loader(made) as one, loader(made) as two:
-        one.load_state_dict(state)
-        two.load_state_dict(as_older(state, made))
-        assert [next(one).tolist() for _ in range(9)] == [next(two).tolist() for _ in range(9)]
-    with (
-        loader(entries(2000, rewritten=7)) as other,
-        pytest.raises(sp.CheckpointMismatchError, match=r"RecordReader.shards: rewritten: 00007.bin \("),
-    ):
-        other.load_state_dict(as_older(state, made))
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_shards_join_a_run_of_many(older: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made = entries(1500)
-    state = state_of(made)
-    state = as_older(state, made) if older else state
+def test_shards_join_a_run_of_many(caplog: pytest.LogCaptureFixture) -> None:
+    state = state_of(entries(1500))
     with loader(entries(1600)) as run:
         run.load_state_dict(state, allow={"shards"})
         assert "100 new shards, from 01500.bin on: read from epoch 1 on" in caplog.text

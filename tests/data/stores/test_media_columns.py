@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,39 +189,6 @@ def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
         column.places(1)
 
 
-@every_store
-def test_lists_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
-    write(tmp_path / f"0{name}", pa.table({"image": ["text"]}))
-    write(tmp_path / f"1{name}", table([[named("a.png", b"a")]], pa.list_(MEDIA)))
-    data = sp.open_dataset(tmp_path)
-    assert data[0].text("image") == "text"
-    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds lists of images, and something else"):
-        list(data[1])
-
-
-@every_store
-def test_only_files_with_lists_of_images_have_another_number_and_their_old_states_are_refused(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without = write(tmp_path / "without" / name, table([named("a.png", b"a")] * 8))
-    lists = write(tmp_path / "lists" / name, table([[named("a.png", b"a")]] * 8, pa.list_(MEDIA)))
-    reader = READERS[name]
-    assert "parts" not in reader(without, sp.Lane()).settings()
-    assert "parts" not in reader(lists, sp.Lane(), columns=["caption"]).settings()
-    assert reader(lists, sp.Lane()).settings()["parts"] == 2
-
-    def loader() -> sp.SavableLoader:
-        return sp.SavableLoader(lambda lane: sp.Batcher(reader(lists, lane), size=2), seed=1, lanes=1)
-
-    settings = reader.settings
-    monkeypatch.setattr(reader, "settings", lambda self: {k: v for k, v in settings(self).items() if k != "parts"})
-    with loader() as before:
-        state = before.state_dict()
-    monkeypatch.undo()
-    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match=r"lists of images, .*which were JSON or"):
-        after.load_state_dict(state)
-
-
 def picture(seed: int) -> bytes:
     """A PNG."""
     file = io.BytesIO()
@@ -273,41 +240,6 @@ def test_images_of_view_types_are_converted_as_they_are(
     read, stored = sp.open_dataset(tmp_path / "shards"), sp.open_dataset(path)
     assert [dict(read[row]) for row in range(8)] == [dict(stored[row]) for row in range(8)]
     assert PICTURES[3]["bytes"] in dict(read[3]).values()
-
-
-@every_view
-def test_files_with_images_of_view_types_have_another_number_and_their_old_states_are_refused(
-    tmp_path: Path, name: str, images: list[Any], kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / name, table(images, kind))
-    reader = READERS[name]
-    assert reader(path, sp.Lane()).settings()["parts"] == 3
-
-    def loader() -> sp.SavableLoader:
-        return sp.SavableLoader(lambda lane: sp.Batcher(reader(path, lane), size=2), seed=1, lanes=1)
-
-    settings = reader.settings
-
-    def of_before(self: Any, version: dict[str, int]) -> dict[str, Any]:
-        return {**{k: v for k, v in settings(self).items() if k != "parts"}, **version}
-
-    for version in ({}, {"parts": 2}):  # as a file had it without other lists of images, and with them
-        monkeypatch.setattr(reader, "settings", partialmethod(of_before, version))
-        with loader() as old:
-            state = old.state_dict()
-        monkeypatch.undo()
-        with loader() as new, pytest.raises(sp.CheckpointMismatchError, match="images of Arrow's view types, which"):
-            new.load_state_dict(state)
-
-
-@every_store
-def test_images_of_view_types_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
-    write(tmp_path / f"0{name}", table(PICTURES))
-    write(tmp_path / f"1{name}", table(PICTURES, VIEWS))
-    data = sp.open_dataset(tmp_path)
-    assert data[0]["png"] == PICTURES[0]["bytes"]
-    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds images of Arrow's view types, and"):
-        list(data[8])
 
 
 @every_store
@@ -373,12 +305,3 @@ def test_images_whose_paths_have_no_type_are_images(tmp_path: Path, name: str, k
     assert [store.extensions(0, row) for row in range(3)] == [[*parts, "caption"]] * 3
     assert [store.read(0, row, parts[-1]) for row in range(3)] == [picture(i) for i in range(3)]
     assert not any(store.named_files(0, row) for row in range(3))
-    assert READERS[name](tmp_path / name, sp.Lane()).settings()["parts"] == 4
-
-
-@every_store
-def test_bytes_of_images_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
-    write(tmp_path / f"0{name}", table(["a path"], pa.string()))
-    write(tmp_path / f"1{name}", table([picture(1)], pa.binary()))
-    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds images without paths, and something"):
-        list(sp.open_dataset(tmp_path)[1])

@@ -543,7 +543,7 @@ def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
         next(one)
         one.decide(exclude=["s000001"])
         state = one.state_dict()
-    body = msgspec.msgpack.decode(state[lane_name(0)][14:])
+    body = msgspec.msgpack.decode(state[lane_name(0)][16:])
     body["decisions"]["excluded"] = {1: b"odd"}
     with pytest.raises(StateError, match="8 bytes each"):
         unpack_state(forged(body), LaneState, "lane 0")
@@ -551,7 +551,7 @@ def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
 
 def forged(body: Any) -> bytes:
     packed = msgspec.msgpack.encode(body)
-    return b"SAVL" + (1).to_bytes(2, "little") + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+    return b"SAVL\x02\x00\x03\x00" + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
 
 
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: say what"])

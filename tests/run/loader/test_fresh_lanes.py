@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from functools import partial
 from itertools import chain, count, islice
@@ -12,16 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from msgspec import UNSET
-from msgspec.structs import replace
 
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.run.state.state_dict import lane_name, lane_numbers
+from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.testing import _take_step
+from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 
@@ -172,6 +169,25 @@ def test_a_rank_that_was_given_fresh_lanes_alone_knows_how_they_are_cut(shards: 
     assert set(Counter(found).values()) == {1} and len(found) == (96 if first == "given" else 92)
 
 
+def test_fresh_lanes_of_a_dead_rank_are_cut_as_those_of_the_survivors(shards: Path) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as both:
+        start = both.state_dict()
+        found = [pair for _ in range(2) for pair in counted(next(both))]
+    survivor = Run(LoaderSettings(partial(make, size=4), seed=3, lanes=8, tail="pad", ranks=(0, 2)), agree=int)
+    survivor.skip(2)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as both:
+        state = complete_state(both, [survivor.state_dict()], start)
+    runs = []
+    for rank in range(2):
+        runs.append(Run(LoaderSettings(partial(make, size=8), seed=3, lanes=8, tail="pad", ranks=(rank, 2))))
+        held = {lane_name(lane) for lane in range(1 - rank, 8, 2)}
+        runs[rank].load_state_dict({k: v for k, v in state.items() if k not in held}, allow={"batch_size"})
+    while (taken := _take_step(runs))[0].epoch == 0:
+        found += [pair for entry in taken for pair in counted(entry.batch)]
+    assert set(Counter(found).values()) == {1} and len(found) == 96
+
+
 def test_at_the_start_of_an_epoch_the_new_size_cuts_the_shares(shards: Path) -> None:
     make = partial(pipeline, str(shards / "96"), epochs=1)
     with loader(partial(make, size=4), lanes=8) as own:
@@ -266,45 +282,3 @@ def test_at_the_start_of_an_epoch_the_new_tail_cuts_the_shares(shards: Path) -> 
     make = partial(pipeline, str(shards / "17"), size=3, epochs=1)
     _, state = run_to(make, 0, lanes=9, tail="stop")
     assert run_to(make, None, state, lanes=9, tail="pad") == run_to(make, None, lanes=9, tail="pad")
-
-
-def without_cuts(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state as earlier releases saved it."""
-    read = {name: unpack_state(state[name], LaneState, name) for name in map(lane_name, lane_numbers(state))}
-    assert any(lane.cuts is not UNSET or lane.stages is not None for lane in read.values())
-    return {**state, **{name: pack_state(replace(lane, cuts=UNSET)) for name, lane in read.items()}}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_state_of_an_earlier_release_says_it_by_its_begun_lanes(
-    shards: Path, order: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    make = partial(pipeline, str(shards / "96"), epochs=1, **order)
-    with loader(partial(make, size=4), lanes=8, tail="pad") as own:
-        found = [pair for batch in islice(own, 5) for pair in counted(batch)]
-        state = without_cuts(own.state_dict())
-    with loader(partial(make, size=8), lanes=8, tail="pad") as own, caplog.at_level(logging.WARNING):
-        own.load_state_dict(state, allow={"batch_size"})
-        found += [pair for batch in own for pair in counted(batch)]
-    assert sorted(found) == [(0, number) for number in range(96)]
-    assert [record.getMessage() for record in caplog.records] == [
-        "restoring although batch_size differs: saved 4, here 8"
-    ]
-
-
-def test_where_such_a_state_holds_fresh_lanes_alone_a_warning_says_what_may_be_lost(
-    shards: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make = partial(pipeline, str(shards / "96"), epochs=1)
-    with loader(partial(make, size=4), lanes=8) as own:
-        next(own)
-        state = without_cuts(own.state_dict())
-    del state["lane_00000"], state["lane_00002"], state["lane_00004"], state["lane_00006"]
-    for size, warns in ((4, False), (8, True)):
-        run = Run(LoaderSettings(partial(make, size=size), seed=3, lanes=8, ranks=(1, 2)))
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            run.load_state_dict(state, allow={"batch_size"})
-        told = [record.getMessage() for record in caplog.records]
-        assert len(told) == 2 * warns
-        assert not warns or ("4 lanes have given no batch of this epoch yet" in told[1] and "come twice" in told[1])

@@ -32,13 +32,13 @@ REFUSED = (StateError, sp.CheckpointMismatchError)
 
 
 def plain_of(raw: bytes) -> Any:
-    return msgspec.msgpack.decode(raw[14:])
+    return msgspec.msgpack.decode(raw[16:])
 
 
 def sealed(plain: Any) -> bytes:
     """Plain values as an entry of a state, with the right checksum."""
     body = plain if isinstance(plain, bytes) else msgspec.msgpack.encode(plain)
-    return b"SAVL\x01\x00" + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+    return b"SAVL\x02\x00\x03\x00" + xxh3_64_intdigest(body).to_bytes(8, "little") + body
 
 
 def sealed_fingerprint(plain: Any) -> bytes:
@@ -242,7 +242,7 @@ def test_other_lanes_in_the_state_than_in_its_fingerprint_are_a_state_error(
         {"lane_²": b""},
         {"lane_" + "9" * 5000: b""},
         {"lane_00000000": b""},
-        {"format": 10**5000},
+        {"state": 10**5000},
         {"slot": 10**5000},
         {"slot": 1 << 62},
         {7: b""},

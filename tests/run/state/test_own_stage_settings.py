@@ -12,7 +12,6 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.run.state.fingerprint import pack_fingerprint, unpack_fingerprint
 from tests.support.streams import take, through_a_file
 
 RUN: dict[str, Any] = {"seed": 3, "lanes": 4}
@@ -53,7 +52,7 @@ def refusal(pipeline: Callable[[sp.Lane], custom.Stage], state: dict[str, Any], 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["order", "parts", "shards", "subset_order", "exclude", "level"])
+@pytest.mark.parametrize("setting", ["order", "parts", "shards", "exclude", "level"])
 def test_a_filter_called_like_a_reader_may_differ_in_any_setting(shards: str, setting: str) -> None:
     state = state_of(partial(filtered, shards, **{setting: 1}))
     changed = partial(filtered, shards, **{setting: 2})
@@ -120,44 +119,3 @@ def test_what_a_reader_of_any_name_excludes_is_allowed_by_one_word(tmp_path: Pat
     state = state_of(rows)
     assert "\n  exclude: saved None" in refusal(excluding, state)
     sp.SavableLoader(excluding, **RUN).load_state_dict(state, allow={"exclude"})
-
-
-def test_a_state_with_the_long_name_of_such_a_readers_exclude_loads(tmp_path: Path) -> None:
-    """Earlier releases wrote `Rows.exclude` for a reader whose class was not called a reader."""
-    (tmp_path / "exclude").write_text("3\n")
-    excluding = partial(rows, exclude=tmp_path / "exclude")
-    state = state_of(excluding)
-    saved = unpack_fingerprint(state["fingerprint"])
-    saved.fields["Rows.exclude"] = saved.fields.pop("exclude")
-    old = {**state, "fingerprint": pack_fingerprint(saved)}
-    sp.SavableLoader(excluding, **RUN).load_state_dict(old)
-    (tmp_path / "exclude").write_text("4\n")
-    assert "\n  exclude: saved" in refusal(excluding, old)
-
-
-class Few(sp.Batcher):
-    """A Batcher of another name."""
-
-
-def test_a_state_with_the_long_name_of_another_batchers_size_loads(shards: str) -> None:
-    """Earlier releases wrote `Few.size` for a Batcher whose class was not called one."""
-
-    def pipeline(lane: sp.Lane, size: int = 2) -> custom.Stage:
-        return Few(sp.TarShardReader(shards, lane), size=size)
-
-    state, larger = state_of(pipeline), partial(pipeline, size=4)
-    saved = unpack_fingerprint(state["fingerprint"])
-    saved.fields["Few.size"] = saved.fields.pop("batch_size")
-    old = {**state, "fingerprint": pack_fingerprint(saved)}
-    sp.SavableLoader(pipeline, **RUN).load_state_dict(old)
-    assert "\n  batch_size: saved 2, here 4" in refusal(larger, old)
-    sp.SavableLoader(larger, **RUN).load_state_dict(old, allow={"batch_size"})
-
-
-def test_the_order_of_a_subset_that_is_given_up_differs_with_it(shards: str) -> None:
-    def pipeline(lane: sp.Lane, subset: float | None = 0.5) -> custom.Stage:
-        return sp.Batcher(sp.TarShardReader(shards, lane, subset=subset), size=2)
-
-    state, whole = state_of(pipeline), partial(pipeline, subset=None)
-    told = refusal(whole, state)
-    assert "  TarShardReader.subset: saved 0.5, here None\n" in told and "subset_order" not in told

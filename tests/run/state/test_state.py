@@ -1,17 +1,9 @@
-"""States: damage is noticed, what does not fit is refused, and those of older releases go on exactly.
-
-`golden/state_v1.pt` was written by the release that introduced state version 1. It is never written again: a new
-version gets a file of its own beside it, by `python -m tests.run.state.test_state golden/state_v2.pt`.
-"""
+"""States: damage is noticed, and what does not fit is refused, such as those of other numbers."""
 
 from __future__ import annotations
 
 import io
-import sys
-import tempfile
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+import struct
 from typing import Any
 
 import msgspec
@@ -19,35 +11,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
-from savable_pipeline import custom
+from savable_pipeline.core.state_numbers import LAST_COMMITS, ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import batches_before, check_flat, lane_name, lane_numbers, read_lanes
-from tests.conftest import write_tar
+from savable_pipeline.run.state.summary import summarize
 
-GOLDEN = Path(__file__).parent / "golden" / "state_v1.pt"
-ORDERS = Path(__file__).parent / "golden" / "orders.pt"
-STATE = LaneState(3, epoch=1, batches=2, more=True, stages={"held": [[1, 0, 0]], "source": {"refs": b"\0" * 24}})
+LANE = LaneState(3, epoch=1, batches=2, more=True, stages={"held": [[1, 0, 0]], "source": {"refs": b"\0" * 24}})
 
 
 def test_a_state_comes_back_as_it_was() -> None:
-    assert unpack_state(pack_state(STATE), LaneState, "lane 3") == STATE
+    assert unpack_state(pack_state(LANE), LaneState, "lane 3") == LANE
     assert unpack_state(bytearray(pack_state(LaneState(0, 0))), LaneState, "lane 0") == LaneState(0, 0)
 
 
-def test_a_state_is_its_magic_version_checksum_and_messagepack() -> None:
+def test_a_state_is_its_magic_numbers_checksum_and_messagepack() -> None:
     raw = pack_state(LaneState(5, epoch=1))
-    assert raw[:6] == b"SAVL\x01\x00"
+    assert raw[:8] == b"SAVL" + struct.pack("<HH", STATE, ORDER)
     assert len(raw) < 60
-    assert msgspec.msgpack.decode(raw[14:]) == {"lane": 5, "epoch": 1, "batches": 0, "more": None, "stages": None}
+    assert msgspec.msgpack.decode(raw[16:]) == {"lane": 5, "epoch": 1, "batches": 0, "more": None, "stages": None}
 
 
 def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
-    raw = pack_state(STATE)
+    raw = pack_state(LANE)
     damaged = [raw[:cut] for cut in range(len(raw))]
     damaged += [raw[:i] + bytes([raw[i] ^ 1 << bit]) + raw[i + 1 :] for i in range(len(raw)) for bit in (0, 7)]
     damaged += [raw + b"\0", raw + raw]
@@ -56,10 +45,39 @@ def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
             unpack_state(wrong, LaneState, "lane 3")
 
 
-def test_another_version_is_an_error_that_names_both() -> None:
-    raw = pack_state(STATE)
-    with pytest.raises(StateError, match="state version 2; this release reads version 1"):
-        unpack_state(raw[:4] + b"\x02\x00" + raw[6:], LaneState, "lane 3")
+HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}: "
+
+
+@pytest.mark.parametrize(("order", "state"), [(ORDER, STATE + 1), (ORDER + 1, STATE), (ORDER - 1, STATE)])
+def test_a_lane_of_other_numbers_is_refused_in_a_sentence_that_names_both(order: int, state: int) -> None:
+    raw = pack_state(LANE)
+    told = f"^lane 3: saved with ORDER {order} and STATE {state}, {HERE}"
+    with pytest.raises(StateError, match=told):
+        unpack_state(raw[:4] + struct.pack("<HH", state, order) + raw[8:], LaneState, "lane 3")
+
+
+def test_a_state_of_other_numbers_is_refused_with_the_last_commit_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LAST_COMMITS, (1, 2), "abc1234")
+    others = {"order": 1, "state": 2}
+    for read in (check_flat, summarize, lambda state: sp.merge_states([state])):
+        with pytest.raises(StateError, match=f"^the state: saved with ORDER 1 and STATE 2, {HERE}") as refused:
+            read({**flat([0]), **others})
+        assert str(refused.value).endswith("the last commit that reads it is abc1234")
+
+
+def test_a_lane_of_the_first_number_which_had_no_order_is_refused_by_the_same_sentence() -> None:
+    raw = b"SAVL\1\0" + pack_state(LANE)[8:]
+    with pytest.raises(StateError, match=f"ORDER none and STATE 1, {HERE}the last commit that reads it is d039fef"):
+        unpack_state(raw, LaneState, "lane 3")
+
+
+def test_a_state_without_the_numbers_is_refused_by_the_same_sentence() -> None:
+    old = {"format": 1, **{name: value for name, value in flat([0]).items() if name not in ("order", "state")}}
+    with pytest.raises(StateError, match=f"^the state: saved with ORDER none and STATE none, {HERE}") as refused:
+        check_flat(old)
+    assert str(refused.value).endswith("the last commit that reads it is d039fef")
 
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], torch.zeros(3)])
@@ -91,7 +109,7 @@ def flat(lanes: list[int], *, of: int = 4, slot: int = 6, epoch: int = 0, run: b
     states = {
         lane_name(lane): pack_state(LaneState(lane, epoch, batches_before(slot, lane, of), stages={})) for lane in lanes
     }
-    return {"format": 1, "lanes": of, "epoch": epoch, "slot": slot, "fingerprint": run, **states}
+    return {"order": ORDER, "state": STATE, "lanes": of, "epoch": epoch, "slot": slot, "fingerprint": run, **states}
 
 
 def test_lanes_lie_under_names_of_their_own() -> None:
@@ -123,8 +141,9 @@ def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
     ("state", "message"),
     [
         ([], "a state is a dict, not list"),
-        ({}, "it holds nothing, but not epoch, fingerprint, format, lanes, slot"),
-        ({**flat([0]), "format": 2}, "state version 2; this release reads version 1"),
+        ({}, "it holds nothing, but not epoch, fingerprint, lanes, slot"),
+        ({**flat([0]), "state": "2"}, f"STATE '2', {HERE}"),
+        ({**flat([0]), "order": True}, f"ORDER True and STATE {STATE}, {HERE}"),
         ({**flat([0]), "slot": -1}, "the state's slot is -1"),
         ({**flat([0]), "epoch": "1"}, "the state's epoch is '1'"),
         ({**flat([0]), "lanes": True}, "the state's lanes is True"),
@@ -176,139 +195,3 @@ def test_a_flat_state_passes_through_torch_load_with_weights_only() -> None:
     torch.save(flat([0, 1]), file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == flat([0, 1])
-
-
-class GoldenEncoder(sp.TaskEncoder):
-    """Skips, fans out and draws, all by numbers that never change."""
-
-    global_rng = False
-
-    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        number = int(sample.json()["id"])
-        if number % 11 == 0:
-            return sp.Skip("eleventh")
-        return self._parts(number, rng) if number % 5 == 0 else (number, rng.integers(1000))
-
-    def _parts(self, number: int, rng: sp.Rng) -> Iterator[tuple[int, int]]:
-        for _ in range(3):
-            yield number, rng.integers(1000)
-
-    def length(self, item: Any) -> int:
-        return 1 + int(item[0]) % 7
-
-    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
-        return [rng.integers(1000), *items]
-
-    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
-        return [rng.integers(1000), *items]
-
-
-def golden_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
-    reader = sp.TarShardReader(str(shards), lane, block_size=4, window=2)
-    lane.rng("golden").random()
-    items = sp.Encode(sp.ShuffleBuffer(reader, size=12), GoldenEncoder())
-    return sp.Batcher(sp.OnlinePacker(items, max_length=15, open_packs=3), size=2)
-
-
-def finite_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
-    return sp.Batcher(sp.Encode(sp.TarShardReader(str(shards), lane, epochs=1), GoldenEncoder()), size=3)
-
-
-def file_order_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
-    return sp.Batcher(sp.Encode(sp.TarShardReader(str(shards), lane, shuffle=False), GoldenEncoder()), size=3)
-
-
-def blended_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
-    readers = {name: sp.TarShardReader(str(shards / f"{name}.tar"), lane) for name in ("0", "3")}
-    return sp.Batcher(sp.Encode(sp.Blend(readers, weights={"0": 7, "3": 3}), GoldenEncoder()), size=3)
-
-
-def decreasing_pipeline(shards: Path, lane: sp.Lane) -> custom.Stage:
-    items = sp.Encode(sp.TarShardReader(str(shards), lane), GoldenEncoder())
-    packs = sp.OnlinePacker(items, max_length=15, policy="first_fit_decreasing", open_packs=2)
-    return sp.Batcher(packs, size=2)
-
-
-OTHER_ORDERS = {
-    "finite": finite_pipeline,
-    "file order": file_order_pipeline,
-    "blended": blended_pipeline,
-    "decreasing": decreasing_pipeline,
-}
-
-
-def golden_loader(folder: Path, pipeline: Any = golden_pipeline) -> sp.SavableLoader:
-    """The run of the golden state: five shards, six lanes."""
-    for shard, size in enumerate([30, 1, 25, 40, 12]):
-        members = [(f"{n:03d}.json", b'{"id": %d}' % (100 * shard + n)) for n in range(size)]
-        write_tar(folder / f"{shard}.tar", members)
-    return sp.SavableLoader(partial(pipeline, folder), seed=7, lanes=6)
-
-
-def next_digests(loader: sp.SavableLoader, n: int = 40) -> list[str]:
-    """Of the next batches, all integers."""
-    return [xxh3_64_hexdigest(repr(batch).encode()) for _, batch in zip(range(n), loader, strict=False)]
-
-
-def write_golden(path: Path) -> None:
-    """Write the state after 20 batches and the digests of the next 40."""
-    with tempfile.TemporaryDirectory() as folder, golden_loader(Path(folder)) as loader:
-        next_digests(loader, 20)
-        state = loader.state_dict()
-        torch.save({"data": state, "next": next_digests(loader)}, path)
-
-
-def test_a_state_of_version_one_goes_on_exactly_as_it_did_when_it_was_written(tmp_path: Path) -> None:
-    saved = torch.load(GOLDEN, weights_only=True)
-    assert GOLDEN.stat().st_size < 20_000
-    with golden_loader(tmp_path) as loader:
-        loader.load_state_dict(saved["data"])
-        assert next_digests(loader) == saved["next"]
-
-
-def test_the_run_of_the_golden_state_has_buffers_half_full_and_a_fan_out_cut_in_its_middle() -> None:
-    lanes = read_lanes(torch.load(GOLDEN, weights_only=True)["data"], range(6))
-    stages = [state.stages for state in lanes.values() if state.stages]
-    assert any(stage["source"]["packs"] for stage in stages)
-    assert any(stage["source"]["source"]["part"] for stage in stages)
-    assert all(stage["source"]["source"]["source"]["refs"] for stage in stages)
-
-
-def test_this_release_writes_what_the_golden_state_holds(tmp_path: Path) -> None:
-    write_golden(tmp_path / "again.pt")
-    again, golden = torch.load(tmp_path / "again.pt", weights_only=True), torch.load(GOLDEN, weights_only=True)
-    assert again["next"] == golden["next"]
-    assert {**again["data"], "fingerprint": 0} == {**golden["data"], "fingerprint": 0}  # it names library versions
-
-
-def write_orders(path: Path, number: int) -> None:
-    """Add, under the number of their order, the states of other pipelines after 5 batches and the next 6 digests."""
-    orders = torch.load(path, weights_only=True) if path.exists() else {}
-    for name, pipeline in OTHER_ORDERS.items():
-        with tempfile.TemporaryDirectory() as folder, golden_loader(Path(folder), pipeline) as loader:
-            next_digests(loader, 5)
-            orders[f"{number} {name}"] = {"data": loader.state_dict(), "next": next_digests(loader, 6)}
-    torch.save(orders, path)
-
-
-@pytest.mark.parametrize("name", OTHER_ORDERS)
-def test_a_state_of_order_two_goes_on_exactly_as_it_did_when_it_was_written(tmp_path: Path, name: str) -> None:
-    saved = torch.load(ORDERS, weights_only=True)[f"2 {name}"]
-    with golden_loader(tmp_path, OTHER_ORDERS[name]) as loader:
-        loader.load_state_dict(saved["data"])
-        assert next_digests(loader, 6) == saved["next"]
-
-
-@pytest.mark.parametrize("name", OTHER_ORDERS)
-def test_a_state_of_order_one_is_refused_and_never_continued_in_another_order(tmp_path: Path, name: str) -> None:
-    saved = torch.load(ORDERS, weights_only=True)[f"1 {name}"]
-    with golden_loader(tmp_path, OTHER_ORDERS[name]) as loader:
-        told = r"order: saved None, here 2 \(this stage .*: continue with the release that saved the state\)"
-        with pytest.raises(sp.CheckpointMismatchError, match=told):
-            loader.load_state_dict(saved["data"])
-        with pytest.raises((sp.CheckpointMismatchError, ValueError), match=r"order"):
-            loader.load_state_dict(saved["data"], allow={"TarShardReader.order", "Blend.order", "OnlinePacker.order"})
-
-
-if __name__ == "__main__":
-    write_golden(Path(__file__).parent / sys.argv[1])

@@ -21,14 +21,12 @@ from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.support.streams import take, through_a_file
-from tests.support.toy_dataset import NumberDataset, drained, first, pairs
+from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs
 
 
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, custom.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
-    shared: dict[Any, Any] = {
-        ("tar", name, "raise", None, 1 << 30, None, None): NumberDataset([size]) for name, size in sizes.items()
-    }
+    shared: dict[Any, Any] = {known(name): NumberDataset([size]) for name, size in sizes.items()}
     lane = lane or sp.Lane(shared=shared)
     lane._shared.update(shared)
     return {name: sp.TarShardReader(name, lane, **how) for name in sizes}

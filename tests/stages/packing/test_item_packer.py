@@ -289,7 +289,6 @@ def test_the_fingerprint_has_size_and_function() -> None:
     assert packer([1], pairs, encoder=Drawing()).settings() == {
         "size": 4,
         "select": "pairs",
-        "order": 1,
         "encoder": "Drawing",
     }
 

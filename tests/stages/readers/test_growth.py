@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.stages.readers.growth import GrowingSamples
-from tests.support.toy_dataset import NumberDataset, drained, first
+from tests.support.toy_dataset import NumberDataset, drained, first, known
 
 SIZES = st.lists(st.integers(0, 30), min_size=3, max_size=9).filter(lambda sizes: sizes[0] > 0)
 HOW = st.fixed_dictionaries(
@@ -33,7 +33,7 @@ def grown(draw: Any) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def reader(sizes: list[int], lane: int, lanes: int, growth: Growth | None = None, epoch: int = 0, **how: Any) -> Any:
-    shared = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
+    shared = {known("numbers"): NumberDataset(sizes)}
     return sp.TarShardReader("numbers", sp.Lane(lane, lanes, 7, epoch=epoch, shared=shared, growth=growth), **how)
 
 

@@ -17,7 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from tests.conftest import MakeShards, write_tar
-from tests.support.toy_dataset import NumberDataset, drained, first, pairs, readers
+from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
 SETTINGS = st.fixed_dictionaries(
@@ -93,7 +93,7 @@ def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None
 
 
 def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
-    shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([5])}
+    shared: dict[Any, Any] = {known("numbers"): NumberDataset([5])}
     second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
     refs = drained(second)
     assert {epoch for _, epoch in refs} == {2, 3}
@@ -132,7 +132,7 @@ def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times
     told: list[int] = []
     dataset = NumberDataset([5000])
     dataset.prefetch = lambda refs: told.extend(refs["index"].tolist())  # type: ignore[method-assign]
-    shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): dataset}
+    shared: dict[Any, Any] = {known("numbers"): dataset}
     reader = sp.TarShardReader("numbers", sp.Lane(shared=shared), epochs=1, shuffle=False)
     for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
         dataset.prefetch_refs = ahead
@@ -218,7 +218,7 @@ def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
 
 
 def test_the_next_pass_takes_a_part_of_another_epoch() -> None:
-    shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([40])}
+    shared: dict[Any, Any] = {known("numbers"): NumberDataset([40])}
     parts = []
     for epoch in range(2):
         lane = sp.Lane(shared=shared)
@@ -273,7 +273,7 @@ def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **setti
     """Of each lane, how many samples its batches hold in one pass."""
     sizes = []
     for number in range(lanes):
-        shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([count])}
+        shared: dict[Any, Any] = {known("numbers"): NumberDataset([count])}
         lane = sp.Lane(number, lanes, pad=pad, shared=shared)
         reader = sp.TarShardReader("numbers", lane, epochs=1, **settings)
         reader.set_batch_size(rows, aligned=True)
@@ -299,7 +299,7 @@ def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
     def slots(lanes: int, epoch: int) -> list[list[int]]:
         lists = []
         for number in range(lanes):
-            shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([10, 9])}
+            shared: dict[Any, Any] = {known("numbers"): NumberDataset([10, 9])}
             reader = sp.TarShardReader(
                 "numbers", sp.Lane(number, lanes, epoch=epoch, shared=shared), epochs=2, shuffle=False
             )
@@ -333,7 +333,7 @@ def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> 
 def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
     sizes = []
     for number in range(50):
-        shared: dict[Any, Any] = {("tar", "numbers", "raise", None, 1 << 30, None, None): NumberDataset([55])}
+        shared: dict[Any, Any] = {known("numbers"): NumberDataset([55])}
         lane = sp.Lane(number, 50, shared=shared)
         sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(20)}
         sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))

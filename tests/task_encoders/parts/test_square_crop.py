@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -99,21 +98,6 @@ def test_where_no_box_fits_it_is_the_central_one_of_torchvision(full: tuple[int,
     assert random_box(full, (2.0, 2.0), sp.Rng(0)) == expected
 
 
-def test_crops_of_number_1_are_those_that_torchvision_draws_from_torch() -> None:
-    from torchvision.transforms import v2
-
-    crop = SquareCrop(17, scale=(0.3, 1.0), decode="exact", draws=1)
-    assert crop.global_rng == ("torch",) and SquareCrop().global_rng is False
-    drawn = noise(40, 30)
-    transform = v2.Compose([v2.RandomResizedCrop(17, scale=(0.3, 1.0)), v2.RandomHorizontalFlip(0.5), v2.PILToTensor()])
-    for seed in range(5):
-        torch.manual_seed(seed)
-        expected = transform(drawn)
-        torch.manual_seed(seed)
-        assert torch.equal(image(crop, png=png(drawn)), expected)
-    assert "crop_draws" not in pickle.loads(pickle.dumps(crop)).settings()
-
-
 @pytest.mark.parametrize(
     ("full", "augment", "scaled"),
     [
@@ -148,19 +132,17 @@ def test_a_sample_without_an_image_has_no_crop() -> None:
     assert SquareCrop().image(sample(txt="none"), sp.Rng(0)) is None
 
 
-def test_settings_leave_out_what_earlier_states_do_not_have() -> None:
-    earlier = {
+def test_settings_are_every_argument() -> None:
+    assert SquareCrop(augment=False, exif=False).settings() == {
         "image_size": 224,
         "crop_scale": [0.5, 1.0],
-        "augment": True,
+        "augment": False,
         "flip": 0.5,
         "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225],
+        "decode": "scaled",
+        "exif": False,
     }
-    assert SquareCrop(decode="exact", draws=1, exif=False).settings() == earlier
-    assert SquareCrop().settings() == {**earlier, "crop_draws": 2, "decode": "scaled", "exif": True}
-    central = SquareCrop(augment=False, decode="exact", exif=False)
-    assert central.settings() == {**earlier, "augment": False}  # which draws nothing
 
 
 @pytest.mark.parametrize(
@@ -168,8 +150,6 @@ def test_settings_leave_out_what_earlier_states_do_not_have() -> None:
     [
         ({"size": 0}, "at least 1 pixel, not 0"),
         ({"decode": "half"}, "decode is 'scaled' or 'exact', not 'half'"),
-        ({"draws": 3}, "draws is 2, or 1 for a state of an earlier release, not 3"),
-        ({"draws": 1}, "give decode='exact' too"),
         ({"scale": (0.0, 1.0)}, "0 < least"),
         ({"scale": (0.8, 0.5)}, "0 < least"),
         ({"scale": (5, 6)}, "0 < least"),

@@ -1,0 +1,32 @@
+"""`ORDER` and `STATE`: the two numbers that a saved state has in common with the code that loads it, or is refused.
+
+`ORDER` is of all that decides an order of data: the orders of readers, the draws of subsets, the turns of sources, the
+policies of packs, the groups of batches, the random crops. `STATE` is of what a state holds, and of how it is written.
+A change of either adds 1 to its number and, in `LAST_COMMITS`, the commit before it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from savable_pipeline.errors import StateError
+
+ORDER = 3
+STATE = 2
+LAST_COMMITS: dict[tuple[Any, Any], str] = {  # that read states of other (ORDER, STATE); the first had no ORDER
+    (None, None): "d039fef",
+    (None, 1): "d039fef",
+}
+
+
+def check_numbers(name: str, order: Any, state: Any) -> None:
+    """Raise `StateError` unless what is called `name` was saved with these two numbers; None where it has no such."""
+    if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
+        return
+    saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
+    commit = next((LAST_COMMITS[pair] for pair in LAST_COMMITS if pair == (order, state)), "that which saved it")
+    raise StateError(
+        f"{name}: saved with ORDER {saved[0]} and STATE {saved[1]}, but this release reads ORDER {ORDER} and STATE "
+        f"{STATE}: the last commit that reads it is {commit}"
+    )
