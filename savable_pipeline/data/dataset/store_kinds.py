@@ -143,8 +143,8 @@ STORES = {
         ),
         Kind("lerobot", "stores.lerobot:LEROBOT", "stores.lerobot:LeRobotStore", None, ("key", "blocks", "partial")),
         *(
-            Kind(f"{name}-ranges", f"stores.ranged_tables:{name.upper()}_RANGES", f"stores.ranged_tables:{store}", None)
-            for name, store in (("parquet", "RangedParquet"), ("arrow", "RangedArrow"), ("jsonl", "RangedJsonl"))
+            Kind(f"{name}-ranges", f"stores.ranges:{name.upper()}_RANGES", f"stores.ranges:ranged_{name}", None)
+            for name in ("parquet", "arrow", "jsonl")
         ),
     )
 }

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
-from savable_pipeline.data.shards.file_bytes import FileVersion
+from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places
 from savable_pipeline.data.shards.index_place import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS

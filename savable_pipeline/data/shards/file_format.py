@@ -11,7 +11,7 @@ from typing import Any
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes, opened
+from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.index_file import PlaceIndex, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.paths import ShardKind
@@ -44,9 +44,10 @@ class FileFormat:
     name: str
     kind: ShardKind
     place: str  # "package.module:NAME" of this object: another process finds it so
-    read: Callable[[FileBytes, str], ShardTable]
-    is_as_indexed: Callable[[FileBytes, ShardIndex, int], bool]
+    read: Callable[[ByteSource, str], ShardTable]
+    is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
     open_index: Callable[[Path, str], ShardIndex] = PlaceIndex
+    all_used: bool = True  # whether every byte of a file is read in an epoch
     whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
     no_places: int = 0  # of a file that cannot be read: how many zeros
     no_digest: int = 0  # of such a file

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files
-from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.errors import ShardError

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import msgspec
 
 from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.file_bytes import opened
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_writer import ScannedTables, write_index

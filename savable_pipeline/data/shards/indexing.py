@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from savable_pipeline.data.shards import fresh_mark
+from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.energon_metadata import read_counts
-from savable_pipeline.data.shards.file_bytes import FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index

@@ -11,7 +11,7 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import counted, encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import TAR, LayoutParts, Links, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import TAR_FILES
@@ -27,7 +27,7 @@ _OFFSET = 8  # bytes of an offset in X.tar.idx
 _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """The table of a tar on a disk. Damage becomes the `fault` of its entry; the samples before it are kept."""
     found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
     try:
@@ -49,7 +49,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return table
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether some samples of a tar lie where the index says: the first, one in the middle, the last.
 
     Its rows must be whole. True without a sample.

@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -88,11 +88,11 @@ def batches_of(places: Places) -> Batches:
     return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
     found = _Found()
     try:
-        fault = _read_file(file, found) if file.read(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
+        fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
     except (MessageError, FooterError) as error:
         fault = f"{error}: {_CURE}"
     places = _places(found)
@@ -103,7 +103,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     )
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
     assert isinstance(index, PlaceIndex), index
     batches = batches_of(index.places(number))
@@ -124,15 +124,15 @@ def _digest(places: Places, schema: int | None) -> int:
     return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
 
 
-def read_message(file: FileBytes, offset: int) -> ArrowMessage:
+def read_message(file: ByteSource, offset: int) -> ArrowMessage:
     """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
-    start, size = file.read(offset, 8), file.size
+    start, size = file.read_at(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
         raise MessageError(f"no Arrow message at byte {offset}")
     length = struct.unpack_from("<i", start, 4)[0]
     if not 0 < length <= min(_LARGEST_METADATA, size - offset - 8):
         raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
-    metadata = file.read(offset + 8, length)
+    metadata = file.read_at(offset + 8, length)
     try:
         table = Flatbuffer.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
@@ -184,15 +184,15 @@ class _Found:
         return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
 
 
-def _read_stream(file: FileBytes, found: _Found) -> str:
+def _read_stream(file: ByteSource, found: _Found) -> str:
     """Adds the messages of a stream to `found`. Returns its fault, if it has one. Raises `MessageError`."""
-    if file.read(0, len(_FEATHER_1)) == _FEATHER_1:
+    if file.read_at(0, len(_FEATHER_1)) == _FEATHER_1:
         return (
             "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
             "`feather.write_feather(feather.read_table(FILE), FILE)` of pyarrow.feather"
         )
     offset = 0
-    while offset < file.size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+    while offset < file.size and file.read_at(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
         message = read_message(file, offset)
         offset = message.end
         if message.kind == _DICTIONARY:
@@ -206,7 +206,7 @@ def _read_stream(file: FileBytes, found: _Found) -> str:
     return "no Arrow schema; is it an Arrow file?" if found.schema is None else ""
 
 
-def _read_file(file: FileBytes, found: _Found) -> str:
+def _read_file(file: ByteSource, found: _Found) -> str:
     """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`, `FooterError`."""
     footer = read_footer(file)
     found.schema = _leading_schema(file)
@@ -226,7 +226,7 @@ def _read_file(file: FileBytes, found: _Found) -> str:
     return _overlap(found) or _unnamed(file, found)
 
 
-def _leading_schema(file: FileBytes) -> ArrowMessage | None:
+def _leading_schema(file: ByteSource) -> ArrowMessage | None:
     """The message of the schema at the beginning of a file, where there is one."""
     with contextlib.suppress(MessageError):
         message = read_message(file, 8)
@@ -246,7 +246,7 @@ def _overlap(found: _Found) -> str:
     return ""
 
 
-def _unnamed(file: FileBytes, found: _Found) -> str:
+def _unnamed(file: ByteSource, found: _Found) -> str:
     """The fault of a file that has a batch behind another, or behind the schema, which its footer does not name."""
     named = {message.offset for message in found.batches}
     ends = [message.end for message in (found.schema, *found.batches) if message is not None]
@@ -273,6 +273,7 @@ ARROW = FileFormat(
     "savable_pipeline.data.stores.arrow_file:ARROW",
     read_table,
     is_as_indexed,
+    all_used=False,  # columns that are not asked for are not read
     no_places=2,
     splits="dataset_dict.json",
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.stores.flatbuffer import Flatbuffer
 
 MAGIC = b"ARROW1"
@@ -37,17 +37,17 @@ class Footer:
     digest: int
 
 
-def read_footer(file: FileBytes) -> Footer:
+def read_footer(file: ByteSource) -> Footer:
     """The footer of a file that begins with `MAGIC`. Raises `FooterError`, OSError."""
     size = file.size
-    end = file.read(max(0, size - _END.size), _END.size)
+    end = file.read_at(max(0, size - _END.size), _END.size)
     if not end.endswith(MAGIC) or size < _HEAD + _END.size:
         raise FooterError("no footer at its end")
     length = _END.unpack(end)[0]
     if not 0 < length <= min(_LARGEST, size - _HEAD - _END.size):
         raise FooterError(f"a footer of {length} bytes in a file of {size}")
     offset = size - _END.size - length
-    data = file.read(offset, length)
+    data = file.read_at(offset, length)
     try:
         table = Flatbuffer.root(data)
         blocks, dictionaries = table.structs(_BATCHES, _BLOCK), table.structs(_DICTIONARIES, _BLOCK)

@@ -40,6 +40,7 @@ class ColumnSettings(TypedDict, total=False):
     key: str | None
     blocks: DecodedBlocks[Any] | None
     partial: bool
+    needed: tuple[str, ...]
 
 
 class ColumnarStore(GroupedStore):
@@ -47,17 +48,17 @@ class ColumnarStore(GroupedStore):
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
     names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
-    of it. Raises ValueError for a column that the first file does not have.
+    of it. Columns that are `needed` beside these must be there. Raises ValueError for a column that the first file does
+    not have.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         super().__init__(found, settings.get("blocks"))
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
         self.partial = settings.get("partial", False)
-        if self.columns is not None or self.key_column is not None:
+        self.needed = settings.get("needed", ())
+        if self.columns is not None or self.key_column is not None or self.needed:
             self._check_columns_of_first()
-
-    all_used = False  # columns that are not asked for are not read
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> DecodedGroup:
@@ -162,7 +163,7 @@ class ColumnarStore(GroupedStore):
         from savable_pipeline.data.stores.arrow_columns import check_columns, check_names
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        check_columns(self.place(shard), tuple(wanted), known)
+        check_columns(self.place(shard), (*wanted, *self.needed), known)
         check_names(self.place(shard), known if self.wanted is None else self.wanted, known)
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:

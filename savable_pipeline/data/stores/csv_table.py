@@ -26,13 +26,12 @@ import numpy as np
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.wording import counted, encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_kinds import CSV_FILES
 from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
-from savable_pipeline.data.stores.record_fields import RecordError
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
 _SEPARATORS = ",;\t|"
@@ -44,25 +43,9 @@ _LOOKED_AT = 1000  # rows by which columns that name files are told
 Row: TypeAlias = list[str]
 
 
-class _Lines(io.RawIOBase):
-    """A file from an offset on, up to another."""
-
-    def __init__(self, file: FileBytes, size: int) -> None:
-        self._file, self._at, self._size = file, 0, size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(self._at, min(len(buffer), self._size - self._at))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, begins = text_fault(file.read(0, HEAD), file.name), array("Q")
+    fault, begins = text_fault(file.read_at(0, HEAD), file.name), array("Q")
     if fault:
         fault = f": {fault}"
     else:
@@ -79,9 +62,9 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
 
 
-def _row_begins(file: FileBytes) -> Iterator[int]:
+def _row_begins(file: ByteSource) -> Iterator[int]:
     """Where the rows below the header begin. Raises ValueError, which begins with `:LINE`, for what is no table."""
-    rows = _rows(io.BufferedReader(_Lines(file, file.size), _BLOCK), file.name)
+    rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     twice = next((column for column, count in Counter(header).items() if column and count > 1), None)
     if twice is not None:

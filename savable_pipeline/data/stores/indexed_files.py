@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.indexing import check_faults, open_files
@@ -88,7 +88,7 @@ class IndexedFiles:
         if not self.index.is_whole(int(self.numbers[shard])):
             raise self.damaged(self.entries.names[shard])
 
-    def is_as_indexed(self, shard: int, file: FileBytes) -> bool:
+    def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
         """Whether a file of the right size is the one that was indexed."""
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 

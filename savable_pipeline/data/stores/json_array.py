@@ -11,7 +11,7 @@ import numpy as np
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -20,13 +20,13 @@ from savable_pipeline.data.stores.jsonl import MARK, digest_of, is_as_indexed
 from savable_pipeline.data.stores.table_store import TableStore
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and elements of a file; damage is the entry's fault, and there are no samples."""
-    fault, begins = text_fault(file.read(0, HEAD), file.name), [0]
+    fault, begins = text_fault(file.read_at(0, HEAD), file.name), [0]
     if not fault:
         file.expect([(0, file.size)])
         try:
-            begins = _element_begins(file.read(0, file.size))
+            begins = _element_begins(file.read_at(0, file.size))
         except msgspec.DecodeError as error:
             fault = f"not a whole list of objects: {error}"
     places = np.array(begins, "<u8")

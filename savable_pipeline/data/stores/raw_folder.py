@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import counted, listed
-from savable_pipeline.data.shards.file_bytes import FileBytes, FileVersion
+from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_place import in_first_place, index_places
@@ -109,11 +109,11 @@ class FolderFormat(FileFormat):
         return ShardTable(entry, table.places())
 
 
-def _read(file: FileBytes, name: str) -> ShardTable:
+def _read(file: ByteSource, name: str) -> ShardTable:
     raise NotImplementedError(f"{name}: a folder has no bytes")
 
 
-def _is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     return True  # each file is looked at when it is read
 
 

@@ -11,7 +11,6 @@ import functools
 import io
 import json
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,55 +18,12 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.core.file_heads import media_of
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
 _HEAD = 16
-
-
-class RecordError(ValueError):
-    """Why a record cannot be read: `reason: detail`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """`size` bytes from `offset` on of what `read_at` reads, from an offset so many bytes."""
-
-    read_at: Callable[[int, int], bytes]
-    offset: int
-    size: int
-
-    @classmethod
-    def of(cls, data: bytes) -> Stretch:
-        """All of these bytes."""
-        return cls(lambda offset, size: data[offset : offset + size], 0, len(data))
-
-    def part(self, offset: int, size: int) -> Stretch:
-        """A stretch of this one. Raises `RecordError` if it would not lie in it."""
-        if offset < 0 or size < 0 or offset + size > self.size:
-            raise RecordError(f"damaged record: {size} bytes from {offset} on, in {self.size}")
-        return Stretch(self.read_at, self.offset + offset, size)
-
-    def rest(self, offset: int) -> Stretch:
-        """What follows `offset`."""
-        return self.part(offset, self.size - offset)
-
-    def read(self) -> bytes:
-        """Its bytes. Raises what `read_at` raises."""
-        return self.read_at(self.offset, self.size)
-
-    def head(self, size: int) -> bytes:
-        """Its first bytes, at most `size`."""
-        return self.read_at(self.offset, min(size, self.size))
-
-    def tail(self, size: int) -> bytes:
-        """Its last bytes, at most `size`."""
-        return self.rest(max(0, self.size - size)).read()
-
-    def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
-        """Little-endian numbers of 32 bits, as the formats of records have them."""
-        return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +44,12 @@ class Blob:
     load: Callable[[], bytes]
 
 
-def raw(name: str, extension: str, data: Stretch) -> Blob:
+def raw(name: str, extension: str, data: ByteSource) -> Blob:
     """Bytes as they are; with the extension "" they are told by how they begin, else `bin`."""
     return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
-def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: Stretch) -> Blob:
+def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSource) -> Blob:
     """An array as `npy`. Raises `RecordError` if the bytes do not fill the shape."""
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != data.size:
         raise RecordError(f"damaged record: {name}: {data.size} bytes for {dtype} of shape {shape}")
@@ -105,7 +61,7 @@ def scalar(kind: str, data: bytes) -> Any:
     return np.frombuffer(data, kind)[0].item()
 
 
-def pixels(name: str, data: Stretch) -> Blob:
+def pixels(name: str, data: ByteSource) -> Blob:
     """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
     width, height, length = data.uint32s(0, 3)
     mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
@@ -121,7 +77,7 @@ def pixels(name: str, data: Stretch) -> Blob:
     )
 
 
-def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: Stretch) -> bytes:
+def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: ByteSource) -> bytes:
     from PIL import Image  # imported here: it takes time and memory
 
     file = io.BytesIO()
@@ -132,7 +88,7 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: St
     return file.getvalue()
 
 
-def several(name: str, data: Stretch, make: Callable[[str, Stretch], Blob], *, begin: int) -> list[Blob]:
+def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
     """A list of blobs: their number at `begin`, their sizes, then they: the parts 0.jpg, 1.jpg, …"""
     (count,) = data.uint32s(begin, 1)
     sizes = data.uint32s(begin + 4, count)

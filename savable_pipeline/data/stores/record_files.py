@@ -22,13 +22,13 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_kinds import INDEX
-from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
+from savable_pipeline.data.stores.record_fields import Blob, Value
 
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
 RECORDS, ROWS, WHOLE = range(3)
@@ -46,7 +46,7 @@ class Schema(Protocol):
     @property
     def each(self) -> str: ...
 
-    def fields(self, record: Stretch, /) -> list[Value | Blob]:
+    def fields(self, record: ByteSource, /) -> list[Value | Blob]:
         """The fields of a record. Raises `RecordError`."""
 
 
@@ -107,7 +107,7 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
         raise ValueError(f"not an index of {name} that can be read: {error}") from error
 
 
-def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
+def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
     try:
         said = _said(kind, file, name)
@@ -118,7 +118,7 @@ def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
         return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
 
 
-def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
     assert isinstance(index, PlaceIndex), index
     if number in index.shards.faults:  # nothing is known of it, and nothing read
@@ -132,7 +132,7 @@ def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: i
         return False
 
 
-def _said(kind: RecordKind, file: FileBytes, name: str) -> ListedFile | None:
+def _said(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
     index = file.beside(INDEX, name)
     if index is None:
@@ -148,14 +148,13 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
-def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
+def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     """Entry and places of a file of which this is said. Raises ValueError."""
     if said.size not in (None, file.size):
         raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
     if not 0 <= said.samples < _MOST_RECORDS:
         raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
-    content = Stretch(file.read, 0, file.size)
-    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(content, said.samples, kind.chunked)
+    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(file, said.samples, kind.chunked)
     known = 0 if said.content is None else said.content + 1
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
     head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
@@ -164,7 +163,7 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
     seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
     file.expect(seen)
     for offset, length in seen:
-        digest.update(file.read(offset, length))
+        digest.update(file.read_at(offset, length))
     return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
 
 
@@ -177,13 +176,14 @@ def layout_of(places: Places, samples: int) -> RecordLayout:
     return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, places[begin:end])
 
 
-def layout_in(content: Stretch, samples: int, chunked: bool) -> tuple[int, Places]:
+def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Places]:
     """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
     try:
-        if chunked and content.tail(len(_ROWS)) == _ROWS:
+        if chunked and content.read_at(max(0, content.size - len(_ROWS)), len(_ROWS)) == _ROWS:
             end = content.size - len(_ROWS) - 4
             size = content.uint32s(end, 1)[0]
-            return ROWS, np.array([content.part(end - size, size).offset, end], "<u8")
+            content.part(end - size, size)
+            return ROWS, np.array([end - size, end], "<u8")
         if chunked and content.head(len(_FRAMED)) == _FRAMED:
             raise ValueError(f"compression by batch is not read: {INSTEAD}")
         if (there := content.uint32s(0, 1)[0]) != samples:

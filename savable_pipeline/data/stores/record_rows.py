@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index_file import Places
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
-from savable_pipeline.data.stores.record_fields import Blob, Stretch, Value, raw
+from savable_pipeline.data.stores.record_fields import Blob, Value, raw
 from savable_pipeline.data.stores.record_files import Schema
 
 _FILE = b"ARROW1"  # how a file of Arrow begins; a stream does not
@@ -32,11 +32,11 @@ class RecordBlock:
 
     def fields(self, place: int) -> list[Value | Blob]:
         """The fields of a record. Raises `RecordError`."""
-        return self.schema.fields(record_in(Stretch.of(self.data), self.offsets, place))
+        return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, place))
 
     def kept(self, place: int) -> RecordBlock:
         """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
-        data = record_in(Stretch.of(self.data), self.offsets, place).read()
+        data = record_in(ByteSource.of(self.data), self.offsets, place).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
     @property
@@ -45,7 +45,7 @@ class RecordBlock:
         return len(self.data) + self.offsets.nbytes
 
 
-def record_in(content: Stretch, offsets: Places, place: int) -> Stretch:
+def record_in(content: ByteSource, offsets: Places, place: int) -> ByteSource:
     """The record at a place. Raises `RecordError` if it is not in the content."""
     first, end = int(offsets[place]), int(offsets[place + 1])
     return content.part(first, end - first)
@@ -102,7 +102,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
 
 def _decoded_bytes(data: bytes) -> int:
     """The bytes that compressed batches say that they decode to."""
-    file: Any = SimpleNamespace(name="", size=len(data), read=lambda offset, size: data[offset : offset + size])
+    file = ByteSource.of(data)
     found = arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
         raise ValueError(found.entry.fault)
@@ -116,7 +116,7 @@ def _decoded_bytes(data: bytes) -> int:
 def _without_bytes(value: Any, name: str, blobs: list[Value | Blob]) -> Any:
     """A value without the bytes in it, which are added to `blobs`, by the names on the way to them."""
     if isinstance(value, bytes):
-        blobs.append(raw(name, "", Stretch.of(value)))
+        blobs.append(raw(name, "", ByteSource.of(value)))
         return _NOTHING
     if not isinstance(value, dict | list):
         return value

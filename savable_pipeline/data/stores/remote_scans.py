@@ -29,7 +29,8 @@ from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.remote.version_pins import pin_whole, pinned_version, whole_version
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
+from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 8  # files that are read at a time
@@ -92,7 +93,7 @@ class PartScans:
     def scan(self, number: int) -> ShardTable:
         """See `WholeScans.scan`."""
         files = CachedBlocks(self._place)  # of this thread
-        return self._form.read(CachedBytes(files, number), self._cached.shards.names[number])
+        return self._form.read(StoreFile(files, number), self._cached.shards.names[number])
 
     def drop(self, number: int) -> None:
         """See `WholeScans.drop`."""

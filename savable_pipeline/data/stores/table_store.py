@@ -21,13 +21,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from savable_pipeline.core.files import regular_file
 from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.data.shards.byte_source import RecordError
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.jsonl import LINE, without_mark
 from savable_pipeline.data.stores.plain_values import as_part
-from savable_pipeline.data.stores.record_fields import RecordError
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.errors import ShardError
 

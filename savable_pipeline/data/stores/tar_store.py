@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
@@ -25,10 +26,8 @@ from savable_pipeline.data.shards.tar import members, split_name
 from savable_pipeline.data.shards.tar_index import Layout, TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.local_files import LocalFiles
-from savable_pipeline.data.stores.member_file import opened_member
 from savable_pipeline.data.stores.readahead import readahead
-from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import ShardError
 
 
@@ -148,7 +147,7 @@ class TarParts:
 def _files_of(found: IndexedFiles) -> ShardFiles:
     if found.remote is None:
         return LocalFiles(found)
-    from savable_pipeline.data.stores.cached_files import CachedFiles  # here: most shards lie on a disk
+    from savable_pipeline.data.stores.cached_samples import CachedFiles  # here: most shards lie on a disk
 
     return CachedFiles(found)
 
@@ -215,8 +214,8 @@ class TarStore:
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
-        span = self._span
-        return opened_member(lambda *place: span(shard, row, place), *self._rows.place(row, extension))
+        span, (begin, size) = self._span, self._rows.place(row, extension)
+        return ByteSource(lambda *place: span(shard, row, place), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from savable_pipeline.data.shards.file_bytes import FileBytes, opened
+from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -72,12 +72,12 @@ def layout_of(places: NDArray[np.uint64]) -> TokenLayout:
     return TokenLayout(what, TYPES[kind], begin, tokens, documents, row)
 
 
-def idx_of(file: FileBytes) -> Path | None:
+def idx_of(file: ByteSource) -> Path | None:
     """The `.idx` of a `.bin`; None without one."""
     return file.beside(_IDX) if file.name.endswith(".bin") else None
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and layout of a file; damage is the entry's fault."""
     try:
         places = _places(file)
@@ -88,7 +88,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     )
 
 
-def digest_of(file: FileBytes) -> int:
+def digest_of(file: ByteSource) -> int:
     """A hash of the file's size and of some of its bytes, and of its `.idx` if it has one."""
     digest = xxh3_64()
     _update(digest, file)
@@ -101,7 +101,7 @@ def digest_of(file: FileBytes) -> int:
 def read_documents(idx: Path) -> Documents:
     """What an `.idx` says. Raises `TokenFileError`, OSError."""
     with opened(idx) as file:
-        head, idx_size = file.read(0, _HEAD.size), file.size
+        head, idx_size = file.read_at(0, _HEAD.size), file.size
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
         raise TokenFileError(f"{idx.name} is no Megatron index; write it again, or move it away and give dtype=")
     _, version, kind, sequences, documents = _HEAD.unpack(head)
@@ -118,21 +118,21 @@ def read_documents(idx: Path) -> Documents:
     return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
     return digest_of(file) == int(index.shards.digests[number])
 
 
-def _update(digest: Any, file: FileBytes) -> None:
+def _update(digest: Any, file: ByteSource) -> None:
     size = file.size
     digest.update(str(size).encode())
     places = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
     file.expect(places)
     for offset, length in places:
-        digest.update(file.read(offset, length))
+        digest.update(file.read_at(offset, length))
 
 
-def _places(file: FileBytes) -> list[int]:
+def _places(file: ByteSource) -> list[int]:
     size = file.size
     if file.name.endswith(".npy"):
         return _of_array(file, size)
@@ -145,8 +145,8 @@ def _places(file: FileBytes) -> list[int]:
     return [INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1), 0]
 
 
-def _of_array(file: FileBytes, size: int) -> list[int]:
-    head = io.BytesIO(file.read(0, min(size, _LONGEST_HEADER)))
+def _of_array(file: ByteSource, size: int) -> list[int]:
+    head = io.BytesIO(file.read_at(0, min(size, _LONGEST_HEADER)))
     if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
         return [FLAT, 0, 0, 0, 0, 0]  # bare numbers, as OLMo-core writes them, or damage: whoever gives a type knows
     try:

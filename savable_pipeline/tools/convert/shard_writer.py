@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index_making import WRITTEN
 from savable_pipeline.data.shards.indexing import known_files
 from savable_pipeline.data.shards.scan import TARS

@@ -160,8 +160,9 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
     Behind a URL they are one object, with this stamp if one is given. Raises `ShardError` for another, `RemoteError`.
     """
     from savable_pipeline.data.dataset.store_kinds import STORES
-    from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
+    from savable_pipeline.data.stores.cached_blocks import CachedBlocks
     from savable_pipeline.data.stores.indexed_files import IndexedFiles
+    from savable_pipeline.data.stores.shard_files import StoreFile
 
     form, remote = STORES[kind].form, None
     root, name = (Path(path), ALL) if kind.startswith("folder") else (Path(path).parent, Path(path).name)
@@ -170,7 +171,7 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
         remote, _ = place_of_object(path, job_session())
         here, root = _stamp(path), remote.metadata
         check_stamp(path, stamp or here, here)
-        scan = functools.partial(form.read, CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
+        scan = functools.partial(form.read, StoreFile(CachedBlocks(remote, all_used=True), 0), name)
     with tempfile.TemporaryDirectory() as aside:
         if not index.exists():  # on a machine that does not see the folder of the conversion, too
             index = index if index.parent.exists() else Path(aside, "index")

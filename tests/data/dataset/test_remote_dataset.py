@@ -30,8 +30,8 @@ from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.stores import cached_files
-from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.stores import cached_samples
+from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards
@@ -195,8 +195,8 @@ def all_refs(dataset: Dataset) -> RefArray:
 
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
-    monkeypatch.setattr(cached_files, "_LOOK_S", 0.0)
-    monkeypatch.setattr(cached_files, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(cached_samples, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cached_samples, "_LOOK_SHARE", 0)
     dataset = open_any(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]

@@ -14,7 +14,7 @@ import pytest
 from savable_pipeline.data.media.audio import Audio, resample
 from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.media.media_info import media_info
-from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
+from savable_pipeline.data.shards.byte_source import RangeFile, SpanFile
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, flac_bytes, tone, video_bytes
 

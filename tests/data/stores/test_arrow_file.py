@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index_file import PlaceIndex
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table

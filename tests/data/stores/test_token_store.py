@@ -17,7 +17,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.stores import token_store
 from savable_pipeline.data.stores.token_file import read_table
 from savable_pipeline.testing import assert_exact_resume
