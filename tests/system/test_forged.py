@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import Header, aligned, check_of
-from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.index import Header, aligned, check_of
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.shards.tar_format import TARS, TarIndex
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 

@@ -63,9 +63,9 @@ def shard_name(shard: int) -> str:
 
 def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     """Empty files, with an index that says each holds so many samples of one part."""
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-    from savable_pipeline.data.shards.index_file import check_of
-    from savable_pipeline.data.shards.index_writer import Columns, index_begin
+    from savable_pipeline.data.shards.index import check_of
+    from savable_pipeline.data.shards.index_making import Columns, index_begin
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
     from savable_pipeline.data.shards.shard_list import ShardEntry
 
     columns, draw = Columns(), np.random.default_rng(0)
@@ -107,8 +107,8 @@ def open_one(root: str) -> Numbers:
 
 def write_one(folder: Path, shards: int) -> Numbers:
     """Writes an index of random rows in this process."""
-    from savable_pipeline.data.shards.index_file import ShardTable
-    from savable_pipeline.data.shards.index_writer import write_index
+    from savable_pipeline.data.shards.index import ShardTable
+    from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
 
     draw = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def shown(name: str, values: list[float]) -> str:
 
 
 def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
 
     table = Table("shards", "start", *SHOWN, title="least (median) of the rounds", title_justify="left")
     for shards in counts:
@@ -164,7 +164,7 @@ def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
 
 def bench_remote(counts: list[int], rounds: int, folder: Path, *, bucket: bool = False) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
     from tests.support.toy_server import s3_settings, serving
 
     columns = ("index", "open", "first refs", "fetched of it", "next open", "memory")

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
 

@@ -18,7 +18,8 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.energon_metadata import (
+from savable_pipeline.data.shards.index import Header, aligned
+from savable_pipeline.data.shards.metadata import (
     INDEX_NAME,
     META,
     read_counts,
@@ -26,8 +27,7 @@ from savable_pipeline.data.shards.energon_metadata import (
     read_split,
     split_names,
 )
-from savable_pipeline.data.shards.index_file import Header, aligned
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, Quarantine
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import clean_address, listed
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
+from savable_pipeline.data.shards.metadata import FieldMap, read_field_map, read_split
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
@@ -29,8 +28,8 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 
 if TYPE_CHECKING:
-    from savable_pipeline.data.media.known_media import KnownMedia
     from savable_pipeline.data.media.media_info import MediaInfo
+    from savable_pipeline.data.media.media_table import KnownMedia
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +56,12 @@ class Dataset:
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         self.store, self.unpacked_bytes = store, unpacked_bytes
-        self.source = derive_key("source", source)
+        self._name = source
         self.on_error = on_error
         self._faults = list(faults)
         self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
-        self.address, self.entries = clean_address(store.address), ShardList.of(store.entries)
+        self.entries = ShardList.of(store.entries)
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
@@ -73,6 +72,16 @@ class Dataset:
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
         self.has_part = store.has_part
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
+
+    @cached_property
+    def source(self) -> int:
+        """What names it in refs."""
+        return derive_key("source", self._name)
+
+    @cached_property
+    def address(self) -> str:
+        """Its name in messages."""
+        return clean_address(self.store.address)
 
     @contextlib.contextmanager
     def noting_reads(self, note: Callable[[int], None]) -> Iterator[None]:
@@ -107,7 +116,7 @@ class Dataset:
     @cached_property
     def known_media(self) -> KnownMedia:
         """What is known of the media without opening them. Raises `ShardError` for a table of other shards."""
-        from savable_pipeline.data.media.known_media import KnownMedia  # here: most datasets are not asked
+        from savable_pipeline.data.media.media_table import KnownMedia  # here: most datasets are not asked
 
         return KnownMedia(self.store, self.entries)
 

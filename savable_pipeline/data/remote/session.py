@@ -1,15 +1,30 @@
 """`Session`: the questions of one opening to servers, each asked once, by the one downloading process of a cache.
 
-listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
-stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
-read("s3://b/p", "index.json")   its bytes, by one request
+    listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
+    stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
+    read("s3://b/p", "index.json")   its bytes, by one request
+
+Addresses of the Hub get a commit in place of a branch or a tag, which may move under a run (`at_commit`):
+
+    hf://datasets/org/name/data          named by the user, and kept as a reader's setting
+    hf://datasets/org/name@main          what is pinned: found once, sent to workers, kept in the state
+    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
+
+A job on another machine has a cache of its own (`scratch`): objects that it reads for another machine are downloaded
+aside and dropped with it. What it finds goes back with the server's version (its ETag), so that who asked pins what was
+read.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,13 +32,16 @@ from weakref import WeakValueDictionary
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE
+from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
+from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE, Shards, spelled_out
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
 
 _DEATHS = 3  # of the downloading process over one request, after which it fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
+# By process: one that was inherited in a fork answers its owner alone.
+_begun: dict[int, Session] = {}
 
 
 class Session:
@@ -132,3 +150,62 @@ class Session:
         if (root, name) not in self._contents:
             self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
         return self._contents[root, name]
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[tuple[Path, Session]]:
+    """A new folder, removed with the block, and a session that downloads into it, by one process for all of them."""
+    session = job_session()
+    with tempfile.TemporaryDirectory(dir=session.cache, ignore_cleanup_errors=True) as name:
+        try:
+            yield Path(name), session
+        finally:
+            with contextlib.suppress(RemoteError):  # it may have died, or be gone already
+                session.call("forget", name)
+
+
+def job_session() -> Session:
+    """A session of the jobs of this process, for what needs one for a moment."""
+    found = _job_running()
+    return Session(found.cache, found.limit)
+
+
+def close_scratch() -> None:
+    """End the downloading process that this process began for its jobs, and remove the folder."""
+    begun = _begun.pop(os.getpid(), None)
+    if begun is not None:
+        begun.connected().close()
+        shutil.rmtree(begun.cache, ignore_errors=True)
+
+
+def _job_running() -> Session:
+    found = _begun.get(os.getpid())
+    if found is None or not found.cache.is_dir():
+        close_scratch()
+        root = Path(tempfile.mkdtemp(prefix="savable-"))
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        found = _begun[os.getpid()] = Session(root, cache_bytes(None, root))
+        found.connected()
+    return found
+
+
+def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shards:
+    """The same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned.
+
+    Raises `ShardError` for a dataset or a revision that is not there, `RemoteError`.
+    """
+    specs = spelled_out(files)
+    if not any(map(is_hub, specs)):
+        return files
+    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
+        raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
+    fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
+    return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
+
+
+def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> str:
+    if address.is_fixed:
+        return address.at(address.revision)
+    if address.dataset not in known:
+        known[address.dataset] = session.call("commit", address.dataset).encode()
+    return address.at(known[address.dataset].decode())

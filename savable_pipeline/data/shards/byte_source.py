@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from savable_pipeline.core.files import regular_file
-from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.files import regular_file, with_handles
 
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 

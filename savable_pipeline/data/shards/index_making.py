@@ -1,7 +1,14 @@
 """Makes the index of the files of a folder, of any format: of what is not in the one that is there, or is other now.
 
-What was scanned is in a file until all is there, so that memory does not grow with it, and an interrupted call can be
-continued.
+It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
+
+    tables ──▶ starts, layouts, sizes: a file without a name each ──▶ the index, its header first
+
+`ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
+
+    length u64 │ xxh3_64 u64 │ table: MessagePack │ length …
+
+What is in memory are names and places. Who is stopped leaves the file, and the next call goes on from there.
 """
 
 from __future__ import annotations
@@ -9,30 +16,241 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import struct
+import tempfile
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, BinaryIO, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.files import replacing, with_handles
 from savable_pipeline.data.shards.byte_source import opened
-from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.index import (
+    MAGIC,
+    TAR,
+    FileFormat,
+    Header,
+    LayoutParts,
+    Links,
+    ShardIndex,
+    ShardTable,
+    aligned,
+    check_of,
+)
+from savable_pipeline.data.shards.metadata import WRITTEN
 from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
-from savable_pipeline.data.shards.shard_list import check_utf8
+from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
+_BLOCK = 1 << 22  # bytes copied at a time
+_HEAD = struct.Struct("<QQ")
 log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
-WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
 _ALONE_S = 5.0  # that one process scans before it starts others
 _LOG_EVERY_S = 10.0
+
+
+def write_index(path: Path, tables: Iterable[ShardTable], kind: str = TAR) -> None:
+    """Writes the index of these shards of a format in one step (see `replace_file`).
+
+    Raises ValueError unless they are in the order of their names.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        rows = _Rows(*(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(3)))
+        columns = Columns(kind)
+        for table in tables:
+            columns.add(table.entry, rows.add(table), table.links, len(table.starts) // 8)
+        with replacing(path) as file:
+            if kind != TAR:
+                file.write(index_begin(columns))
+                rows.write_places(file)
+                return
+            file.write(index_begin(columns, list(rows.layouts), rows.members, 8 if rows.wide else 4, rows.parts))
+            rows.write(file)
+
+
+class Columns:
+    """What an index says of each shard."""
+
+    def __init__(self, kind: str = TAR) -> None:
+        self.kind = kind
+        self.names = bytearray()
+        self.last = ""
+        self.faults: dict[int, str] = {}
+        self.links: dict[int, Links] = {}
+        self.numbers = [array("Q") for _ in range(5 if kind == TAR else 6)]  # ends … checks, and the rows
+
+    def add(self, entry: ShardEntry, check: int, links: Links | None = None, rows: int = 0) -> None:
+        """Adds the next shard. Raises ValueError unless its name comes after the last one's."""
+        if self.numbers[0] and entry.name <= self.last:
+            raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
+        self.last = entry.name
+        self.names += entry.name.encode() + b"\0"
+        if entry.fault:
+            self.faults[len(self.numbers[0])] = entry.fault
+        if links is not None and links.count:
+            self.links[len(self.numbers[0])] = links
+        row = (len(self.names), entry.size, entry.samples, entry.digest, check, rows)
+        for column, number in zip(self.numbers, row, strict=False):
+            column.append(number)
+
+
+def index_begin(
+    columns: Columns, layouts: Sequence[LayoutParts] = (), members: int = 0, size_bytes: int = 4, sizes: int = 0
+) -> bytes:
+    """The bytes of an index before its rows, of which `sizes` are sizes of parts."""
+    shards, names = len(columns.numbers[0]), len(columns.names)
+    told = columns.faults, list(layouts), members, size_bytes, sizes, columns.links
+    header = Header(shards, names, *told, columns.kind)
+    encoded = msgspec.msgpack.encode(header)
+    found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
+    found += bytes(aligned(16 + len(found)) - 16 - len(found))
+    for column in columns.numbers:
+        found += np.frombuffer(column, np.uint64).astype("<u8").tobytes()
+    found += columns.names
+    found += bytes(aligned(16 + len(found)) - 16 - len(found))
+    return MAGIC + xxh3_64_intdigest(found).to_bytes(8, "little") + found
+
+
+class _Rows:
+    """The rows of shards, on their way into an index: uint64, uint32 and uint64 in a file each."""
+
+    def __init__(self, starts: IO[bytes], layout_of: IO[bytes], sizes: IO[bytes]) -> None:
+        self._starts, self._layout_of, self._sizes = starts, layout_of, sizes
+        self.layouts: dict[LayoutParts, int] = {}
+        self.parts = 0
+        self.wide = False
+
+    def add(self, table: ShardTable) -> int:
+        """Adds those of a shard; returns their checksum."""
+        if not table.layouts:
+            self._starts.write(table.starts)
+            return check_of(np.frombuffer(table.starts, "<u8"))
+        ours = np.array([self.layouts.setdefault(layout, len(self.layouts)) for layout in table.layouts], dtype="<u4")
+        layout_of = ours[np.frombuffer(table.layout_of, "<u4")]
+        sizes = np.frombuffer(table.sizes, "<u8")
+        self.parts += len(sizes)
+        self.wide = self.wide or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
+        self._starts.write(table.starts)
+        self._layout_of.write(layout_of.data)
+        self._sizes.write(table.sizes)
+        return check_of(np.frombuffer(table.starts, "<u8"), layout_of, sizes)
+
+    @property
+    def members(self) -> int:
+        """The number of members of every sample; 0 if they differ."""
+        lengths = {len(layout) for layout in self.layouts}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes the arrays of the index, each at a multiple of 8 bytes."""
+        _write_aligned(file, _blocks(self._starts, "<u8"))
+        if len(self.layouts) > 1:
+            _write_aligned(file, _blocks(self._layout_of, "<u4"))
+        if not self.members:
+            _write_aligned(file, self._firsts())
+        _write_aligned(file, (sizes.astype("<u8" if self.wide else "<u4") for sizes in _blocks(self._sizes, "<u8")))
+
+    def write_places(self, file: BinaryIO) -> None:
+        """Writes the places of files that are no tars."""
+        _write_aligned(file, _blocks(self._starts, "<u8"))
+
+    def _firsts(self) -> Iterator[NDArray[Any]]:
+        lengths = np.array([len(layout) for layout in self.layouts], dtype="<u8")
+        first = 0
+        for layout_of in _blocks(self._layout_of, "<u4"):
+            ends = first + np.cumsum(lengths[layout_of])
+            yield np.concatenate([[first], ends[:-1]]).astype("<u8")
+            first = int(ends[-1])
+
+
+def _blocks(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
+    file.seek(0)
+    while block := file.read(_BLOCK):
+        yield np.frombuffer(block, kind)
+
+
+def _write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
+    written = 0
+    for each in arrays:
+        file.write(each.data)
+        written += each.nbytes
+    file.write(bytes(-written % 8))
+
+
+class ScannedTables:
+    """The tables in the file beside the index at `path`, by name; the lock of the index must be held."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.scanned")
+        self._file = self._path.open("a+b")
+        self._places: dict[str, int] = {}
+        self._end = 0
+        self._find_left()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def add(self, table: ShardTable) -> None:
+        """Writes a table; it is there for the next process as soon as this returns."""
+        encoded = msgspec.msgpack.encode(table)
+        self._file.write(_HEAD.pack(len(encoded), xxh3_64_intdigest(encoded)) + encoded)
+        self._file.flush()
+        self._places[table.entry.name] = self._end
+        self._end += _HEAD.size + len(encoded)
+
+    def __getitem__(self, name: str) -> ShardTable:
+        found = self._read(self._places[name])
+        assert found is not None, name
+        return found[0]
+
+    def __enter__(self) -> ScannedTables:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the file once an index has its tables, or where the disk is full; else the next process has it."""
+        if kind is None or issubclass(kind, OSError):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _find_left(self) -> None:
+        """Finds the tables that a stopped process left, and cuts off the one it was writing."""
+        while (found := self._read(self._end)) is not None:
+            self._places[found[0].entry.name] = self._end
+            self._end = found[1]
+        self._file.truncate(self._end)
+
+    def _read(self, place: int) -> tuple[ShardTable, int] | None:
+        """The table at a place, and the place after it; None if none is whole there."""
+        head = os.pread(self._file.fileno(), _HEAD.size, place)
+        if len(head) < _HEAD.size:
+            return None
+        length, digest = _HEAD.unpack(head)
+        end = place + _HEAD.size + length
+        if end > os.fstat(self._file.fileno()).st_size:
+            return None
+        encoded = os.pread(self._file.fileno(), length, place + _HEAD.size)
+        if xxh3_64_intdigest(encoded) != digest:
+            return None
+        try:
+            return msgspec.msgpack.decode(encoded, type=ShardTable), end
+        except msgspec.DecodeError:  # of another release
+            return None
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:

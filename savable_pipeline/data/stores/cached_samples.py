@@ -27,14 +27,13 @@ from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.lookup import locked_folder
+from savable_pipeline.data.remote.lookup import held, locked_folder
 from savable_pipeline.data.remote.pace import PIECE
-from savable_pipeline.data.remote.remote_files import held
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadBlocks, DownloadedFiles
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
 from savable_pipeline.errors import ShardError
 

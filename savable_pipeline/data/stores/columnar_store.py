@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
-    from savable_pipeline.data.stores.arrow_columns import Unread
-    from savable_pipeline.data.stores.media_columns import NamedFile
+    from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 
@@ -79,8 +77,8 @@ class ColumnarStore(GroupedStore):
 
     @cached_property
     def parts_since(self) -> dict[str, int]:
-        """The columns of images that were JSON once, as the first file that can be read says: see media_columns.py."""
-        from savable_pipeline.data.stores.media_columns import parts_since
+        """The columns of images that were JSON once, as the first file that can be read says: see arrow_columns.py."""
+        from savable_pipeline.data.stores.arrow_columns import parts_since
 
         for shard in np.flatnonzero(self.entries.samples).tolist():
             with contextlib.suppress(ShardError):
@@ -148,7 +146,7 @@ class ColumnarStore(GroupedStore):
 
     def media_named(self, parts: Collection[str]) -> list[str]:
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
-        from savable_pipeline.data.stores.media_columns import holds_media
+        from savable_pipeline.data.stores.arrow_columns import holds_media
 
         schema = self.schema(next(iter(np.flatnonzero(self.entries.samples).tolist())))
         media = [field.name for field in schema if holds_media(field)]
@@ -176,7 +174,7 @@ class ColumnarStore(GroupedStore):
     def _check_media(self, shard: int, schema: Any) -> None:
         """Raises `ShardError` for images that are parts since later than those of the first file: a state does not tell
         of them."""
-        from savable_pipeline.data.stores.media_columns import is_media_list, parts_since
+        from savable_pipeline.data.stores.arrow_columns import is_media_list, parts_since
 
         for name, version in parts_since(schema, self.wanted).items():
             if version > self.parts_since.get(name, 1):

@@ -27,11 +27,10 @@ import numpy as np
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index import FileFormat, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_kinds import CSV_FILES
 from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
+from savable_pipeline.data.stores.source import CSV_FILES
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
 _SEPARATORS = ",;\t|"

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from savable_pipeline.data.shards.index_file import Places, ShardTable
+from savable_pipeline.data.shards.index import IndexedFiles, Places, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.shard_files import LocalFiles, StoreFile
 from savable_pipeline.errors import SavableError, ShardError

@@ -16,14 +16,11 @@ from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_kinds import JSONL_FILES
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.plain_values import as_part
+from savable_pipeline.data.stores.source import JSONL_FILES
 
 _CHUNK = 1 << 22
 _COMPARED = 1 << 16  # bytes of a line that are compared

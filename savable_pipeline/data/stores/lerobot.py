@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.stores.columnar_store import ColumnSettings
-from savable_pipeline.data.stores.file_kinds import LEROBOT_INFO
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.ranges import MediaRange, Ranges, checked_range, is_media_as_indexed, read_media
+from savable_pipeline.data.stores.source import LEROBOT_INFO
 
 _EPISODES = "meta/episodes/"
 _FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")

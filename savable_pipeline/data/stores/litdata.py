@@ -17,8 +17,20 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.stores.record_fields import Blob, Value, array, pixels, raw, scalar, several
-from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
+from savable_pipeline.data.stores.record_files import (
+    INSTEAD,
+    Blob,
+    ListedFile,
+    RecordKind,
+    Value,
+    array,
+    as_listed,
+    format_of_kind,
+    pixels,
+    raw,
+    scalar,
+    several,
+)
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks

@@ -17,8 +17,20 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.stores.record_fields import Blob, Value, array, pixels, raw, scalar, several
-from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
+from savable_pipeline.data.stores.record_files import (
+    INSTEAD,
+    Blob,
+    ListedFile,
+    RecordKind,
+    Value,
+    array,
+    as_listed,
+    format_of_kind,
+    pixels,
+    raw,
+    scalar,
+    several,
+)
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}

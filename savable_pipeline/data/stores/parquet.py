@@ -16,13 +16,11 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, SourceFile
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
-from savable_pipeline.data.stores.file_kinds import PARQUET_FILES
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.data.stores.source import PARQUET_FILES
 from savable_pipeline.errors import SavableError
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"

@@ -19,19 +19,17 @@ import msgspec
 from xxhash import xxh3_64
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
+from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file

@@ -26,15 +26,13 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_place import in_first_place, index_places
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.indexing import in_first_place, index_places
 from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.shards.uneven_parts import are_merged
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.sample_names import Reject, is_hidden, outside, parts_fault, printable
 from savable_pipeline.errors import ShardError
 

@@ -6,16 +6,19 @@ a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`Gro
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import xxhash
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.decompressed import (
     NEEDED,
     UNPACKED_BYTES,
@@ -23,32 +26,53 @@ from savable_pipeline.data.stores.decompressed import (
     decompressed,
     needed_package,
 )
-from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
-from savable_pipeline.data.stores.file_kinds import INDEX
-from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
 from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
-from savable_pipeline.data.stores.plain_values import as_part
-from savable_pipeline.data.stores.record_fields import Blob, Value, parts_of
 from savable_pipeline.data.stores.record_files import (
     PACKED,
     RECORDS,
     ROWS,
     WHOLE,
+    Blob,
+    RecordBlock,
     RecordKind,
     RecordLayout,
+    RecordTable,
     Schema,
+    Value,
     layout_in,
     layout_of,
+    parts_of,
+    record_in,
+    table_of,
 )
-from savable_pipeline.data.stores.record_rows import RecordBlock, RecordTable, record_in, table_of
+from savable_pipeline.data.stores.source import INDEX
 from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
 _FEW = 1 << 14  # where no part may be asked for
 _PIECE = 1 << 23  # bytes of a file that are hashed at a time
 _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
+
+
+def known_hash(hashes: Iterable[str]) -> str | None:
+    """The first of these algorithms that can be computed here."""
+    known = {*hashlib.algorithms_available, *xxhash.algorithms_available}
+    return next((name for name in hashes if name in known and not name.startswith("shake")), None)
+
+
+def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes]) -> str:
+    """What is wrong with the bytes of a file whose hashes are these; "" if nothing is."""
+    if algorithm not in hashes:
+        return f"index.json has no {algorithm} of it, but {', '.join(hashes) or 'no hash'}"
+    hasher: Any = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
+    for piece in pieces:
+        hasher.update(piece)
+    found = hasher.hexdigest()
+    return (
+        "" if found == hashes[algorithm].lower() else f"its {algorithm} is {found}, index.json says {hashes[algorithm]}"
+    )
 
 
 class RecordFolderStore(GroupedStore):

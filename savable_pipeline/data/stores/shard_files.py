@@ -26,11 +26,11 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.open_files import is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.core.files import is_out_of_handles, keep_below, most_kept, register, with_handles
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
-from savable_pipeline.data.shards.fresh_mark import forget_mark
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.shards.indexing import forget_mark
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)

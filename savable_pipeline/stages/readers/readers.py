@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.shards.paths import Shards, as_names
-from savable_pipeline.data.stores.file_kinds import RangeColumns
+from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings, named_ranges
 

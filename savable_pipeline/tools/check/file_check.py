@@ -13,15 +13,12 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.image_doubts import ALPHA, DEEP, TURNED, image_doubts
-from savable_pipeline.data.dataset.kinds import seen
-from savable_pipeline.data.dataset.source import format_of_file
-from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.dataset.images import ALPHA, DEEP, TURNED, image_doubts
+from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import Links, ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, Links, ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.part_types import (
     AUDIO_PARTS,
     IMAGE_PARTS,
@@ -33,9 +30,9 @@ from savable_pipeline.data.shards.part_types import (
 from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.source import STORES, format_of_file
 from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be

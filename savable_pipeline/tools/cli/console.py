@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from savable_pipeline.core.addresses import clean_address
-from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines

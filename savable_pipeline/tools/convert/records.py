@@ -23,7 +23,7 @@ from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
 from savable_pipeline.data.stores.folder_store import FolderStore
 from savable_pipeline.data.stores.jsonl import without_mark
 from savable_pipeline.data.stores.raw_folder import merged_fault
-from savable_pipeline.data.stores.record_fields import Blob, Value, parts_of
+from savable_pipeline.data.stores.record_files import Blob, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
 from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore
 from savable_pipeline.errors import ShardError

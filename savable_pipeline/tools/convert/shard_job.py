@@ -18,9 +18,9 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.bucket import Bucket
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scan import write_tar_idx
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.tar_format import write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.errors import SavableError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.core.files import regular_file
-from savable_pipeline.data.remote.remote_files import check_stamp, place_of_object
-from savable_pipeline.data.remote.scratch import job_session
+from savable_pipeline.data.remote.lookup import check_stamp, place_of_object
+from savable_pipeline.data.remote.session import job_session
 from savable_pipeline.data.shards.byte_source import SourceFile
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.shard_files import StoreFile

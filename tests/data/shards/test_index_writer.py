@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from savable_pipeline.data.shards.index_file import LayoutParts, ShardTable
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.index import LayoutParts, ShardTable
+from savable_pipeline.data.shards.index_making import ScannedTables, write_index
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TarIndex
 
 ONE: list[LayoutParts] = [(("txt", 1),)]
 TWO: list[LayoutParts] = [(("txt", 1),), (("a", 1), ("b", 3))]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.byte_source import opened
-from savable_pipeline.data.shards.index_file import PlaceIndex
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import PlaceIndex
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
 from savable_pipeline.tools.cli.main import app
 

@@ -17,8 +17,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.open_files import keep_below
-from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.core.files import keep_below
+from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store, shard_files
 from tests.conftest import write_numbered_shards
 

@@ -12,7 +12,7 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import jsonl
 
 LINES = (

@@ -20,8 +20,8 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.open_files import keep_below
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.core.files import keep_below
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores import shard_files

@@ -16,11 +16,11 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any, open_store
-from savable_pipeline.data.dataset.source import recognize
+from savable_pipeline.data.dataset.opening import open_any, open_store
 from savable_pipeline.data.stores import shard_files
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
+from savable_pipeline.data.stores.source import recognize
 from tests.support.record_cases import CASES, U32, pil, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (

@@ -6,19 +6,27 @@
 
     ends … checks   uint64 (shards,)   see `ShardList`, and a checksum of each shard's rows; the names are in order
     counts          uint64 (shards,)   rows of each shard, where they are not its samples
-    rows            what the format says of each shard: `PlaceIndex`; of tars see tar_index.py
+    rows            what the format says of each shard: `PlaceIndex`; of tars see tar_format.py
 
 A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
 when the shard is opened: to open an index takes no time for its samples, and hardly any for its shards, whose numbers
 and names are used where they lie.
+
+    FileFormat      what must be known of a kind of files to index them, and to notice changes
+    ShardIndex      an index that is open
+    IndexedFiles    some files of one, with their samples counted through all of them
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
+import importlib
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,7 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.files import is_out_of_handles, with_handles
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.byte_source import ByteSource, opened
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META
+from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -267,3 +279,167 @@ def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -
     if end > len(view):
         raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
     return view[offset:end].cast(kind), end + -end % 8  # type: ignore[call-overload]
+
+
+def _nothing(path: Path, table: ShardTable) -> None:
+    """Leave nothing beside a file."""
+
+
+def _no_fault(path: Path, table: ShardTable) -> str:
+    """Find nothing wrong beside a file."""
+    return ""
+
+
+def found_at(place: str) -> Any:
+    """What lies at "package.module:NAME.name"."""
+    module, _, name = place.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def index_name(kind: str) -> str:
+    """The path of the index of files of a kind below their folder."""
+    return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A kind of files that samples are read from in place.
+
+    `read` finds out what the index says of a file, by its bytes and its name; damage is the entry's fault, not an
+    error. `is_as_indexed` looks whether a file of the right size still is the one that has this number in an index.
+    """
+
+    name: str
+    kind: ShardKind
+    place: str  # "package.module:NAME" of this object: another process finds it so
+    read: Callable[[ByteSource, str], ShardTable]
+    is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
+    open_index: Callable[[Path, str], ShardIndex] = PlaceIndex
+    all_used: bool = True  # whether every byte of a file is read in an epoch
+    whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
+    no_places: int = 0  # of a file that cannot be read: how many zeros
+    no_digest: int = 0  # of such a file
+    beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
+    splits: str = ""  # the name of what lies in a folder of several splits
+    for_others: str = ""  # behind the name of a file: that of what other programs read beside it
+    leave_beside: Callable[[Path, ShardTable], None] = _nothing  # makes it
+    fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return found_at, (self.place,)
+
+    @property
+    def index_name(self) -> str:
+        """The path of the index below the folder of the files."""
+        return index_name(self.name)
+
+    def names_beside(self, name: str) -> list[str]:
+        """What may lie beside a file."""
+        own, other = self.beside
+        companion = [self.companion(name)] if other and name.endswith(own) else []
+        return [*companion, *([name + self.for_others] if self.for_others else [])]
+
+    def companion(self, name: str) -> str:
+        """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
+        own, other = self.beside
+        return name.removesuffix(own) + other if own else other
+
+    def index_at(self, path: Path) -> ShardIndex:
+        """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
+        return self.open_index(path, self.name)
+
+    def scan(self, root: Path, name: str) -> ShardTable:
+        """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
+        size = 0
+        try:
+            with opened(root / name) as file:
+                size = file.size
+                return self.read(file, name)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            return self.unreadable(name, size, error.strerror or str(error))
+
+    def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
+        """The table of a file of which nothing can be read."""
+        entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
+        return ShardTable(entry, bytes(8 * self.no_places))
+
+
+class IndexedFiles:
+    """The files `names` of an index of this format, None: all. `root` has their metadata.
+
+    Those behind a URL are at `remote`, a `RemotePlace`. `tolerant`: the samples before a damage are taken. Sample `i`
+    is the `i`-th when they are read one after the other.
+    """
+
+    def __init__(
+        self,
+        form: FileFormat,
+        index: ShardIndex,
+        index_path: Path,
+        names: Sequence[str] | None,
+        root: Path,
+        remote: Any = None,
+        *,
+        tolerant: bool = False,
+    ) -> None:
+        self.form, self.index, self.index_path = form, index, index_path
+        self.root, self.remote, self.tolerant = root, remote, tolerant
+        self.address = str(root) if remote is None else remote.url
+        numbers = None if names is None else index.numbers(names)
+        if numbers is None or np.array_equal(numbers, np.arange(len(index.shards))):
+            numbers = np.arange(len(index.shards))
+            self.entries: ShardList = index.shards
+        else:
+            self.entries = index.shards.take(numbers)
+        self.numbers = numbers  # in the index, int64 (shards,)
+        self._whole: set[int] = set()  # files whose rows in the index match their checksums
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
+
+    @property
+    def mean_bytes(self) -> float:
+        """The bytes of a sample, with what lies around it."""
+        return int(self.entries.sizes.sum()) / max(int(self.firsts[-1]), 1)
+
+    def shards_of(self, indices: Rows) -> Rows:
+        """The shard of each of these samples."""
+        return np.searchsorted(self.firsts, indices, side="right") - 1
+
+    def place(self, shard: int) -> str:
+        """What messages call the file of a shard: its path or its URL."""
+        return f"{self.address}/{self.entries.names[shard]}"
+
+    def places(self, shard: int) -> Places:
+        """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
+        if shard not in self._whole:
+            self.check_rows(shard)
+            self._whole.add(shard)
+        return self._place_index.places(int(self.numbers[shard]))
+
+    @cached_property
+    def _place_index(self) -> PlaceIndex:
+        assert isinstance(self.index, PlaceIndex), self.form
+        return self.index
+
+    def table(self, shard: int) -> ShardTable:
+        """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""
+        self.check_rows(shard)
+        return self.index.table(int(self.numbers[shard]))
+
+    def check_rows(self, shard: int) -> None:
+        """Raises `ShardError` unless what the index says of a file is as it was written."""
+        if not self.index.is_whole(int(self.numbers[shard])):
+            raise self.damaged(self.entries.names[shard])
+
+    def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
+        """Whether a file of the right size is the one that was indexed."""
+        return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
+
+    def damaged(self, shard: str) -> ShardError:
+        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        cure = f"remove {self.index_path} and start again"
+        if self.remote is not None:
+            self.index_path.unlink(missing_ok=True)
+            cure = "start again: it is downloaded, or made, again then"
+        return ShardError(f"{self.address}: the index of {shard} is damaged; {cure}", reason="damaged index")
