@@ -146,9 +146,9 @@ class Kind:
 
     `files` tells such files by their names; None: they are told otherwise, as by a listing in their folder.
     `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
-    whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
-    program says so. `also` is a kind of folders that hold such files, as which their reader reads one. `open_at` is the
-    place of what opens an index that is made otherwise than by scanning files.
+    whoever reads all samples once, in their order. `also` is a kind of folders that hold such files, as which their
+    reader reads one. `named_at` is the place of what tells which files of a folder are read, where another program says
+    so, `open_at` that of what opens an index which is made otherwise than by scanning files.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Kind:
     settings: tuple[str, ...] = ()
     seen_with: Mapping[str, Any] = field(default_factory=dict)
     in_order: Callable[[], dict[str, Any]] = dict
-    named: Callable[[Shards], Shards] = lambda files: files
+    named_at: str = ""
     also: str = ""
     open_at: str = ""
 
@@ -189,12 +189,6 @@ def _few_blocks() -> dict[str, Any]:
     return {"blocks": DecodedBlocks(_FEW_BYTES)}
 
 
-def _data_files(files: Shards) -> Shards:
-    from savable_pipeline.data.stores.arrow_file import data_files
-
-    return data_files(files)
-
-
 _FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
@@ -220,7 +214,7 @@ STORES = {
             ARROW_FILES,
             _COLUMNS,
             in_order=_partial,
-            named=_data_files,
+            named_at="stores.arrow_file:data_files",
         ),
         Kind(
             "jsonl",
@@ -281,7 +275,9 @@ class Source:
     @property
     def read(self) -> Shards:
         """What of the files is read, where another program's metadata in their folder says so."""
-        return self.kind.named(self.files)
+        at = self.kind.named_at
+        files: Shards = found_at(_DATA + at)(self.files) if at else self.files
+        return files
 
 
 def recognize(
