@@ -144,9 +144,9 @@ class _Lines:
         self._next = 0.0
 
     def __call__(self, done: int, total: int, size: int = 0) -> None:
-        rate = self._rate.text(done, size)
         now = time.monotonic()
         if now >= self._next or done == total:
+            rate = self._rate.text(done, size)
             shown = f" ({rate})" if rate and done < total else ""
             self._console.print(self._line.format(done, total) + shown)
             self._next = now + _LINE_EVERY_S
