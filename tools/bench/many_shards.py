@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -67,6 +68,7 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     from savable_pipeline.data.shards.index_making import Columns, index_begin
     from savable_pipeline.data.shards.metadata import INDEX_NAME
     from savable_pipeline.data.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.tar_format import TarSaid
 
     columns, draw = Columns(), np.random.default_rng(0)
     zeros = np.zeros(samples, "<u8")
@@ -77,8 +79,9 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
             path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.truncate(SHARD_BYTES)
-        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), check)
-    begin = index_begin(columns, [(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), samples, check)
+    said = TarSaid([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+    begin = index_begin(columns, "tar", msgspec.msgpack.encode(said))
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)
     sizes = shards * samples * 4
@@ -110,6 +113,7 @@ def write_one(folder: Path, shards: int) -> Numbers:
     from savable_pipeline.data.shards.index import ShardTable
     from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.tar_format import TARS, TarRows
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
@@ -117,12 +121,11 @@ def write_one(folder: Path, shards: int) -> Numbers:
     def tables() -> Iterator[ShardTable]:
         for i in range(shards):
             sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
-            yield ShardTable(
-                ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i), starts, 0, [(("bin", 1),)], zeros, sizes
-            )
+            rows = TarRows(starts, 0, [(("bin", 1),)], zeros, sizes)
+            yield rows.table(ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i))
 
     before, began = peak(), time.perf_counter()
-    write_index(folder / "an.index", tables())
+    write_index(folder / "an.index", tables(), TARS)
     return {"write": time.perf_counter() - began, "memory": peak() - before}
 
 

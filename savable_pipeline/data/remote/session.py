@@ -4,12 +4,6 @@
     stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
     read("s3://b/p", "index.json")   its bytes, by one request
 
-Addresses of the Hub get a commit in place of a branch or a tag, which may move under a run (`at_commit`):
-
-    hf://datasets/org/name/data          named by the user, and kept as a reader's setting
-    hf://datasets/org/name@main          what is pinned: found once, sent to workers, kept in the state
-    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
-
 A job on another machine has a cache of its own (`scratch`): objects that it reads for another machine are downloaded
 aside and dropped with it. What it finds goes back with the server's version (its ETag), so that who asked pins what was
 read.
@@ -19,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -32,8 +25,7 @@ from weakref import WeakValueDictionary
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
-from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE, Shards, spelled_out
+from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
@@ -187,25 +179,3 @@ def _job_running() -> Session:
         found = _begun[os.getpid()] = Session(root, cache_bytes(None, root))
         found.connected()
     return found
-
-
-def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shards:
-    """The same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned.
-
-    Raises `ShardError` for a dataset or a revision that is not there, `RemoteError`.
-    """
-    specs = spelled_out(files)
-    if not any(map(is_hub, specs)):
-        return files
-    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
-        raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
-    fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
-    return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
-
-
-def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> str:
-    if address.is_fixed:
-        return address.at(address.revision)
-    if address.dataset not in known:
-        known[address.dataset] = session.call("commit", address.dataset).encode()
-    return address.at(known[address.dataset].decode())

@@ -1,11 +1,11 @@
 """The index of a folder of shards of any format: columns that are mapped, so that a million shards are no objects.
 
-    "SAVIDX04" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
-    │ shards: ends │ sizes │ samples │ digests │ checks │ [counts] │ names │ padding
+    "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
     │ rows
 
-    ends … checks   uint64 (shards,)   see `ShardList`, and a checksum of each shard's rows; the names are in order
-    counts          uint64 (shards,)   rows of each shard, where they are not its samples
+    ends … counts   uint64 (shards,)   see `ShardList`; the names are in order; a checksum of each shard's rows, and how
+                                       many these are
     rows            what the format says of each shard: `PlaceIndex`; of tars see tar_format.py
 
 A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
@@ -24,11 +24,11 @@ import functools
 import importlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,67 +43,82 @@ from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.errors import ShardError
 
-LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 Places: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
 Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index from one offset to before another
 
-MAGIC = b"SAVIDX04"
+MAGIC = b"SAVIDX05"
 TAR = "tar"
 _FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
-_NUMBER = 8  # bytes of each number of a shard
-
-
-class Links(msgspec.Struct, frozen=True, array_like=True):
-    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
-
-    count: Count
-    first: str = ""
+_BLOCK = 1 << 22  # bytes copied at a time
+NUMBERS = 6  # of each shard
+_NUMBER = 8  # bytes of each
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What an index says of itself; its arrays follow. `layouts` to `links` are of tars."""
+    """What an index says of itself; its arrays follow. `said` is what the format says of all files."""
 
     shards: Count
     names: Count  # bytes
     faults: dict[int, str]  # by number of the shard
-    layouts: list[LayoutParts]
-    members: Count  # of every sample; 0: see `firsts`
-    size_bytes: int  # 4 or 8: of an element of `sizes`
-    sizes: Count  # the length of `sizes`
-    links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
-    kind: str = TAR  # the name of the format
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers there are of each shard."""
-        return 5 if self.kind == TAR else 6
+    kind: str  # the name of the format
+    said: bytes = b""
 
 
 class ShardTable(msgspec.Struct):
-    """The rows of one shard, from a scan, to be joined with those of others; the arrays are little-endian bytes.
+    """What an index says of one file, from a scan, to be joined with what it says of others.
 
-    Of a file that is no tar, `starts` are its places; all that follows is of tars.
+    `rows` are as the format has them: places, or of tars `TarRows`. `note` is what to say of it that is no fault.
     """
 
     entry: ShardEntry
-    starts: bytes  # uint64 (samples,)
-    end: int = 0  # the offset after the last member
-    layouts: list[LayoutParts] = []
-    layout_of: bytes = b""  # uint32 (samples,)
-    sizes: bytes = b""  # uint64 (members,)
-    links: Links = Links(0)
-    torn: str = ""  # what to say of samples whose files do not lie side by side
+    rows: bytes
+    note: str = ""
+
+
+class RowsWriter(Protocol):
+    """The rows of one file after the other on their way into an index. `new_file` gives a file without a name."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
+
+    def add(self, rows: bytes, /) -> tuple[int, int]:
+        """Takes those of the next file; gives how many they are, and their checksum."""
+
+    def said(self) -> bytes:
+        """What is said of all files."""
+
+    def write(self, file: BinaryIO, /) -> None:
+        """Writes all of them, in arrays each of which begins at a multiple of 8 bytes."""
+
+
+class PlaceWriter:
+    """The rows of a `PlaceIndex`."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
+        self._places = new_file()
+
+    def add(self, rows: bytes) -> tuple[int, int]:
+        """See `RowsWriter.add`."""
+        self._places.write(rows)
+        return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
+
+    def said(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def write(self, file: BinaryIO) -> None:
+        """See `RowsWriter.write`."""
+        write_aligned(file, blocks_of(self._places, "<u8"))
 
 
 class ShardIndex(ABC):
     """An open index: `shards`, and the rows of each. Raises OSError, `ShardError`.
 
     `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows; `identity` tells this
-    index from one of other shards. `kind` is the name of the format.
+    index from one of other shards. `kind` is the name of the format; a `writer` writes the rows.
     """
 
-    links: ClassVar[dict[int, Links]] = {}
+    writer: ClassVar[type[RowsWriter]] = PlaceWriter
 
     def __init__(self, path: Path, kind: str) -> None:
         self._map = with_handles(lambda: _mapped(path))
@@ -232,25 +247,19 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
     if bytes(view[:8]) != MAGIC or _FIRST + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     header, columns, end = _head(path, view, length)
-    names = columns + header.shards * header.numbers * _NUMBER
+    names = columns + header.shards * NUMBERS * _NUMBER
     if end > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     identity = bytes(view[8:16])
     if xxh3_64_intdigest(view[16:end]) != int.from_bytes(identity, "little"):
         raise ShardError(f"{path}: the index is damaged: its checksum does not match")
-    numbers = np.frombuffer(view, "<u8", header.shards * header.numbers, offset=columns)
-    numbers = numbers.reshape(header.numbers, header.shards)
+    numbers = np.frombuffer(view, "<u8", header.shards * NUMBERS, offset=columns).reshape(NUMBERS, header.shards)
     ends, sizes, samples = numbers[:3].view("<i8")
-    counts = samples if header.kind == TAR else numbers[5].view("<i8")
+    counts = numbers[5].view("<i8")
     shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
-    fits = (
-        header.size_bytes in (4, 8)
-        and all(header.layouts)
-        and all(n < header.shards for n in [*header.faults, *header.links])
-        and (header.kind == TAR or not header.layouts)
-    )
     low = min(sizes.min(), samples.min(), counts.min()) if header.shards else 0
-    if not fits or not shards.names.is_whole() or low < 0:
+    fits = all(number < header.shards for number in header.faults) and shards.names.is_whole()
+    if not fits or low < 0:
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
     outside = shards.names.first_outside()
     if outside is not None:
@@ -265,12 +274,28 @@ def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int,
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
     columns = aligned(_FIRST + length)
-    return header, columns, aligned(columns + header.shards * header.numbers * _NUMBER + header.names)
+    return header, columns, aligned(columns + header.shards * NUMBERS * _NUMBER + header.names)
 
 
 def aligned(offset: int) -> int:
     """Where what follows this offset begins."""
     return offset + -offset % _ALIGN
+
+
+def blocks_of(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
+    """The numbers in a file, some of them at a time."""
+    file.seek(0)
+    while block := file.read(_BLOCK):
+        yield np.frombuffer(block, kind)
+
+
+def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
+    """Writes arrays one behind the other, up to a multiple of 8 bytes."""
+    written = 0
+    for each in arrays:
+        file.write(each.data)
+        written += each.nbytes
+    file.write(bytes(-written % 8))
 
 
 def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:
@@ -314,10 +339,10 @@ class FileFormat:
     place: str  # "package.module:NAME" of this object: another process finds it so
     read: Callable[[ByteSource, str], ShardTable]
     is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
-    open_index: Callable[[Path, str], ShardIndex] = PlaceIndex
+    index: type[ShardIndex] = PlaceIndex
     all_used: bool = True  # whether every byte of a file is read in an epoch
     whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
-    no_places: int = 0  # of a file that cannot be read: how many zeros
+    no_rows: bytes = b""  # of a file that cannot be read
     no_digest: int = 0  # of such a file
     beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
     splits: str = ""  # the name of what lies in a folder of several splits
@@ -346,7 +371,7 @@ class FileFormat:
 
     def index_at(self, path: Path) -> ShardIndex:
         """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
-        return self.open_index(path, self.name)
+        return self.index(path, self.name)
 
     def scan(self, root: Path, name: str) -> ShardTable:
         """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
@@ -363,7 +388,7 @@ class FileFormat:
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
         """The table of a file of which nothing can be read."""
         entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
-        return ShardTable(entry, bytes(8 * self.no_places))
+        return ShardTable(entry, self.no_rows)
 
 
 class IndexedFiles:

@@ -2,7 +2,7 @@
 
 It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
 
-    tables ──▶ starts, layouts, sizes: a file without a name each ──▶ the index, its header first
+    tables ──▶ rows: files without a name ──▶ the index, its header first
 
 `ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
 
@@ -20,36 +20,32 @@ import struct
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing, with_handles
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import (
     MAGIC,
-    TAR,
+    NUMBERS,
     FileFormat,
     Header,
-    LayoutParts,
-    Links,
+    PlaceIndex,
     ShardIndex,
     ShardTable,
     aligned,
-    check_of,
 )
 from savable_pipeline.data.shards.metadata import WRITTEN
 from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
-_BLOCK = 1 << 22  # bytes copied at a time
 _HEAD = struct.Struct("<QQ")
 log = logging.getLogger(__name__)
 
@@ -58,59 +54,48 @@ _ALONE_S = 5.0  # that one process scans before it starts others
 _LOG_EVERY_S = 10.0
 
 
-def write_index(path: Path, tables: Iterable[ShardTable], kind: str = TAR) -> None:
-    """Writes the index of these shards of a format in one step (see `replace_file`).
+def write_index(path: Path, tables: Iterable[ShardTable], form: FileFormat | str) -> None:
+    """Writes the index of these shards of a format in one step (see `replace_file`); of places, its name will do.
 
     Raises ValueError unless they are in the order of their names.
     """
+    kind, index = (form, PlaceIndex) if isinstance(form, str) else (form.name, form.index)
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        rows = _Rows(*(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(3)))
-        columns = Columns(kind)
+        rows = index.writer(lambda: stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
+        columns = Columns()
         for table in tables:
-            columns.add(table.entry, rows.add(table), table.links, len(table.starts) // 8)
+            columns.add(table.entry, *rows.add(table.rows))
         with replacing(path) as file:
-            if kind != TAR:
-                file.write(index_begin(columns))
-                rows.write_places(file)
-                return
-            file.write(index_begin(columns, list(rows.layouts), rows.members, 8 if rows.wide else 4, rows.parts))
+            file.write(index_begin(columns, kind, rows.said()))
             rows.write(file)
 
 
 class Columns:
     """What an index says of each shard."""
 
-    def __init__(self, kind: str = TAR) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.names = bytearray()
         self.last = ""
         self.faults: dict[int, str] = {}
-        self.links: dict[int, Links] = {}
-        self.numbers = [array("Q") for _ in range(5 if kind == TAR else 6)]  # ends … checks, and the rows
+        self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
 
-    def add(self, entry: ShardEntry, check: int, links: Links | None = None, rows: int = 0) -> None:
-        """Adds the next shard. Raises ValueError unless its name comes after the last one's."""
+    def add(self, entry: ShardEntry, rows: int, check: int) -> None:
+        """Adds the next shard, of so many rows. Raises ValueError unless its name comes after the last one's."""
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
         self.last = entry.name
         self.names += entry.name.encode() + b"\0"
         if entry.fault:
             self.faults[len(self.numbers[0])] = entry.fault
-        if links is not None and links.count:
-            self.links[len(self.numbers[0])] = links
         row = (len(self.names), entry.size, entry.samples, entry.digest, check, rows)
-        for column, number in zip(self.numbers, row, strict=False):
+        for column, number in zip(self.numbers, row, strict=True):
             column.append(number)
 
 
-def index_begin(
-    columns: Columns, layouts: Sequence[LayoutParts] = (), members: int = 0, size_bytes: int = 4, sizes: int = 0
-) -> bytes:
-    """The bytes of an index before its rows, of which `sizes` are sizes of parts."""
-    shards, names = len(columns.numbers[0]), len(columns.names)
-    told = columns.faults, list(layouts), members, size_bytes, sizes, columns.links
-    header = Header(shards, names, *told, columns.kind)
+def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
+    """The bytes of an index before its rows; `said` is what its format says of all files."""
+    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
@@ -119,72 +104,6 @@ def index_begin(
     found += columns.names
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
     return MAGIC + xxh3_64_intdigest(found).to_bytes(8, "little") + found
-
-
-class _Rows:
-    """The rows of shards, on their way into an index: uint64, uint32 and uint64 in a file each."""
-
-    def __init__(self, starts: IO[bytes], layout_of: IO[bytes], sizes: IO[bytes]) -> None:
-        self._starts, self._layout_of, self._sizes = starts, layout_of, sizes
-        self.layouts: dict[LayoutParts, int] = {}
-        self.parts = 0
-        self.wide = False
-
-    def add(self, table: ShardTable) -> int:
-        """Adds those of a shard; returns their checksum."""
-        if not table.layouts:
-            self._starts.write(table.starts)
-            return check_of(np.frombuffer(table.starts, "<u8"))
-        ours = np.array([self.layouts.setdefault(layout, len(self.layouts)) for layout in table.layouts], dtype="<u4")
-        layout_of = ours[np.frombuffer(table.layout_of, "<u4")]
-        sizes = np.frombuffer(table.sizes, "<u8")
-        self.parts += len(sizes)
-        self.wide = self.wide or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
-        self._starts.write(table.starts)
-        self._layout_of.write(layout_of.data)
-        self._sizes.write(table.sizes)
-        return check_of(np.frombuffer(table.starts, "<u8"), layout_of, sizes)
-
-    @property
-    def members(self) -> int:
-        """The number of members of every sample; 0 if they differ."""
-        lengths = {len(layout) for layout in self.layouts}
-        return lengths.pop() if len(lengths) == 1 else 0
-
-    def write(self, file: BinaryIO) -> None:
-        """Writes the arrays of the index, each at a multiple of 8 bytes."""
-        _write_aligned(file, _blocks(self._starts, "<u8"))
-        if len(self.layouts) > 1:
-            _write_aligned(file, _blocks(self._layout_of, "<u4"))
-        if not self.members:
-            _write_aligned(file, self._firsts())
-        _write_aligned(file, (sizes.astype("<u8" if self.wide else "<u4") for sizes in _blocks(self._sizes, "<u8")))
-
-    def write_places(self, file: BinaryIO) -> None:
-        """Writes the places of files that are no tars."""
-        _write_aligned(file, _blocks(self._starts, "<u8"))
-
-    def _firsts(self) -> Iterator[NDArray[Any]]:
-        lengths = np.array([len(layout) for layout in self.layouts], dtype="<u8")
-        first = 0
-        for layout_of in _blocks(self._layout_of, "<u4"):
-            ends = first + np.cumsum(lengths[layout_of])
-            yield np.concatenate([[first], ends[:-1]]).astype("<u8")
-            first = int(ends[-1])
-
-
-def _blocks(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
-    file.seek(0)
-    while block := file.read(_BLOCK):
-        yield np.frombuffer(block, kind)
-
-
-def _write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
-    written = 0
-    for each in arrays:
-        file.write(each.data)
-        written += each.nbytes
-    file.write(bytes(-written % 8))
 
 
 class ScannedTables:
@@ -326,7 +245,7 @@ def _join(
         assert old is not None
         return old.table(kept[name])
 
-    write_index(path, map(table, sorted({*scanned, *kept, *written})), form.name)
+    write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
 
 
 def _whole(path: Path, form: FileFormat) -> dict[str, int]:

@@ -6,9 +6,7 @@
     firsts   uint64 (samples,)      where the sample's sizes start. Absent if all samples have equally many members
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
-A row is a sample. Links to other files of their tar are no parts, as to webdataset; they are counted:
-
-    a.jpg │ a.txt │ b.jpg │ b.txt → a.txt │ c.jpg → a.jpg      a: jpg, txt; b: jpg
+A row is a sample. Links to other files of their tar are counted: see tar_store.py.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
@@ -30,26 +29,121 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (
     TAR,
     FileFormat,
-    LayoutParts,
-    Links,
+    Header,
     PlaceIndex,
     Read,
     ShardIndex,
     ShardTable,
     array_at,
+    blocks_of,
     check_of,
     kind_of,
+    write_aligned,
 )
 from savable_pipeline.data.shards.paths import TAR_FILES
-from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
+from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
 from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
 from savable_pipeline.errors import ShardError
 
+LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 log = logging.getLogger(__name__)
 
 _USUAL_END = 10_240 + 2 * BLOCK  # bytes of zeros at most, but for GNU tar's larger records
 _OFFSET = 8  # bytes of an offset in X.tar.idx
 _RECORDS = (1 << 14, 1 << 15, 1 << 16)
+
+
+class Links(msgspec.Struct, frozen=True, array_like=True):
+    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
+
+    count: Count
+    first: str = ""
+
+
+class TarRows(msgspec.Struct, array_like=True):
+    """What an index says of a tar; the arrays are little-endian bytes."""
+
+    starts: bytes  # uint64 (samples,)
+    end: int = 0  # the offset after the last member
+    layouts: list[LayoutParts] = []
+    layout_of: bytes = b""  # uint32 (samples,)
+    sizes: bytes = b""  # uint64 (members,)
+    links: Links = Links(0)
+
+    @classmethod
+    def of(cls, table: ShardTable) -> TarRows:
+        """Those of a table."""
+        return msgspec.msgpack.decode(table.rows, type=cls)
+
+    def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
+        """The table with these rows."""
+        return ShardTable(entry, msgspec.msgpack.encode(self), note)
+
+
+class TarSaid(msgspec.Struct, array_like=True):
+    """What an index says of all tars."""
+
+    layouts: list[LayoutParts]
+    members: Count  # of every sample; 0: see `firsts`
+    size_bytes: int  # 4 or 8: of an element of `sizes`
+    sizes: Count  # the length of `sizes`
+    links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
+
+
+class TarWriter:
+    """The rows of a `TarIndex`."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
+        self._starts, self._layout_of, self._sizes = new_file(), new_file(), new_file()
+        self._layouts: dict[LayoutParts, int] = {}
+        self._links: dict[int, Links] = {}
+        self._shards = self._parts = 0
+        self._wide = False
+
+    def add(self, rows: bytes) -> tuple[int, int]:
+        """See `RowsWriter.add`."""
+        found = msgspec.msgpack.decode(rows, type=TarRows)
+        numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
+        starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
+        layout_of = np.array(numbers, "<u4")[np.frombuffer(found.layout_of, "<u4")]
+        self._starts.write(starts.data)
+        self._layout_of.write(layout_of.data)
+        self._sizes.write(sizes.data)
+        self._parts += len(sizes)
+        self._wide = self._wide or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
+        if found.links.count:
+            self._links[self._shards] = found.links
+        self._shards += 1
+        return len(starts), check_of(starts, layout_of, sizes)
+
+    def said(self) -> bytes:
+        """See `RowsWriter.said`."""
+        return msgspec.msgpack.encode(
+            TarSaid(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
+        )
+
+    def write(self, file: BinaryIO) -> None:
+        """See `RowsWriter.write`."""
+        write_aligned(file, blocks_of(self._starts, "<u8"))
+        if len(self._layouts) > 1:
+            write_aligned(file, blocks_of(self._layout_of, "<u4"))
+        if not self._members:
+            write_aligned(file, self._firsts())
+        write_aligned(file, (each.astype(f"<u{8 if self._wide else 4}") for each in blocks_of(self._sizes, "<u8")))
+
+    @property
+    def _members(self) -> int:
+        """The number of members of every sample; 0 if they differ."""
+        lengths = {len(layout) for layout in self._layouts}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    def _firsts(self) -> Iterator[NDArray[Any]]:
+        lengths = np.array([len(layout) for layout in self._layouts], dtype="<u8")
+        first = 0
+        for layout_of in blocks_of(self._layout_of, "<u4"):
+            ends = first + np.cumsum(lengths[layout_of])
+            yield np.concatenate([[first], ends[:-1]]).astype("<u8")
+            first = int(ends[-1])
 
 
 class Layout:
@@ -69,26 +163,35 @@ def open_index(path: Path) -> ShardIndex:
     return TarIndex(path) if kind == TAR else PlaceIndex(path, kind)
 
 
+def _said(path: Path, header: Header) -> TarSaid:
+    """What an index says of all tars. Raises `ShardError`."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        said = msgspec.msgpack.decode(header.said, type=TarSaid)
+        if said.size_bytes in (4, 8) and all(said.layouts) and all(number < header.shards for number in said.links):
+            return said
+    raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
+
+
 class TarIndex(ShardIndex):
-    """An open index of tars: the start, layout and member sizes of each sample. Raises OSError, `ShardError`."""
+    """An open index of tars: the start, layout and member sizes of each sample, `links` by shard. Raises OSError."""
+
+    writer = TarWriter
 
     def __init__(self, path: Path, kind: str = TAR) -> None:
         super().__init__(path, kind)
-        view, header = self.view, self.header
-        self.layouts = [Layout(parts) for parts in header.layouts]
-        self.members = header.members
+        view, said = self.view, _said(path, self.header)
+        if not np.array_equal(np.diff(self.shard_rows), self.shards.samples):
+            raise ShardError(f"{path}: the index is damaged: its tars have other rows than samples")
+        self._layout_parts, self.links = said.layouts, said.links
+        self.layouts = [Layout(parts) for parts in said.layouts]
+        self.members = said.members
         count = int(self.shard_rows[-1])
         self.starts, at_layouts = array_at(path, view, self.begin, "Q", count)
         self.layout_of, at_firsts = array_at(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
         self.firsts, at_sizes = array_at(path, view, at_firsts, "Q", 0 if self.members else count)
-        self.sizes, end = array_at(path, view, at_sizes, "Q" if header.size_bytes == 8 else "I", header.sizes)
+        self.sizes, end = array_at(path, view, at_sizes, "Q" if said.size_bytes == 8 else "I", said.sizes)
         self.check_end(path, end)
         self._places = self.begin, at_layouts, at_firsts, at_sizes
-
-    @property
-    def links(self) -> dict[int, Links]:  # type: ignore[override]
-        """The links of the shards that have any, by number."""
-        return self.header.links
 
     def layout(self, row: int) -> Layout:
         """The layout of the sample in `row`."""
@@ -199,19 +302,19 @@ class TarIndex(ShardIndex):
 
     def table(self, number: int) -> ShardTable:
         """See `ShardIndex.table`."""
-        rows = self.rows_of(number)
-        starts, sizes = np.asarray(self.starts)[rows.start : rows.stop], self._sizes_of(slice(rows.start, rows.stop))
+        mine = self.rows_of(number)
+        starts, sizes = np.asarray(self.starts)[mine.start : mine.stop], self._sizes_of(slice(mine.start, mine.stop))
         assert sizes is not None, number
-        used, layout_of = np.unique(self._layouts_of(rows), return_inverse=True)
-        return ShardTable(
-            self.shards[number],
+        used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
+        rows = TarRows(
             starts.tobytes(),
             0,
-            [self.header.layouts[number] for number in used],
+            [self._layout_parts[number] for number in used],
             layout_of.astype("<u4").tobytes(),
             np.asarray(sizes).astype("<u8").tobytes(),
             self.links.get(number, Links(0)),
         )
+        return rows.table(self.shards[number])
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
@@ -229,18 +332,14 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         fault = str(error)
     if not fault:
         _tell_doubts(name, file.size, found)
-    table = found.table(file.size, fault)
-    table.torn = torn.told()
-    if table.torn:
-        log.warning("%s: %s", name, table.torn)
-    return table
+    note = torn.told()
+    if note:
+        log.warning("%s: %s", name, note)
+    return found.table(file.size, fault, note)
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether some samples of a tar lie where the index says: the first, one in the middle, the last.
-
-    Its rows must be whole. True without a sample.
-    """
+    """Whether the first, a middle and the last sample of a tar lie where the index says, whose rows must be whole."""
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
     some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
@@ -324,10 +423,9 @@ class ShardRows:
         for member in extent.members:
             self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
 
-    def table(self, size: int, fault: str) -> ShardTable:
+    def table(self, size: int, fault: str, note: str = "") -> ShardTable:
         """The rows of a shard of `size` bytes."""
-        return ShardTable(
-            ShardEntry(self.name, size, len(self.starts), self.digest.intdigest(), encodable(fault)),
+        rows = TarRows(
             np.array(self.starts, dtype="<u8").tobytes(),
             self.end,
             list(self.layouts),
@@ -335,6 +433,8 @@ class ShardRows:
             np.array(self.sizes, dtype="<u8").tobytes(),
             Links(len(self.links), encodable(self.links[0].name) if self.links else ""),
         )
+        entry = ShardEntry(self.name, size, len(self.starts), self.digest.intdigest(), encodable(fault))
+        return rows.table(entry, note)
 
 
 def _layout(extent: Extent) -> LayoutParts:
@@ -360,7 +460,8 @@ def write_tar_idx(shard: Path, table: ShardTable) -> None:
 
 def tar_idx(table: ShardTable) -> bytes:
     """The right content of `X.tar.idx`."""
-    return table.starts + np.array([table.end], dtype="<u8").tobytes()
+    rows = TarRows.of(table)
+    return rows.starts + np.array([rows.end], dtype="<u8").tobytes()
 
 
 def tar_idx_fault(shard: Path, table: ShardTable) -> str:
@@ -390,28 +491,9 @@ TARS = FileFormat(
     is_as_indexed,
     TarIndex,
     whole=True,
+    no_rows=msgspec.msgpack.encode(TarRows(b"")),
     no_digest=xxh3_64().intdigest(),
     for_others=".idx",
     leave_beside=write_tar_idx,
     fault_beside=tar_idx_fault,
 )
-
-
-def links_warning(address: str, count: int, first: str) -> str:
-    """What to say of so many links in a dataset; `first` is the place and name of one."""
-    return (
-        f"{address}: {counted(count, 'member is a link', 'members are links')} to other files of their tar, such as "
-        f"{first}: these are no parts of samples, here as in webdataset and Energon; pack the files again with "
-        "`tar --hard-dereference`, and `--dereference` for symbolic links, which writes the bytes that they lead to"
-    )
-
-
-def links_told(address: str, index: TarIndex, numbers: Iterable[int]) -> str:
-    """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
-    found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
-    if not found:
-        return ""
-    number, first = found[0]
-    return links_warning(
-        address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
-    )

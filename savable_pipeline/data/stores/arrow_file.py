@@ -388,7 +388,7 @@ ARROW = FileFormat(
     read_table,
     is_as_indexed,
     all_used=False,  # columns that are not asked for are not read
-    no_places=2,
+    no_rows=bytes(16),
     splits="dataset_dict.json",
 )
 

@@ -142,7 +142,9 @@ def _wide_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-CSV = FileFormat("csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_places=1)
+CSV = FileFormat(
+    "csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_rows=bytes(8)
+)
 
 
 @dataclass(frozen=True, slots=True)

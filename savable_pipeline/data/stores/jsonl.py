@@ -137,7 +137,7 @@ JSONL = FileFormat(
     "savable_pipeline.data.stores.jsonl:JSONL",
     read_table,
     is_as_indexed,
-    no_places=1,
+    no_rows=bytes(8),
 )
 
 

@@ -116,7 +116,7 @@ def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _format(name: str, constant: str) -> FolderFormat:
-    return FolderFormat(name, ShardKind((ALL,)), f"{__name__}:{constant}", _read, _is_as_indexed, no_places=1)
+    return FolderFormat(name, ShardKind((ALL,)), f"{__name__}:{constant}", _read, _is_as_indexed, no_rows=bytes(8))
 
 
 FOLDER = _format("folder", "FOLDER")
@@ -173,7 +173,7 @@ def _fresh(root: Path, path: Path, form: FileFormat) -> PlaceIndex | None:
 
 def _stays(index: PlaceIndex, table: ShardTable, tolerant: bool) -> bool:
     """Whether an index stays that is there: it has this table, but for the time; or has files that are lost."""
-    ours, theirs = FolderTable.of(np.frombuffer(table.starts, "<u8")), FolderTable.of(index.places(0))
+    ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.places(0))
     if tolerant:
         here = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()

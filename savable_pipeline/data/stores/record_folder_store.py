@@ -6,14 +6,11 @@ a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`Gro
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-import xxhash
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import IndexedFiles
@@ -26,6 +23,7 @@ from savable_pipeline.data.stores.decompressed import (
     decompressed,
     needed_package,
 )
+from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
 from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
@@ -54,25 +52,6 @@ _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts 
 _FEW = 1 << 14  # where no part may be asked for
 _PIECE = 1 << 23  # bytes of a file that are hashed at a time
 _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
-
-
-def known_hash(hashes: Iterable[str]) -> str | None:
-    """The first of these algorithms that can be computed here."""
-    known = {*hashlib.algorithms_available, *xxhash.algorithms_available}
-    return next((name for name in hashes if name in known and not name.startswith("shake")), None)
-
-
-def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes]) -> str:
-    """What is wrong with the bytes of a file whose hashes are these; "" if nothing is."""
-    if algorithm not in hashes:
-        return f"index.json has no {algorithm} of it, but {', '.join(hashes) or 'no hash'}"
-    hasher: Any = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
-    for piece in pieces:
-        hasher.update(piece)
-    found = hasher.hexdigest()
-    return (
-        "" if found == hashes[algorithm].lower() else f"its {algorithm} is {found}, index.json says {hashes[algorithm]}"
-    )
 
 
 class RecordFolderStore(GroupedStore):

@@ -366,7 +366,7 @@ class _Making:
         fresh = self.folder / "downloaded.index"
         with ScannedTables(scans.aside / "index") as scanned:
             self._scan(scans, found, left, scanned)
-            write_index(fresh, _in_order(found.names, base, known, scanned), self.form.name)
+            write_index(fresh, _in_order(found.names, base, known, scanned), self.form)
         version = self._version(fresh, {number: scans.pin(number) for number in left})
         if base is not None and any(
             read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()

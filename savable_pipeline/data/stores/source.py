@@ -291,7 +291,8 @@ def recognize(
     """
     session = None
     if is_remote(files):
-        from savable_pipeline.data.remote.session import Session, at_commit  # here: most files lie on a disk
+        from savable_pipeline.data.remote.session import Session
+        from savable_pipeline.data.stores.hub_commits import at_commit
 
         session = Session.of(*cache)
         files = at_commit(files, {} if pinned is None else pinned, session)

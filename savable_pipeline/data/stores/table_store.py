@@ -317,7 +317,7 @@ def _element_begins(data: bytes) -> list[int]:
 
 
 JSON = FileFormat(
-    "json", JSON_FILES, "savable_pipeline.data.stores.table_store:JSON", read_table, is_as_indexed, no_places=1
+    "json", JSON_FILES, "savable_pipeline.data.stores.table_store:JSON", read_table, is_as_indexed, no_rows=bytes(8)
 )
 
 

@@ -9,6 +9,10 @@ with parts of 25 kB that are not in memory (tools/bench/reading.py cold). A call
 made where a look at some blocks finds them in memory, nor for small samples, which the kernel reads ahead by itself.
 None either for samples of more than 8 MiB: of a film perhaps two seconds are wanted, and in one that is read as a whole
 the kernel soon reads ahead.
+
+Links to other files of their tar are no parts, as to webdataset; they are counted, and told of with the cure:
+
+    a.jpg │ a.txt │ b.jpg │ b.txt → a.txt │ c.jpg → a.jpg      a: jpg, txt; b: jpg
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -24,12 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
-from savable_pipeline.data.shards.tar_format import Layout, TarIndex, links_told
+from savable_pipeline.data.shards.tar_format import Layout, TarIndex
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -291,3 +296,23 @@ def key_at(path: str, descriptor: int, offset: int) -> str:
     if parts is None:
         raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
     return parts[0]
+
+
+def links_warning(address: str, count: int, first: str) -> str:
+    """What to say of so many links in a dataset; `first` is the place and name of one."""
+    return (
+        f"{address}: {counted(count, 'member is a link', 'members are links')} to other files of their tar, such as "
+        f"{first}: these are no parts of samples, here as in webdataset and Energon; pack the files again with "
+        "`tar --hard-dereference`, and `--dereference` for symbolic links, which writes the bytes that they lead to"
+    )
+
+
+def links_told(address: str, index: TarIndex, numbers: Iterable[int]) -> str:
+    """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
+    found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
+    if not found:
+        return ""
+    number, first = found[0]
+    return links_warning(
+        address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
+    )

@@ -207,7 +207,7 @@ TOKENS = FileFormat(
     "savable_pipeline.data.stores.token_store:TOKENS",
     read_table,
     is_as_indexed,
-    no_places=6,
+    no_rows=bytes(48),
     beside=(".bin", _IDX),
 )
 

@@ -20,9 +20,9 @@ from savable_pipeline.data.shards.metadata import read_counts, read_field_map, r
 from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_format import links_warning
 from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.file_check import Problem, ShardReport
 

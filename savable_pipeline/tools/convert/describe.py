@@ -50,7 +50,7 @@ def describe_tables(
 
     `counts`, `texts` and `splits` are as of `_energon_files`.
     """
-    write_index(work / "savable.index", tables)
+    write_index(work / "savable.index", tables, TARS)
     (work / "savable.index").replace(folder / INDEX_NAME)
     return describe_indexed(folder, folder / INDEX_NAME, counts, texts, splits)
 

@@ -118,7 +118,7 @@ def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     kind, version = STORES[reader.form], folder / "version"
     form = kind.form
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
-    write_index(version / "index", tables, form.name)
+    write_index(version / "index", tables, form)
     place = RemotePlace(reader.url, held(version), session)
     files = IndexedFiles(form, place.index, place.index_path, None, folder, place)
     given = dict(reader.settings)

@@ -29,10 +29,11 @@ from pathlib import Path
 from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.lookup import names_behind
-from savable_pipeline.data.remote.session import at_commit, job_session
+from savable_pipeline.data.remote.session import job_session
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import expand_braces, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.data.stores.hub_commits import at_commit
 from savable_pipeline.data.stores.jsonl import MARK
 from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.data.stores.source import CONTAINERS, INDEX, OTHER, kind_behind

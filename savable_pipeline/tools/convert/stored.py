@@ -175,7 +175,7 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
     with tempfile.TemporaryDirectory() as aside:
         if not index.exists():  # on a machine that does not see the folder of the conversion, too
             index = index if index.parent.exists() else Path(aside, "index")
-            write_index(index, [scan()], form.name)
+            write_index(index, [scan()], form)
         found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
         return STORES[kind].store(found, **dict(settings))
 

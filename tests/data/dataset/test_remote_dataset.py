@@ -255,7 +255,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "index deleted": lambda version: (version / "index").unlink(),
     "index emptied": lambda version: os.truncate(version / "index", 0),
     "index cut": lambda version: os.truncate(version / "index", 300),
-    "index swapped": lambda version: write_index(version / "index", [TARS.scan(version, "0.tar")]),
+    "index swapped": lambda version: write_index(version / "index", [TARS.scan(version, "0.tar")], TARS),
     "all deleted": lambda version: shutil.rmtree(version),
     "pointer cut": lambda version: os.truncate(version.parent / "own.json", 5),
 }

@@ -235,7 +235,7 @@ def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_li
     places = np.arange(0, 250 * (lines + 1), 250, dtype="<u8").tobytes()
     entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
     index = tmp_path / "many" / form.index_name
-    write_index(index, (ShardTable(entry, places) for entry in entries), form.name)
+    write_index(index, (ShardTable(entry, places) for entry in entries), form)
     monkeypatch.setattr(lookup, "PIECE", 8 << 20)
     tracemalloc.start()
     try:

@@ -243,9 +243,9 @@ def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None
         _note(trace, name)
         return scan(form, root, name)
 
-    def noted_write(path: Path, tables: Any, kind: str) -> None:
+    def noted_write(path: Path, tables: Any, form: FileFormat) -> None:
         _note(trace, "index")
-        write_index(path, tables, kind)
+        write_index(path, tables, form)
 
     FileFormat.scan, index_making.write_index = slow_scan, noted_write  # type: ignore[method-assign]
     together.wait(30)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.index import Links
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.tar_format import TARS, TarIndex
+from savable_pipeline.data.shards.tar_format import TARS, Links, TarIndex
 
 HARD, SYMBOLIC = tarfile.LNKTYPE, tarfile.SYMTYPE
 Entry = tuple[str, bytes | tuple[bytes, str]]
