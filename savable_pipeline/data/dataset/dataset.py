@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_UNNAMED = derive_key("source", "")
 _LOOKED_AT = 1000  # samples, to tell the sizes of parts
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
@@ -56,11 +57,12 @@ class Dataset:
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         self.store, self.unpacked_bytes = store, unpacked_bytes
-        self._name = source
+        self.source = derive_key("source", source) if source else _UNNAMED
         self.on_error = on_error
         self._faults = list(faults)
         self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
+        self.address = clean_address(store.address) if "://" in store.address else store.address
         self.entries = ShardList.of(store.entries)
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
@@ -72,16 +74,6 @@ class Dataset:
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
         self.has_part = store.has_part
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
-
-    @cached_property
-    def source(self) -> int:
-        """What names it in refs."""
-        return derive_key("source", self._name)
-
-    @cached_property
-    def address(self) -> str:
-        """Its name in messages."""
-        return clean_address(self.store.address)
 
     @contextlib.contextmanager
     def noting_reads(self, note: Callable[[int], None]) -> Iterator[None]:
