@@ -32,11 +32,11 @@ MEASURE = runpy.run_path(str(ROOT / "tools/house/measure.py"))
 code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 399,
-    "savable_pipeline/core": 1011,
-    "savable_pipeline/data": 13727,
-    "savable_pipeline/run": 6554,
-    "savable_pipeline/stages": 6483,
-    "savable_pipeline/tools": 6416,
+    "savable_pipeline/core": 1005,
+    "savable_pipeline/data": 13350,
+    "savable_pipeline/run": 6553,
+    "savable_pipeline/stages": 6482,
+    "savable_pipeline/tools": 6410,
     "savable_pipeline/trainers": 2786,
     "task_encoders": 2235,
 }
