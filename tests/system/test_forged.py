@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 import savable_pipeline as sp
 from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_of
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.shards.tar_format import TARS, TarIndex, TarRows
+from savable_pipeline.data.shards.tar_format import TARS, TarColumns, TarIndex
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 
@@ -107,7 +107,7 @@ def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
     sp.TarShardReader(tmp_path, sp.Lane())
     table = TARS.scan(tmp_path, "a.tar")
     kind = "<u4" if field == "layout_of" else "<u8"
-    rows = np.frombuffer(getattr(TarRows.of(table), field), kind).copy()
+    rows = np.frombuffer(getattr(TarColumns.of(table), field), kind).copy()
     rows[-1] = value
     index = TarIndex(tmp_path / INDEX_NAME)
     before = (tmp_path / INDEX_NAME).read_bytes()

@@ -113,7 +113,7 @@ def write_one(folder: Path, shards: int) -> Numbers:
     from savable_pipeline.data.shards.index import ShardTable
     from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
-    from savable_pipeline.data.shards.tar_format import TARS, TarRows
+    from savable_pipeline.data.shards.tar_format import TARS, TarColumns
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
@@ -121,7 +121,7 @@ def write_one(folder: Path, shards: int) -> Numbers:
     def tables() -> Iterator[ShardTable]:
         for i in range(shards):
             sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
-            rows = TarRows(starts, 0, [(("bin", 1),)], zeros, sizes)
+            rows = TarColumns(starts, 0, [(("bin", 1),)], zeros, sizes)
             yield rows.table(ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i))
 
     before, began = peak(), time.perf_counter()

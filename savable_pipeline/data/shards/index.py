@@ -68,7 +68,7 @@ class Header(msgspec.Struct, array_like=True):
 class ShardTable(msgspec.Struct):
     """What an index says of one file, from a scan, to be joined with what it says of others.
 
-    `rows` are as the format has them: places, or of tars `TarRows`. `note` is what to say of it that is no fault.
+    `rows` are as the format has them: places, or of tars `TarColumns`. `note` is what to say of it that is no fault.
     """
 
     entry: ShardEntry

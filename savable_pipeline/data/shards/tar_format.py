@@ -60,7 +60,7 @@ class Links(msgspec.Struct, frozen=True, array_like=True):
     first: str = ""
 
 
-class TarRows(msgspec.Struct, array_like=True):
+class TarColumns(msgspec.Struct, array_like=True):
     """What an index says of a tar; the arrays are little-endian bytes."""
 
     starts: bytes  # uint64 (samples,)
@@ -71,7 +71,7 @@ class TarRows(msgspec.Struct, array_like=True):
     links: Links = Links(0)
 
     @classmethod
-    def of(cls, table: ShardTable) -> TarRows:
+    def of(cls, table: ShardTable) -> TarColumns:
         """Those of a table."""
         return msgspec.msgpack.decode(table.rows, type=cls)
 
@@ -102,7 +102,7 @@ class TarWriter:
 
     def add(self, rows: bytes) -> tuple[int, int]:
         """See `RowsWriter.add`."""
-        found = msgspec.msgpack.decode(rows, type=TarRows)
+        found = msgspec.msgpack.decode(rows, type=TarColumns)
         numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
         starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
         layout_of = np.array(numbers, "<u4")[np.frombuffer(found.layout_of, "<u4")]
@@ -306,7 +306,7 @@ class TarIndex(ShardIndex):
         starts, sizes = np.asarray(self.starts)[mine.start : mine.stop], self._sizes_of(slice(mine.start, mine.stop))
         assert sizes is not None, number
         used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
-        rows = TarRows(
+        rows = TarColumns(
             starts.tobytes(),
             0,
             [self._layout_parts[number] for number in used],
@@ -425,7 +425,7 @@ class ShardRows:
 
     def table(self, size: int, fault: str, note: str = "") -> ShardTable:
         """The rows of a shard of `size` bytes."""
-        rows = TarRows(
+        rows = TarColumns(
             np.array(self.starts, dtype="<u8").tobytes(),
             self.end,
             list(self.layouts),
@@ -460,7 +460,7 @@ def write_tar_idx(shard: Path, table: ShardTable) -> None:
 
 def tar_idx(table: ShardTable) -> bytes:
     """The right content of `X.tar.idx`."""
-    rows = TarRows.of(table)
+    rows = TarColumns.of(table)
     return rows.starts + np.array([rows.end], dtype="<u8").tobytes()
 
 
@@ -491,7 +491,7 @@ TARS = FileFormat(
     is_as_indexed,
     TarIndex,
     whole=True,
-    no_rows=msgspec.msgpack.encode(TarRows(b"")),
+    no_rows=msgspec.msgpack.encode(TarColumns(b"")),
     no_digest=xxh3_64().intdigest(),
     for_others=".idx",
     leave_beside=write_tar_idx,

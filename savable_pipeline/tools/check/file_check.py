@@ -28,7 +28,7 @@ from savable_pipeline.data.shards.part_types import (
     utf8_error,
 )
 from savable_pipeline.data.shards.paths import TAR_FILES
-from savable_pipeline.data.shards.tar_format import Links, TarRows
+from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
@@ -108,7 +108,7 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         found.counts[ALPHA],
         dict(found.empty),
         dict(found.nulls),
-        TarRows.of(table).links if form.kind is TAR_FILES else Links(0),
+        TarColumns.of(table).links if form.kind is TAR_FILES else Links(0),
         found.counts[ONE_KEYFRAME],
         found.counts[NOT_DECODED],
         found.counts[DEEP],

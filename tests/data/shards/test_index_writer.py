@@ -12,7 +12,7 @@ import pytest
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import ScannedTables, write_index
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_format import TARS, LayoutParts, TarIndex, TarRows
+from savable_pipeline.data.shards.tar_format import TARS, LayoutParts, TarColumns, TarIndex
 
 ONE: list[LayoutParts] = [(("txt", 1),)]
 TWO: list[LayoutParts] = [(("txt", 1),), (("a", 1), ("b", 3))]
@@ -23,7 +23,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
     parts = sum(len(layouts[number]) for number in layout_of.tolist())
     starts, sizes = np.arange(samples, dtype="<u8") * 512, np.full(parts, size, dtype="<u8")
     entry = ShardEntry(name, 1 << 40, samples, samples * 7919)
-    return TarRows(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
+    return TarColumns(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
 
 
 @pytest.mark.parametrize(
