@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from savable_pipeline.core.batch_memory import empty, stack
     from savable_pipeline.core.lane import Lane
     from savable_pipeline.core.rng import Rng
-    from savable_pipeline.data.dataset.random_access import open_dataset
+    from savable_pipeline.data.dataset.opening import open_dataset
     from savable_pipeline.data.dataset.sample import Sample
     from savable_pipeline.data.media.clips import Clips
     from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError, ShardError, WorkerError
@@ -123,7 +123,7 @@ _PLACES = {
     "join": "stages.pipeline_starts",
     "merge_states": "run.state.state_dict",
     "mixture": "stages.pipeline_starts",
-    "open_dataset": "data.dataset.random_access",
+    "open_dataset": "data.dataset.opening",
     "read": "stages.pipeline_starts",
     "stack": "core.batch_memory",
 }

@@ -1,12 +1,14 @@
-"""Formats sizes, lists of names, text of unknown origin and errors for messages."""
+"""How things are said in messages: counts, lists, sizes, and addresses without passwords, tokens and signatures."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-
-from savable_pipeline.core.addresses import clean_address
+from urllib.parse import urlsplit
 
 NAMES_SHOWN = 5
+_USER = re.compile(r"(?<=://)[^/\s?#]*@")
+_QUERY = re.compile(r"(?P<kept>https?://[^\s?#'\"]*|\w+://[^\s?#'\"]*(?=\?[^\s'\"]*=))\?[^\s'\"]*")
 
 
 def human_bytes(size: float) -> str:
@@ -40,3 +42,20 @@ def short_error(error: BaseException) -> str:
     """Type and first line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return clean_address(f"{type(error).__name__}: {lines[0] if lines else ''}")[:300]
+
+
+def clean_address(text: str) -> str:
+    """The text without the user and password, and without the query, of each URL in it.
+
+    A `?` in the URL of a bucket is one of a glob, unless a `=` follows.
+
+    >>> from savable_pipeline.core.wording import clean_address
+    >>> clean_address("https://me:secret@host/a.tar?token=5: no such object")
+    'https://host/a.tar?…'
+    """
+    return _QUERY.sub(r"\g<kept>?…", _USER.sub("", text))
+
+
+def has_user(url: str) -> bool:
+    """Whether a URL has a user or a password in it."""
+    return "@" in urlsplit(url).netloc

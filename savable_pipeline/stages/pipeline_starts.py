@@ -12,7 +12,7 @@ from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.data.stores.file_kinds import RangeColumns
+from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.weighted_sources import By, Until

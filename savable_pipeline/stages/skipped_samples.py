@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from savable_pipeline.core.files import is_out_of_handles
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, count_of_source, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample

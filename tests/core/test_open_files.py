@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 
 

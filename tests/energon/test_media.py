@@ -12,7 +12,7 @@ from megatron.energon.media.extractor import MediaFilterConfig
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.media_indexing import index_media
-from savable_pipeline.data.media import known_media
+from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
@@ -63,7 +63,7 @@ def test_energons_database_is_not_read_and_our_table_takes_its_place(
     assert said(dataset) == headers
     index_media(dataset)
     with monkeypatch.context() as patched:
-        patched.setattr(known_media, "media_info", no_header)
+        patched.setattr(media_table, "media_info", no_header)
         assert said(dataset) == headers
 
 

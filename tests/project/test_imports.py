@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import savable_pipeline
-from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.tools import convert
 from tests.support.toy_files import fill
 from tests.support.toy_server import s3_settings, serving
@@ -24,7 +24,7 @@ import savable_pipeline as sp
 HEAVY = {"torchvision", "torch._dynamo", "transformers", "pyarrow", "yaml", "rich", "typer", "jinja2"}
 STORES = {f"savable_pipeline.data.stores.{name}" for name in (
     "arrow_file", "arrow_store", "columnar_store", "jsonl", "litdata", "mds", "parquet", "record_files", "tar_store",
-    "token_file", "token_store", "cached_blocks", "cached_files", "remote_indexing",
+    "token_store", "cached_blocks", "cached_samples", "remote_indexing",
 )} | {"savable_pipeline.data.remote"}
 
 

@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from savable_pipeline.data.remote.scratch import close_scratch
+from savable_pipeline.data.remote.session import close_scratch
 
 Fault = Callable[[str, int], str | None]  # of a path and the number of the request → what goes wrong with it
 SLOW_S = 1.0

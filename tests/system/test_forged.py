@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import Header, aligned, check_of
-from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_of
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.shards.tar_format import TARS, TarColumns, TarIndex
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 from tests.support.values_and_refs import values_and_refs
@@ -41,7 +40,7 @@ def with_checksum(raw: bytes) -> bytes:
     length, end = int.from_bytes(raw[16:24], "little"), len(raw)
     with contextlib.suppress(ValueError):
         header = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header)
-        end = min(aligned(aligned(24 + length) + 8 * header.numbers * header.shards + header.names), len(raw))
+        end = min(aligned(aligned(24 + length) + 8 * NUMBERS * header.shards + header.names), len(raw))
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 
@@ -109,7 +108,7 @@ def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
     sp.TarShardReader(tmp_path, sp.Lane())
     table = TARS.scan(tmp_path, "a.tar")
     kind = "<u4" if field == "layout_of" else "<u8"
-    rows = np.frombuffer(getattr(table, field), kind).copy()
+    rows = np.frombuffer(getattr(TarColumns.of(table), field), kind).copy()
     rows[-1] = value
     index = TarIndex(tmp_path / INDEX_NAME)
     before = (tmp_path / INDEX_NAME).read_bytes()

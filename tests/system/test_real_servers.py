@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
 from tests.data.dataset.test_remote_dataset import STEPS, batches, loader_of

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.table import Table
 from rounds import Bench, console, main
@@ -56,10 +57,11 @@ def shard_name(shard: int) -> str:
 
 def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     """Empty files, with an index that says each holds so many samples of one part."""
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-    from savable_pipeline.data.shards.index_file import check_of
-    from savable_pipeline.data.shards.index_writer import Columns, index_begin
+    from savable_pipeline.data.shards.index import check_of
+    from savable_pipeline.data.shards.index_making import Columns, index_begin
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
     from savable_pipeline.data.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.tar_format import TarSaid
 
     columns, draw = Columns(), np.random.default_rng(0)
     zeros = np.zeros(samples, "<u8")
@@ -70,8 +72,9 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
             path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.truncate(SHARD_BYTES)
-        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), check)
-    begin = index_begin(columns, [(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), samples, check)
+    said = TarSaid([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+    begin = index_begin(columns, "tar", msgspec.msgpack.encode(said))
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)
     sizes = shards * samples * 4
@@ -99,9 +102,10 @@ def open_one(root: str) -> Numbers:
 
 def write_one(folder: str, shards: int) -> Numbers:
     """Writes an index of random rows in this process."""
-    from savable_pipeline.data.shards.index_file import ShardTable
-    from savable_pipeline.data.shards.index_writer import write_index
+    from savable_pipeline.data.shards.index import ShardTable
+    from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.tar_format import TARS, TarColumns
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
@@ -109,11 +113,11 @@ def write_one(folder: str, shards: int) -> Numbers:
     def tables() -> Iterator[ShardTable]:
         for i in range(shards):
             sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
-            entry = ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i)
-            yield ShardTable(entry, starts, 0, [(("bin", 1),)], zeros, sizes)
+            rows = TarColumns(starts, 0, [(("bin", 1),)], zeros, sizes)
+            yield rows.table(ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i))
 
     before, began = peak(), time.perf_counter()
-    write_index(Path(folder) / "an.index", tables())
+    write_index(Path(folder) / "an.index", tables(), TARS)
     return {"write": time.perf_counter() - began, "memory": peak() - before}
 
 
@@ -145,7 +149,7 @@ def columns_of(rows: list[Numbers]) -> list[str]:
 
 def bench_open(bench: Bench) -> None:
     """Listed and known."""
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
 
     table = Table("shards", "start", *SHOWN, title="least (median) of the rounds", title_justify="left")
     for shards in bench.given.shards:
@@ -167,7 +171,7 @@ def bench_remote(bench: Bench) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
     import savable_pipeline as sp
     from savable_pipeline.data.remote.shard_cache import ShardCache
-    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.metadata import INDEX_NAME
     from tests.support.toy_server import serving
 
     heads = (*SHOWN, "fetched of it", "next open")

@@ -18,7 +18,8 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.energon_metadata import (
+from savable_pipeline.data.shards.index import NUMBERS, Header, aligned
+from savable_pipeline.data.shards.metadata import (
     INDEX_NAME,
     META,
     read_counts,
@@ -26,8 +27,7 @@ from savable_pipeline.data.shards.energon_metadata import (
     read_split,
     split_names,
 )
-from savable_pipeline.data.shards.index_file import Header, aligned
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:
@@ -52,7 +52,7 @@ def _changed_index(raw: bytes, draw: random.Random) -> bytes:
     """An index with one change, and a checksum that says that it is as it was written."""
     length = int.from_bytes(raw[16:24], "little")
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
-    end = aligned(columns + 8 * known.shards * known.numbers + known.names)
+    end = aligned(columns + 8 * known.shards * NUMBERS + known.names)
     header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
     what = draw.random()
     if what < 0.3:

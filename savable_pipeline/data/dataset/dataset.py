@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, Quarantine
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import clean_address, listed
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
+from savable_pipeline.data.shards.metadata import FieldMap, read_field_map, read_split
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.selection import Selection, Subset, without_ending
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
@@ -29,11 +28,12 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 
 if TYPE_CHECKING:
-    from savable_pipeline.data.media.known_media import KnownMedia
     from savable_pipeline.data.media.media_info import MediaInfo
+    from savable_pipeline.data.media.media_table import KnownMedia
 
 log = logging.getLogger(__name__)
 
+_UNNAMED = derive_key("source", "")
 _LOOKED_AT = 1000  # samples, to tell the sizes of parts
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
@@ -57,12 +57,13 @@ class Dataset:
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         self.store, self.unpacked_bytes = store, unpacked_bytes
-        self.source = derive_key("source", source)
+        self.source = derive_key("source", source) if source else _UNNAMED
         self.on_error = on_error
         self._faults = list(faults)
         self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
-        self.address, self.entries = clean_address(store.address), ShardList.of(store.entries)
+        self.address = clean_address(store.address) if "://" in store.address else store.address
+        self.entries = ShardList.of(store.entries)
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
@@ -107,7 +108,7 @@ class Dataset:
     @cached_property
     def known_media(self) -> KnownMedia:
         """What is known of the media without opening them. Raises `ShardError` for a table of other shards."""
-        from savable_pipeline.data.media.known_media import KnownMedia  # here: most datasets are not asked
+        from savable_pipeline.data.media.media_table import KnownMedia  # here: most datasets are not asked
 
         return KnownMedia(self.store, self.entries)
 

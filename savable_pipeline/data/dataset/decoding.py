@@ -12,9 +12,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
-from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
-from savable_pipeline.data.dataset.transparency import converted
-from savable_pipeline.data.shards.energon_metadata import FieldMap
+from savable_pipeline.data.dataset.images import converted, jpeg_pixels
+from savable_pipeline.data.shards.metadata import FieldMap
 from savable_pipeline.data.shards.orientation import to_be_turned, turned, turned_pixels
 from savable_pipeline.data.shards.part_types import (
     IMAGE_PARTS,

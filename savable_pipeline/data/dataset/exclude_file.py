@@ -27,7 +27,7 @@ from savable_pipeline.core.files import read_regular
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import key_index
-from savable_pipeline.data.shards.file_bytes import FileVersion
+from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.errors import SavableError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from savable_pipeline.errors import SavableError, ShardError
 if TYPE_CHECKING:
     from savable_pipeline.core.on_error import OnError, Quarantine
     from savable_pipeline.data.media.media_info import MediaInfo
-    from savable_pipeline.data.shards.energon_metadata import FieldMap
+    from savable_pipeline.data.shards.metadata import FieldMap
 
 
 class JoinedParts(msgspec.Struct, eq=False):

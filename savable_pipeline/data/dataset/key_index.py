@@ -28,11 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.files import replace_file, user_cache
+from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.core.keyed_random import GAMMA
-from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.shards.energon_metadata import META
+from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 

@@ -1,7 +1,7 @@
 """Makes the table of a dataset's media: reads the headers of every part that is media, in several processes.
 
 Nothing is decoded. A part whose headers cannot be read is listed, and stays in the table as broken. Shards that the
-table has already are kept; what was read before the command was stopped is in a file beside it (see index_writer.py).
+table has already are kept; what was read before the command was stopped is in a file beside it (see index_making.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import numpy as np
 
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import seen
+from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.dataset.source import recognize
-from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.media_table import (
     KIND,
     MEDIA_PARTS,
@@ -32,17 +30,15 @@ from savable_pipeline.data.media.media_table import (
     is_touched,
     packed,
 )
-from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.index_file import PlaceIndex, ShardTable
-from savable_pipeline.data.shards.index_making import Progress
-from savable_pipeline.data.shards.index_place import in_first_place, media_table_name
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
-from savable_pipeline.data.shards.indexing import open_files
+from savable_pipeline.data.shards.index import IndexedFiles, PlaceIndex, ShardTable
+from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
+from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
+from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
 from savable_pipeline.data.shards.processes import each_job
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.source import STORES, recognize
 from savable_pipeline.errors import MediaError, SavableError, ShardError
 
 _ALONE_S = 2.0  # that one process reads before it starts others

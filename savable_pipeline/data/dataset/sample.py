@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.decoding import decoded_part, field_value, unpacked
-from savable_pipeline.data.dataset.image_region import Box, Size, image_region
+from savable_pipeline.data.dataset.images import Box, Colour, Size, converted, image_region
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
-from savable_pipeline.data.dataset.transparency import Colour, converted
+from savable_pipeline.data.shards.byte_source import seconds_of
 from savable_pipeline.data.shards.orientation import to_be_turned, turned
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
-from savable_pipeline.data.stores.member_file import seconds_of
 
 if TYPE_CHECKING:
     from PIL import Image

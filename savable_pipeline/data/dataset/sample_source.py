@@ -16,7 +16,7 @@ from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 if TYPE_CHECKING:
     from savable_pipeline.core.on_error import OnError, Quarantine
     from savable_pipeline.data.media.media_info import MediaInfo
-    from savable_pipeline.data.shards.energon_metadata import FieldMap
+    from savable_pipeline.data.shards.metadata import FieldMap
 
 
 class SampleSource(Protocol):

@@ -9,8 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.media.container import MediaStream, media_errors, pyav
-from savable_pipeline.data.media.ogg_pages import ogg_fault
+from savable_pipeline.data.media.container import MediaStream, media_errors, ogg_fault, pyav
 from savable_pipeline.errors import MediaError
 
 _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames depend on those before

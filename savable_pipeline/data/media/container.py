@@ -1,19 +1,42 @@
 """`MediaStream`: one stream of a media file, decoded from any time on: the base of `Video` and `Audio`.
 
-Time 0 is where the container begins, so that audio and video of one file agree; or `begin_s` of a range of a file.
+Time 0 is where the container begins, so that audio and video of one file agree; or `begin_s` of a range of a file. What
+FFmpeg does not say of a file is read from its bytes:
+
+    MP4     moov ─ trak ─ tkhd   track number u32 │ … │ matrix i32 (3, 3): a, b, u, c, d, v, x, y, w
+    MP3     ID3 tags │ first frame: header 4 bytes │ 9 to 34 bytes │ "Xing" or "Info" │ flags u32 │ if 1: frames u32
+                     │           or header 4 bytes │ 32 bytes      │ "VBRI" │ 10 bytes │ frames u32 │ …
+    Ogg     "OggS" │ version u8 │ flags u8 │ granule u64 │ serial u32 │ number u32 │ CRC u32 │ segments u8 │ their sizes
+            │ content
+
+The matrix says how a frame is turned when it is shown: a camera that was held upright writes one that turns by a
+quarter. Without the frames of MP3, FFmpeg takes a file's length to be size over first bit rate. A page of Ogg that does
+not fit its checksum is left out by FFmpeg, and what was in it is a silence then. Sources: ISO/IEC 14496-12, 8.3.2; the
+LAME project's description of the Xing tag; ID3v2.4, 3.1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import struct
+import zlib
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO, Literal, Self
 
-from savable_pipeline.data.media.mp3_length import said_frames
 from savable_pipeline.errors import MediaError
 
+_MOST_BOXES = 10_000  # looked at; a damaged file may have endless ones
+_XING = re.compile(rb"\xff[\xe2-\xff].{2,36}?(?:Xing|Info)...(.)(.{4})", re.DOTALL)
+_VBRI = re.compile(rb"\xff[\xe2-\xff].{34}VBRI.{10}(.{4})", re.DOTALL)
+_HAS_FRAMES = 1
+_LOOKED_AT = 4096  # bytes behind the ID3 tags
+_MOST_TAGS = 8
+_HEAD = struct.Struct("<4sBBQIIIB")
+_MAGIC, _LAST = b"OggS", 0x04  # how a page begins; the flag of a stream's last one
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+_CRC_AT = 22
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
@@ -27,6 +50,94 @@ _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
 _CUT_S = Fraction(1, 4)  # that a stream may end before its header says
 _EARLIER = (0, 1, 4, 16, 64, 256)  # s before a time from which decoding is tried until a frame comes that is not late
+
+
+def is_turned(file: BinaryIO, track: int) -> bool:
+    """Whether width and height of a track are exchanged when it is shown. Raises the errors of reading the file."""
+    end = file.seek(0, 2)
+    for moov in _boxes(file, b"moov", 0, end):
+        for trak in _boxes(file, b"trak", *moov):
+            for begin, stop in _boxes(file, b"tkhd", *trak):
+                file.seek(begin)
+                found = _matrix(file.read(min(stop - begin, 92)))
+                if found is not None and found[0] == track:
+                    return abs(found[2]) > abs(found[1])
+    return False
+
+
+def _matrix(tkhd: bytes) -> tuple[int, int, int] | None:
+    """Track number, and the matrix's a and b."""
+    wide = tkhd[:1] == b"\1"
+    if len(tkhd) < (88 if wide else 76):
+        return None
+    (track,) = struct.unpack_from(">I", tkhd, 20 if wide else 12)
+    a, b = struct.unpack_from(">ii", tkhd, 52 if wide else 40)
+    return track, a, b
+
+
+def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """First byte and end of what each box of a kind holds, among those between two bytes."""
+    for _ in range(_MOST_BOXES):
+        if begin + 8 > end:
+            return
+        file.seek(begin)
+        header = file.read(16)
+        if len(header) < 8:
+            return
+        size, head = int.from_bytes(header[:4], "big"), 8
+        if size == 1:
+            size, head = int.from_bytes(header[8:16], "big"), 16
+        stop = end if size == 0 else begin + size
+        if stop < begin + head or stop > end:
+            return
+        if header[4:8] == kind:
+            yield begin + head, stop
+        begin = stop
+
+
+def said_frames(file: BinaryIO) -> int | None:
+    """The number of frames, each of 1,152 samples, or of 576 at less than 32 kHz. Raises the errors of reading."""
+    head = _behind_id3(file)
+    if (found := _XING.search(head)) is not None and found[1][0] & _HAS_FRAMES:
+        return int.from_bytes(found[2], "big")
+    return None if (found := _VBRI.search(head)) is None else int.from_bytes(found[1], "big")
+
+
+def _behind_id3(file: BinaryIO) -> bytes:
+    begin = 0
+    for _ in range(_MOST_TAGS):
+        file.seek(begin)
+        head = file.read(_LOOKED_AT)
+        if head[:3] != b"ID3" or len(head) < 10:
+            return head
+        size = head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]
+        begin += 10 + size + (10 if head[5] & 16 else 0)  # a footer
+    return b""
+
+
+def ogg_fault(file: BinaryIO) -> str:
+    """Why the pages of a file cannot be right, "" if they can; all of it is read."""
+    with kept_place(file):
+        file.seek(0)
+        offset, flags = 0, 0
+        while head := file.read(_HEAD.size):
+            if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+                is_end = flags & _LAST and _MAGIC not in head + file.read()  # tags, behind all pages
+                return "" if is_end else f"no page of Ogg at byte {offset}"
+            _, _, flags, _, _, _, crc, count = _HEAD.unpack(head)
+            sizes = file.read(count)
+            content = file.read(sum(sizes))
+            page = head[:_CRC_AT] + bytes(4) + head[_CRC_AT + 4 :] + sizes + content
+            if len(content) < sum(sizes) or _crc(page) != crc:
+                return f"the page of Ogg at byte {offset} has another checksum than its own"
+            offset += len(page)
+    return ""
+
+
+def _crc(page: bytes) -> int:
+    """CRC-32 with the bits of each byte from the highest on; zlib's takes them from the lowest."""
+    found = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(f"{found:032b}"[::-1], 2)
 
 
 def pyav() -> Any:

@@ -11,10 +11,10 @@ from savable_pipeline.data.media.container import (
     first_stream,
     header_duration,
     media_errors,
+    ogg_fault,
     open_container,
     origin_of,
 )
-from savable_pipeline.data.media.ogg_pages import ogg_fault
 from savable_pipeline.errors import MediaError
 
 _SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode

@@ -16,9 +16,9 @@ from savable_pipeline.data.media.container import (
     range_fault,
 )
 from savable_pipeline.data.media.video import frame_rate, shown_size
+from savable_pipeline.data.shards.byte_source import seconds_of
 from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
-from savable_pipeline.data.stores.member_file import seconds_of
 from savable_pipeline.errors import MediaError
 
 

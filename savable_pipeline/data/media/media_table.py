@@ -1,6 +1,6 @@
 """`MediaTable`: what the headers of a dataset's media say, in a file beside its index, so that nobody opens them again.
 
-    .nv-meta/savable.media.index     an index (see index_file.py), which has of each tar, in words of 8 bytes:
+    .nv-meta/savable.media.index     an index (see index.py), which has of each tar, in words of 8 bytes:
 
     samples n │ rows m │ bytes of names │ begins: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
 
@@ -8,12 +8,16 @@ The rows from begins[i] to begins[i + 1] are of sample i: one for each of its pa
 The file is mapped: to open it reads no row, and to find one reads no other than its shard's. It has size, samples and
 digest of each shard that it was made of, as the index of the dataset says; of other shards it is never used. Of a shard
 that was touched since, some headers are read again.
+
+`KnownMedia` asks the table first. Its digest stands in a state. What it has not is read from the headers of the part
+itself, whose very values it has, so that it may be added to a run, or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,9 +27,9 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
-from savable_pipeline.data.shards.file_bytes import FileVersion
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places
-from savable_pipeline.data.shards.index_place import index_places, media_table_name
+from savable_pipeline.data.shards.byte_source import FileVersion
+from savable_pipeline.data.shards.index import IndexedFiles, PlaceIndex, Places
+from savable_pipeline.data.shards.indexing import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -231,3 +235,73 @@ def _unfit(path: Path, why: str) -> ShardError:
         "again, or remove the table: then headers are read instead",
         reason="other media table",
     )
+
+
+class KnownMedia:
+    """The media of these shards of a store. Raises `ShardError` for a table that is not of them."""
+
+    def __init__(self, store: RecordStore, shards: ShardList, *, tables: bool = True) -> None:
+        self._store, self._shards = store, shards
+        self.table: MediaTable | None = None
+        found = getattr(store, "found", None)
+        if tables and isinstance(found, IndexedFiles):  # no store of one's own
+            self.table = open_table(found.root, shards, found.form.name)
+
+    def untabled(self) -> KnownMedia:
+        """The same without a table: headers are read."""
+        return KnownMedia(self._store, self._shards, tables=False)
+
+    def settings(self) -> dict[str, str]:
+        """What a state must agree on: a hash of the values."""
+        return {} if self.table is None else {self.table.field: self.table.digest}
+
+    def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
+        """What is known of a part, which messages call `name`. Raises `MediaError`, and the errors of reading it."""
+        known = None if self.table is None else self.table.find(self._store, shard, row, part)
+        if isinstance(known, MediaInfo):
+            return known
+        with self._store.open(shard, row, part) as file:
+            read = media_info(file, name, part)
+        if known == BROKEN:  # by another release of PyAV: a run may not see both
+            raise MediaError(
+                f"{name}: its headers could not be read when `savable index --media` was run: run it again"
+            )
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTotals:
+    """The media of one part. `size`, `fps` and `rate` are the most frequent ones, with their share; "" for none."""
+
+    parts: int
+    hours: float
+    broken: int  # parts whose headers cannot be read
+    size: str
+    fps: str
+    rate: str
+
+    @classmethod
+    def of(cls, rows: NDArray[Any]) -> MediaTotals:
+        """Those of the rows of a table: ROW (any,)."""
+        hours = float(np.nansum(rows["duration_s"])) / 3600
+        sized = rows[rows["width"] >= 0]
+        return cls(
+            len(rows),
+            hours,
+            int(np.count_nonzero(rows["broken"])),
+            _most(
+                sized["width"].astype(np.int64) << 32 | sized["height"], lambda size: f"{size >> 32}×{size % (1 << 32)}"
+            ),
+            _most(rows["fps"][~np.isnan(rows["fps"])].round(2), lambda fps: f"{fps:g}"),
+            _most(rows["rate"][rows["rate"] >= 0], lambda rate: f"{rate:,} Hz"),
+        )
+
+
+def _most(values: NDArray[Any], shown: Any) -> str:
+    """The most frequent of these values, and its share where there are others."""
+    if not len(values):
+        return ""
+    each, counts = np.unique(values, return_counts=True)
+    best = int(counts.argmax())
+    share = f" ({counts[best] / len(values):.0%})" if len(each) > 1 else ""
+    return f"{shown(each[best].item())}{share}"

@@ -10,8 +10,16 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.media.container import LATE, MediaStream, is_mp4, kept_place, media_errors, origin_of, pyav
-from savable_pipeline.data.media.display_matrix import is_turned
+from savable_pipeline.data.media.container import (
+    LATE,
+    MediaStream,
+    is_mp4,
+    is_turned,
+    kept_place,
+    media_errors,
+    origin_of,
+    pyav,
+)
 from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192

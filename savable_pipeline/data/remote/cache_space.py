@@ -19,7 +19,7 @@ from pathlib import Path
 from xxhash import xxh3_64_digest
 
 from savable_pipeline.core.files import user_cache
-from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
+from savable_pipeline.data.remote.cache_files import open_own, own_file, own_folder
 from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files, is_held
 from savable_pipeline.errors import ShardError
 
@@ -31,7 +31,7 @@ _LOW_WATER = 0.9  # of the goal: more is evicted than is asked, so that eviction
 
 
 def cache_folder(given: str | os.PathLike[str] | None) -> Path:
-    """This user's own folder in the cache, made if it is not there: see `own_files`. Raises `RemoteError`.
+    """This user's own folder in the cache, made if it is not there: see cache_files.py. Raises `RemoteError`.
 
     The cache: as given, or `SAVABLE_CACHE`, or `savable_pipeline/shards` in the user's cache.
     """

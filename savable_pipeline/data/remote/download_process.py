@@ -5,11 +5,14 @@
 
 Only this process uses obstore, so the reader may be forked at any time. Requests are served by urgency, and in the
 order of their arrival where it is equal. One for many rows is served in parts, so that a more urgent one comes between.
+They wait for a thread, and begin only while the link has room (`RequestQueue`). Bytes that another version of a dataset
+has in the cache are copied in place of downloading them again (`SameContent`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
 import threading
@@ -23,22 +26,124 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.core.files import replacing
+from savable_pipeline.data.remote.cache_files import locked, punch_hole
 from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
 from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.object_store import ObjectStore
-from savable_pipeline.data.remote.pace import PIECE
-from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
-from savable_pipeline.data.remote.same_content import SameContent
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, disk_error, runs
+from savable_pipeline.data.remote.pace import PIECE, Pace
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, create_flags, disk_error, runs
 from savable_pipeline.data.remote.shared_listing import shared_answer
-from savable_pipeline.data.remote.sparse_file import locked, punch_hole
 from savable_pipeline.data.shards.hub_address import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _THREADS = 16
 _AHEAD_THREADS = 14  # of them that serve what nobody waits for
+
+
+class SameContent:
+    """What other versions have of the files of one that is being read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # of a version: by content
+
+    def copy(
+        self, cached: ShardCache, row: int, stop: int, content: str, write: Callable[[memoryview, int], None]
+    ) -> bool:
+        """Passes the bytes of rows of one file to `write` with their offset, if another version has them all."""
+        shard, extent = cached.shard_of(row), cached.extent(row, stop)
+        for other, number in self._others(cached).get(content, ()):
+            first = int(other.firsts[number]) + row - int(cached.firsts[shard])
+            end = first + stop - row
+            if end > other.firsts[number + 1] or other.extent(first, end) != extent:
+                continue
+            before = other.present[first:end].copy()
+            with contextlib.suppress(OSError), other.path(number).open("rb", buffering=0) as file:
+                if not other.is_right(number, file.fileno(), first, end):
+                    continue
+                for start in range(*extent, PIECE):
+                    write(memoryview(os.pread(file.fileno(), min(PIECE, extent[1] - start), start)), start)
+                if (other.present[first:end] == before).all():
+                    other.touched[number] = cached.touched[shard]
+                    return True
+        return False
+
+    def _others(self, cached: ShardCache) -> dict[str, list[tuple[ShardCache, int]]]:
+        with self._lock:
+            if cached.folder not in self._known:
+                found: dict[str, list[tuple[ShardCache, int]]] = {}
+                self._known[cached.folder] = found
+                own = cached.folder.relative_to(cached.dataset).parts  # VERSION, or VERSION/long
+                for flags in cached.dataset.glob("/".join(["*", *own[1:], "flags"])):
+                    with contextlib.suppress(OSError, ValueError, SavableError):
+                        if flags.parent != cached.folder:
+                            create_flags(flags.parent)
+                            other = ShardCache(flags.parent)
+                            for number in range(len(other.shards)):
+                                found.setdefault(other.pin(number), []).append((other, number))
+            return self._known[cached.folder]
+
+
+@dataclass(slots=True, order=True)
+class QueuedRequest:
+    """What to do, by urgency and then by arrival. `size`: the bytes it is for, as far as that is known."""
+
+    urgency: int
+    number: int
+    ticket: int
+    kind: str
+    arguments: tuple[Any, ...]
+    size: int
+
+
+class RequestQueue:
+    """Gives requests to threads. What somebody waits for begins at once; the rest keeps to the pace, and leaves some
+    threads free for that.
+    """
+
+    def __init__(self, pace: Pace, threads: int) -> None:
+        self._pace = pace
+        self._most = threads
+        self._waiting: list[QueuedRequest] = []
+        self._begun: dict[int, int] = {}  # the bytes of each request that a thread has, by its number
+        self._changed = threading.Condition()
+
+    def put(self, request: QueuedRequest) -> None:
+        """Adds a request."""
+        with self._changed:
+            heapq.heappush(self._waiting, request)
+            self._changed.notify()
+
+    def get(self) -> QueuedRequest:
+        """The next request, once it may begin; `done` must follow."""
+        with self._changed:
+            while not self._may_begin():
+                self._changed.wait()
+            request = heapq.heappop(self._waiting)
+            self._begun[request.number] = self._share(request)
+            self._changed.notify()  # another may begin too
+            return request
+
+    def done(self, request: QueuedRequest) -> None:
+        """A request, or a part of it that was begun, has ended."""
+        with self._changed:
+            del self._begun[request.number]
+            self._changed.notify()
+
+    def _may_begin(self) -> bool:
+        if not self._waiting:
+            return False
+        first = self._waiting[0]
+        if first.urgency == Urgency.NOW or not self._begun:
+            return True
+        under_way = sum(self._begun.values()) + self._share(first)
+        return len(self._begun) < self._most and under_way <= self._pace.at_once
+
+    def _share(self, request: QueuedRequest) -> int:
+        """The bytes of one part of a request."""
+        return min(request.size, self._pace.request)
 
 
 @dataclass(frozen=True, slots=True)

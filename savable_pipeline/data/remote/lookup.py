@@ -1,4 +1,6 @@
-"""Looks up a dataset behind a URL before anything is read: its shards, its own index, and its metadata."""
+"""Looks up a dataset behind a URL before anything is read: its shards, its own index, its metadata, and what the server
+says of them; and the places in the cache where files are read then.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +10,36 @@ import hashlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.core.files import replace_file, replacing
-from savable_pipeline.data.remote import index_parts
+from savable_pipeline.data.remote import cache_layout
+from savable_pipeline.data.remote.cache_files import (
+    drop_whole,
+    open_own,
+    own_folder,
+    pin_whole,
+    whole_version,
+    write_pin,
+)
+from savable_pipeline.data.remote.cache_layout import open_layout
 from savable_pipeline.data.remote.listing import SECOND_OF
-from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.remote.version_pins import drop_whole, pin_whole, whole_version, write_pin
-from savable_pipeline.data.shards.energon_metadata import COUNT_FILES, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.hub_address import without_commit
-from savable_pipeline.data.shards.index_file import ShardIndex, head_bytes
-from savable_pipeline.data.shards.index_place import media_table_name
+from savable_pipeline.data.shards.index import FileFormat, ShardIndex, ShardTable, head_bytes
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.indexing import media_table_name
+from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
-from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -37,6 +47,7 @@ log = logging.getLogger(__name__)
 _ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or one or two dots, in a text of names
 _FIRST = 1 << 20  # bytes of an index that are fetched to see how long its head is
 METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
+_UNREAD = "files"  # the kind of an index that says nothing but names and sizes
 
 
 def look_up(files: Shards, form: FileFormat, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
@@ -168,7 +179,7 @@ def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> V
         return known
     fresh, pin = folder / "downloaded.index", ""
     try:
-        if size > index_parts.WHOLE_BYTES:
+        if size > cache_layout.WHOLE_BYTES:
             pin = _download_head(root, form.index_name, size, fresh, session)
         else:
             session.call("whole", root, form.index_name, size, str(fresh))
@@ -216,7 +227,7 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
         fresh.unlink()
         return version
     if pin:
-        index_parts.begin_parts(version, len(index.shards))
+        cache_layout.begin_parts(version, len(index.shards))
     fresh.replace(version / "index")
     if not pin:
         (version / "parts").unlink(missing_ok=True)
@@ -257,3 +268,121 @@ def newest_version(folder: Path, pointers: str, form: FileFormat) -> Version | N
     """The version that the newest of these pointers names; None without a whole one."""
     paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
     return pointed_version(paths[-1], form) if paths else None
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    """Where files behind a URL are read: the version `cached` in the cache of a `session`, which downloads it."""
+
+    url: str
+    cached: ShardCache
+    session: Session
+
+    @property
+    def metadata(self) -> Path:
+        """The folder with what lies in `.nv-meta` beside the files."""
+        return self.cached.folder.parent / METADATA_FOLDER
+
+    @property
+    def index(self) -> ShardIndex:
+        """What is known of the files, of at least those that are read."""
+        return self.cached.layout.index
+
+    @property
+    def index_path(self) -> Path:
+        """The file of the index."""
+        return self.cached.folder / "index"
+
+    def beside(self, name: str) -> Path:
+        """Where the local copy lies of what lies beside the files under this name."""
+        return self.cached.folder / "beside" / name
+
+
+def held(version: Path) -> ShardCache:
+    """A version in the cache, which is kept as long as this process has it."""
+    create_flags(version)
+    cached = ShardCache(version)
+    cached.hold()
+    return cached
+
+
+def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
+    """A version of files of which names, sizes and stamps are known and nothing else, in the folder of a dataset.
+
+    What is here of those that were found to be others than before under the same stamp is dropped.
+    """
+    version = folder / f"new-{hash_of(found)}"
+    try:
+        open_layout(version)
+    except (OSError, ValueError, ShardError):
+        entries = zip(found.names, found.sizes.tolist(), strict=True)
+        write_index(version / "index", (ShardTable(ShardEntry(*each, 0, 0), b"") for each in sorted(entries)), _UNREAD)
+    cached = held(version)
+    cached.forget_changed()
+    return cached
+
+
+def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
+    """A hash of names, stamps, and `sizes` of files."""
+    digest = hashlib.sha256(ShardNames.of(found.names).text)
+    for stamp in found.stamps:
+        digest.update(f"\0{stamp}".encode())
+    if sizes:
+        digest.update(found.sizes.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def asked(
+    found: RemoteShards, session: Session, numbers: Iterable[int], form: FileFormat | None = None
+) -> RemoteShards:
+    """The same files with the sizes and stamps of those with these numbers: as listed, or as the server says now.
+
+    Given their `form`, a stamp also tells of what lies beside a file. Raises `ShardError` for one that is gone.
+    """
+    stamps = list(found.stamps) or [""] * len(found.names)
+    companions = {}
+    if form is not None and form.beside[1]:
+        numbers = [*numbers]
+        own = form.beside[0]
+        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].endswith(own)}
+    unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
+    stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
+    sizes = found.sizes.copy()
+    for number in unknown:
+        sizes[number], stamps[number] = stats[found.names[number]]
+    stats = session.stats(found.root, sorted({*companions.values()}))
+    for number, name in companions.items():
+        stamps[number] += f" {stats.get(name, '')}"
+    return replace(found, sizes=sizes, stamps=stamps)
+
+
+def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[int, str]]:
+    """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
+    if not url.startswith("http"):
+        session.listing(url)
+    return session.stats(url, names, needed=True)
+
+
+def place_of_object(url: str, session: Session) -> tuple[RemotePlace, str]:
+    """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
+    root, _, name = url.rpartition("/")
+    size, stamp = session.stats(root, [name], needed=True)[name]
+    folder = dataset_folder(session.cache, f"{url} object")
+    with locked_folder(folder):
+        cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
+    return RemotePlace(root, cached, session), stamp
+
+
+def check_stamp(url: str, stamp: str, found: str) -> None:
+    """Raises `ShardError` if an object is another than the one with this stamp."""
+    if stamp != found:
+        raise ShardError(
+            f"{url}: it was replaced since it was looked at first ({stamp} then, {found} now); leave it as it is "
+            "meanwhile, and start again",
+            reason="changed shard",
+        )
+
+
+def names_behind(url: str, index_names: list[str], session: Session) -> list[str]:
+    """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
+    return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]

@@ -1,11 +1,21 @@
 """`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket, a web server or the Hub; new objects.
 
 Only the downloading process imports this file: obstore hangs in a process forked from one that has used it.
+
+A server of S3 that sends requests to another host is refused: obstore follows, with the session's token.
+
+    GET http://endpoint/bucket, unsigned ──▶ 307, Location: http://elsewhere/bucket      RemoteError
+
+The client has no setting for it, so that a server is asked once, by a request that carries no credentials and follows
+nothing. One that redirects other requests than this one is not found. AWS itself, which is there where no endpoint is
+given, is not asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import os
 import random
 import re
 import time
@@ -14,19 +24,20 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 import obstore
 import obstore.exceptions
 import obstore.store
 
-from savable_pipeline.core.wording import short_error
+from savable_pipeline.core.wording import clean_address, short_error
 from savable_pipeline.data.remote.hub import Hub, HubPlace
 from savable_pipeline.data.remote.listing import SECOND_OF, Listing
 from savable_pipeline.data.remote.pace import Pace
-from savable_pipeline.data.remote.redirects import check_endpoint
 from savable_pipeline.data.shards.hub_address import is_hub
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end sooner
 _LONGEST = 20  # times as long, for a whole request: requests are small
@@ -47,6 +58,40 @@ _FINAL = (
 _REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
 T = TypeVar("T")
 Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes and their offset in the object
+
+
+def check_endpoint(root: str, timeout_s: float) -> None:
+    """Raises `RemoteError` if the server of a bucket redirects to another host. What else fails is told later."""
+    endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
+    if endpoint is None:
+        return
+    url = f"{endpoint.rstrip('/')}/{urlsplit(root).netloc}?list-type=2&max-keys=1"
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+        target = _redirect_of(url, timeout_s)
+        if target is not None and _host(target) != _host(url):
+            raise RemoteError(
+                f"{root}: {clean_address(endpoint)} redirects to {clean_address(target)}, and the requests would take "
+                "their credentials there; give the address of the server itself as AWS_ENDPOINT_URL"
+            )
+
+
+def _redirect_of(url: str, timeout_s: float) -> str | None:
+    """Where a request for `url` is sent on to; None if it is not."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", f"{parts.path}?{parts.query}")
+        answer = connection.getresponse()
+        target = answer.getheader("Location")
+        return urljoin(url, target) if 300 <= answer.status < 400 and target else None
+    finally:
+        connection.close()
+
+
+def _host(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
 
 
 class WrongAnswerError(Exception):

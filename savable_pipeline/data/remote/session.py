@@ -1,15 +1,23 @@
 """`Session`: the questions of one opening to servers, each asked once, by the one downloading process of a cache.
 
-listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
-stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
-read("s3://b/p", "index.json")   its bytes, by one request
+    listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
+    stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
+    read("s3://b/p", "index.json")   its bytes, by one request
+
+A job on another machine has a cache of its own (`scratch`): objects that it reads for another machine are downloaded
+aside and dropped with it. What it finds goes back with the server's version (its ETag), so that who asked pins what was
+read.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _DEATHS = 3  # of the downloading process over one request, after which it fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
+# By process: one that was inherited in a fork answers its owner alone.
+_begun: dict[int, Session] = {}
 
 
 class Session:
@@ -132,3 +142,40 @@ class Session:
         if (root, name) not in self._contents:
             self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
         return self._contents[root, name]
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[tuple[Path, Session]]:
+    """A new folder, removed with the block, and a session that downloads into it, by one process for all of them."""
+    session = job_session()
+    with tempfile.TemporaryDirectory(dir=session.cache, ignore_cleanup_errors=True) as name:
+        try:
+            yield Path(name), session
+        finally:
+            with contextlib.suppress(RemoteError):  # it may have died, or be gone already
+                session.call("forget", name)
+
+
+def job_session() -> Session:
+    """A session of the jobs of this process, for what needs one for a moment."""
+    found = _job_running()
+    return Session(found.cache, found.limit)
+
+
+def close_scratch() -> None:
+    """End the downloading process that this process began for its jobs, and remove the folder."""
+    begun = _begun.pop(os.getpid(), None)
+    if begun is not None:
+        begun.connected().close()
+        shutil.rmtree(begun.cache, ignore_errors=True)
+
+
+def _job_running() -> Session:
+    found = _begun.get(os.getpid())
+    if found is None or not found.cache.is_dir():
+        close_scratch()
+        root = Path(tempfile.mkdtemp(prefix="savable-"))
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        found = _begun[os.getpid()] = Session(root, cache_bytes(None, root))
+        found.connected()
+    return found

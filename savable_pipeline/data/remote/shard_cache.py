@@ -1,13 +1,13 @@
-"""The local cache of remote shards: files with holes, shared by all processes of a node. `own_files` keeps it private.
+"""The local cache of remote shards: files with holes, shared by all processes of a node (see cache_files.py).
 
     CACHE/UID/room                      see `cache_space`
     CACHE/UID/DATASET/*.json            which VERSION holds the index: the dataset's own, or one made here of some names
-    CACHE/UID/DATASET/VERSION/index     what is known of the shards; in parts: see `index_parts`
+    CACHE/UID/DATASET/VERSION/index     what is known of the shards; in parts: see `IndexParts`
     CACHE/UID/DATASET/VERSION/N.tar     the rows of shard number N that are here; the rest is a hole (N.bytes: no tar)
     CACHE/UID/DATASET/VERSION/N.pin     the server's version (ETag) of that shard, of which all its rows are
     CACHE/UID/DATASET/VERSION/flags     format 56 │ evictions u64 │ touched f64 (shards,) │ checksum u32 (rows,)
                                         │ present u8 (rows,) │ used u8 (rows,) │ changed u8 (shards,)
-    CACHE/UID/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `long_samples`
+    CACHE/UID/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `LongSamples`
     …/metadata, …/VERSION/beside        files that are here whole; CACHE/UID/DATASET/scan: shards that are being indexed
 
 A row is a sample of a tar, or a block of another file. `present` is a sequence lock. Under a lock on the row's bytes, a
@@ -39,11 +39,17 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing
+from savable_pipeline.data.remote.cache_files import (
+    locked,
+    open_own,
+    own_file,
+    own_folder,
+    punch_hole,
+    read_pin,
+    write_pin,
+)
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER, CacheLayout, open_layout
-from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
 from savable_pipeline.data.remote.pace import PIECE
-from savable_pipeline.data.remote.sparse_file import locked, punch_hole
-from savable_pipeline.data.remote.version_pins import read_pin, write_pin
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import msgspec
 from xxhash import xxh3_64_digest
 
-from savable_pipeline.data.remote.own_files import own_file, own_folder
+from savable_pipeline.data.remote.cache_files import own_file, own_folder
 
 T = TypeVar("T")
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES
 from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
-from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, Shards, spelled_out
+from savable_pipeline.data.shards.metadata import META, METADATA_FILES
+from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, Shards, expand_braces, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 

@@ -1,7 +1,14 @@
 """Makes the index of the files of a folder, of any format: of what is not in the one that is there, or is other now.
 
-What was scanned is in a file until all is there, so that memory does not grow with it, and an interrupted call can be
-continued.
+It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
+
+    tables ──▶ rows: files without a name ──▶ the index, its header first
+
+`ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
+
+    length u64 │ xxh3_64 u64 │ table: MessagePack │ length …
+
+What is in memory are names and places. Who is stopped leaves the file, and the next call goes on from there.
 """
 
 from __future__ import annotations
@@ -9,30 +16,160 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import struct
+import tempfile
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.open_files import with_handles
-from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.file_bytes import opened
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.core.files import replacing, with_handles
+from savable_pipeline.data.shards.byte_source import opened
+from savable_pipeline.data.shards.index import (
+    MAGIC,
+    NUMBERS,
+    FileFormat,
+    Header,
+    PlaceIndex,
+    ShardIndex,
+    ShardTable,
+    aligned,
+)
+from savable_pipeline.data.shards.metadata import WRITTEN
 from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
-from savable_pipeline.data.shards.shard_list import check_utf8
+from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
+_HEAD = struct.Struct("<QQ")
 log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
-WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
 _ALONE_S = 5.0  # that one process scans before it starts others
 _LOG_EVERY_S = 10.0
+
+
+def write_index(path: Path, tables: Iterable[ShardTable], form: FileFormat | str) -> None:
+    """Writes the index of these shards of a format in one step (see `replace_file`); of places, its name will do.
+
+    Raises ValueError unless they are in the order of their names.
+    """
+    kind, index = (form, PlaceIndex) if isinstance(form, str) else (form.name, form.index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        rows = index.writer(lambda: stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
+        columns = Columns()
+        for table in tables:
+            columns.add(table.entry, *rows.add(table.rows))
+        with replacing(path) as file:
+            file.write(index_begin(columns, kind, rows.said()))
+            rows.write(file)
+
+
+class Columns:
+    """What an index says of each shard."""
+
+    def __init__(self) -> None:
+        self.names = bytearray()
+        self.last = ""
+        self.faults: dict[int, str] = {}
+        self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
+
+    def add(self, entry: ShardEntry, rows: int, check: int) -> None:
+        """Adds the next shard, of so many rows. Raises ValueError unless its name comes after the last one's."""
+        if self.numbers[0] and entry.name <= self.last:
+            raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
+        self.last = entry.name
+        self.names += entry.name.encode() + b"\0"
+        if entry.fault:
+            self.faults[len(self.numbers[0])] = entry.fault
+        row = (len(self.names), entry.size, entry.samples, entry.digest, check, rows)
+        for column, number in zip(self.numbers, row, strict=True):
+            column.append(number)
+
+
+def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
+    """The bytes of an index before its rows; `said` is what its format says of all files."""
+    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
+    encoded = msgspec.msgpack.encode(header)
+    found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
+    found += bytes(aligned(16 + len(found)) - 16 - len(found))
+    for column in columns.numbers:
+        found += np.frombuffer(column, np.uint64).astype("<u8").tobytes()
+    found += columns.names
+    found += bytes(aligned(16 + len(found)) - 16 - len(found))
+    return MAGIC + xxh3_64_intdigest(found).to_bytes(8, "little") + found
+
+
+class ScannedTables:
+    """The tables in the file beside the index at `path`, by name; the lock of the index must be held."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.scanned")
+        self._file = self._path.open("a+b")
+        self._places: dict[str, int] = {}
+        self._end = 0
+        self._find_left()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def add(self, table: ShardTable) -> None:
+        """Writes a table; it is there for the next process as soon as this returns."""
+        encoded = msgspec.msgpack.encode(table)
+        self._file.write(_HEAD.pack(len(encoded), xxh3_64_intdigest(encoded)) + encoded)
+        self._file.flush()
+        self._places[table.entry.name] = self._end
+        self._end += _HEAD.size + len(encoded)
+
+    def __getitem__(self, name: str) -> ShardTable:
+        found = self._read(self._places[name])
+        assert found is not None, name
+        return found[0]
+
+    def __enter__(self) -> ScannedTables:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the file once an index has its tables, or where the disk is full; else the next process has it."""
+        if kind is None or issubclass(kind, OSError):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _find_left(self) -> None:
+        """Finds the tables that a stopped process left, and cuts off the one it was writing."""
+        while (found := self._read(self._end)) is not None:
+            self._places[found[0].entry.name] = self._end
+            self._end = found[1]
+        self._file.truncate(self._end)
+
+    def _read(self, place: int) -> tuple[ShardTable, int] | None:
+        """The table at a place, and the place after it; None if none is whole there."""
+        head = os.pread(self._file.fileno(), _HEAD.size, place)
+        if len(head) < _HEAD.size:
+            return None
+        length, digest = _HEAD.unpack(head)
+        end = place + _HEAD.size + length
+        if end > os.fstat(self._file.fileno()).st_size:
+            return None
+        encoded = os.pread(self._file.fileno(), length, place + _HEAD.size)
+        if xxh3_64_intdigest(encoded) != digest:
+            return None
+        try:
+            return msgspec.msgpack.decode(encoded, type=ShardTable), end
+        except msgspec.DecodeError:  # of another release
+            return None
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
@@ -108,7 +245,7 @@ def _join(
         assert old is not None
         return old.table(kept[name])
 
-    write_index(path, map(table, sorted({*scanned, *kept, *written})), form.name)
+    write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
 
 
 def _whole(path: Path, form: FileFormat) -> dict[str, int]:

@@ -2,35 +2,162 @@
 
 The index lies in `.nv-meta/` beside the files, or in the user's cache if that place is read-only. A file is scanned
 again if its size has changed, or if it is younger than the index and is not as it was: moving or touching a folder does
-not matter (see index_making.py). Of many files a mark says whether anything was added, removed or replaced since all
-were looked at (see fresh_mark.py).
+not matter (see index_making.py). Of many files a mark says whether any folder has changed since all were looked at:
+
+    .nv-meta/savable.index.fresh     the index it is of │ each folder: inode, last changes │ Energon's files
+
+A file that is added to a folder, removed or replaced changes the folder's time, so that looking at the folders tells as
+much as listing them and looking at a million files. What it cannot tell is that a shard was overwritten in its place:
+that is an error when the shard is opened, which drops the mark, so that the next start looks at all shards again. The
+mark is written only where the file system's own clock and folders were seen to tell such changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
-from savable_pipeline.data.shards import fresh_mark
-from savable_pipeline.data.shards.energon_metadata import read_counts
-from savable_pipeline.data.shards.file_bytes import FileVersion
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.core.files import replace_file, user_cache, with_handles
+from savable_pipeline.data.shards.byte_source import FileVersion
+from savable_pipeline.data.shards.index import TAR, FileFormat, ShardIndex, index_name
 from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
-from savable_pipeline.data.shards.index_place import in_first_place, index_places
+from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import EachShard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MARKED_SHARDS = 4096  # fewer are looked at each time: it takes a tenth of a second
+_LEAST_BYTES = 40  # of a shard in an index
+_QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
+
+
+def media_table_name(kind: str) -> str:
+    """The path of the table of media of files of a kind below their folder."""
+    return index_name("media" if kind == TAR else f"{kind}.media")
+
+
+def index_places(root: Path, name: str) -> Iterator[Path]:
+    """The places where an index may lie: `name` below the shards' folder; and in the user's cache, if there is one."""
+    yield root / name
+    hashed = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}{Path(name).name.removeprefix('savable')}"
+    if (cache := user_cache()) is not None:
+        yield cache / "savable_pipeline" / hashed
+
+
+def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:
+    """What `make(path)` gives, with the path of the index in the first place that can be written and has room, under
+    its lock. Raises `ShardError` if there is none.
+    """
+    faults = []
+    for path in index_places(root, name):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = with_handles(partial(path.with_name(path.name + ".lock").open, "ab"))
+        except OSError as error:
+            faults.append(f"{path}: {error.strerror}")
+            continue
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                return make(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                faults.append(f"{path}: {error.strerror}")
+                log.warning("%s: %s; the index cannot be written there", path, error.strerror)
+    cache = "" if len(faults) > 1 else "this user has no home folder: "
+    raise ShardError(
+        f"{root}: no place to write an index: {'; '.join(faults)}; {cache}make room, or set XDG_CACHE_HOME to a folder "
+        "that can be written"
+    )
+
+
+class _Mark(msgspec.Struct, array_like=True):
+    index: bytes
+    folders: dict[str, FileVersion]
+    metadata: dict[str, FileVersion | None]  # None: there is no such file
+
+
+def marked_index(root: Path, form: FileFormat, *, tolerant: bool) -> ShardIndex | None:
+    """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
+    try:
+        mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
+        index = form.index_at(root / form.index_name)
+        fresh = mark.index == index.identity and all(_look(root / name) == at for name, at in mark.folders.items())
+        fresh = fresh and mark.metadata == _metadata(root)
+    except (OSError, ValueError, ShardError):  # msgspec's errors are ValueErrors
+        return None
+    return index if fresh and (tolerant or not index.shards.faults) else None
+
+
+def begin_look(root: Path, form: FileFormat) -> int | None:
+    """The time, in ns, by the file system's clock, before shards are looked at, to be given to `mark_fresh`.
+
+    None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
+    """
+    index = root / form.index_name
+    folder = index.parent
+    try:
+        if index.stat().st_size < MARKED_SHARDS * _LEAST_BYTES:
+            return None
+        before = folder.stat().st_mtime_ns
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="savable.clock.", suffix=".tmp") as file:
+            now, after = os.fstat(file.fileno()).st_mtime_ns, folder.stat().st_mtime_ns
+    except OSError:
+        return None
+    return now if after > before and abs(after - now) < _QUIET_NS else None
+
+
+def mark_fresh(root: Path, form: FileFormat, index: ShardIndex, folders: Iterable[str], began: int) -> None:
+    """Writes the mark, if none of these folders has changed since two seconds before `began`."""
+    with contextlib.suppress(OSError, ShardError):
+        looks = {name: _look(root / name) for name in folders}
+        if all(look.newest_ns < began - _QUIET_NS for look in looks.values()):
+            mark = _Mark(index.identity, looks, _metadata(root))
+            replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
+
+
+def let_rest() -> None:
+    """Waits until what this process has just written into folders is old enough for a mark."""
+    time.sleep(1.1 * _QUIET_NS / 1e9)
+
+
+def forget_mark(index_path: Path) -> None:
+    """Drops the mark of an index: the next start looks at all shards."""
+    with contextlib.suppress(OSError):
+        _mark_of(index_path).unlink()
+
+
+def _mark_of(index_path: Path) -> Path:
+    return index_path.with_name(f"{index_path.name}.fresh")
+
+
+def _metadata(root: Path) -> dict[str, FileVersion | None]:
+    """Energon's files, which may list shards too. Raises `ShardError` if one of them is wrong."""
+    names = {*METADATA_FILES, *named_files(root)}
+    return {name: _look(root / META / name) if (root / META / name).exists() else None for name in sorted(names)}
+
+
+def _look(path: Path) -> FileVersion:
+    return FileVersion.of(path.stat())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +186,7 @@ def open_files(
         root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
         return open_index(root, names, form, tolerant=tolerant)
     root = Path(spelled_out(files)[0]).absolute()  # a relative one would change its meaning with the working folder
-    known = fresh_mark.known_index(root, form, tolerant=tolerant)
+    known = marked_index(root, form, tolerant=tolerant)
     if known is not None:
         return _checked(FoundIndex(root, known, root / form.index_name, None), tolerant)
     return _look_at_all(root, form, tolerant=tolerant, unlistable=unlistable)
@@ -71,7 +198,7 @@ def is_folder(files: Shards) -> bool:
 
 
 def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> FoundIndex:
-    began = fresh_mark.begin_look(root, form)
+    began = begin_look(root, form)
     folders: list[str] = []
     unlisted: list[ShardError] = []
 
@@ -82,8 +209,8 @@ def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Un
     _, names = find_shards(root, form.kind, missing_too=tolerant, unlistable=left_out, visited=folders.append)
 
     def looked_at(index: ShardIndex) -> None:
-        if began is not None and not unlisted and len(index.shards) >= fresh_mark.MARKED_SHARDS:
-            fresh_mark.mark_fresh(root, form, index, folders, began)
+        if began is not None and not unlisted and len(index.shards) >= MARKED_SHARDS:
+            mark_fresh(root, form, index, folders, began)
 
     names = _with_missing(root, names, form, tolerant)
     return open_index(root, names, form, tolerant=tolerant, looked_at=looked_at)
@@ -141,15 +268,15 @@ def index_files(
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
     path, faults = in_first_place(root, form.index_name, make)
-    if path == root / form.index_name and len(names) >= fresh_mark.MARKED_SHARDS:
+    if path == root / form.index_name and len(names) >= MARKED_SHARDS:
         _mark(root, form)
     return path, faults
 
 
 def _mark(root: Path, form: FileFormat) -> None:
     """Marks the index that was just written as fresh, so that no start needs to look at all files again."""
-    if fresh_mark.known_index(root, form, tolerant=True) is None:
-        fresh_mark.let_rest()
+    if marked_index(root, form, tolerant=True) is None:
+        let_rest()
         _look_at_all(root, form, tolerant=True, unlistable=lambda error: None)
 
 

@@ -1,15 +1,17 @@
-"""Which parts of samples are images, texts, JSON or media, by their extension; and whether the bytes of a part are."""
+"""Parts of samples: which are images, texts, JSON or media, by their extension; whether their bytes are."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import warnings
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from PIL import Image
+
 
 # In the order in which a sample's image or text is looked for. Pillow decodes all of these images.
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
@@ -112,3 +114,28 @@ def _image_error(data: bytes) -> str:
     except Exception as error:  # Pillow's decoders raise errors of any type for damaged data
         return f"unreadable image: {str(error) or type(error).__name__}"
     return ""
+
+
+def as_part(value: Any) -> bytes | None:
+    """A value as the bytes of a part: texts and bytes as they are, the rest as JSON; None stays None.
+
+    >>> from savable_pipeline.data.shards.part_types import as_part
+    >>> [as_part(value) for value in ("text", b"\\xff", 1.5, [1, None])]
+    [b'text', b'\\xff', b'1.5', b'[1, null]']
+    """
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode(errors="surrogatepass")
+    if type(value) is int:  # the most frequent by far, and four times as fast
+        return b"%d" % value
+    return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: bytes as base64, moments as ISO 8601, spans as seconds, decimals as text."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return value.total_seconds() if hasattr(value, "total_seconds") else str(value)

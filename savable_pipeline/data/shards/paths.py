@@ -1,4 +1,8 @@
-"""Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these."""
+"""Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
+
+`a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. Where a folder or a file is
+no dataset, the error says what makes one of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import glob
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,12 +19,11 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
-from savable_pipeline.core.addresses import clean_address, has_user
-from savable_pipeline.core.files import read_regular
-from savable_pipeline.core.open_files import is_out_of_handles, with_handles
-from savable_pipeline.data.shards.braces import expand_braces
+from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
+
+from savable_pipeline.core.files import is_out_of_handles, read_regular, with_handles
+from savable_pipeline.core.wording import clean_address, has_user
 from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
-from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder, into_folder
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,12 @@ NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
 LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
 _LONGEST_PATH = 4096  # characters
+_NUMBERS = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
+_MOST_NAMES = 1_000_000  # that one pattern may stand for
+_MOST_CHARACTERS = 1 << 28  # of all of these
+_MOST_BRACES = 1000
+_READERS = {".tar": "sp.TarShardReader", ".parquet": "custom.ParquetReader", ".arrow": "custom.ArrowReader"}
+_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,3 +305,53 @@ def _unlistable(error: OSError) -> ShardError:
         "move it out of the dataset",
         reason="unlistable folder",
     )
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The names that a pattern stands for, the last braces counting fastest; braces that do not pair are text.
+
+    Raises `ShardError` if there are too many of them.
+    """
+    if "{" not in pattern:
+        return [pattern]
+    numbers = sum(abs(int(last[:20]) - int(first[:20])) + 1 for first, last in _NUMBERS.findall(pattern))
+    names, characters = [], 0
+    if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:  # all numbers of a range are made at once
+        try:
+            for name in braceexpand(pattern, escape=False):
+                names.append(name)
+                characters += len(name)
+                if len(names) > _MOST_NAMES or characters > _MOST_CHARACTERS:
+                    break
+            else:
+                return names
+        except UnbalancedBracesError:
+            return [pattern]
+        except RecursionError:
+            pass
+    raise ShardError(f"{pattern[:200]}: the braces mean more than {_MOST_NAMES:,} names, or too long ones")
+
+
+def instead_of_folder(folder: Path) -> str:
+    """How a folder without shards of the wanted kind becomes a dataset, or is one; "" for an empty one."""
+    holds_files = False
+    for _, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in files if not name.startswith(".")):
+            holds_files = True
+            reader = _READERS.get(os.path.splitext(name)[1])  # noqa: PTH122  # a Path per name is slow
+            if reader is not None:
+                return f"; {name} is there, which {reader} reads"
+    return f"; `savable convert {shlex.quote(str(folder))} DST` makes a dataset of its files" if holds_files else ""
+
+
+def into_folder(folder: str | Path) -> str:
+    """The command that fills a folder for tars, which is empty or missing."""
+    return f"; `savable convert SRC {shlex.quote(str(folder))}` writes shards there of the files or the table SRC"
+
+
+def instead_of_file(path: Path) -> str:
+    """The command that makes tars of the folder of a picture or a text; "" for any other file."""
+    if path.name.lower().endswith(_PARTS):
+        return f"`savable convert {shlex.quote(str(path.parent))} DST` makes a dataset of its folder"
+    return ""

@@ -22,7 +22,7 @@ import msgspec
 
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.file_format import found_at
+from savable_pipeline.data.shards.index import found_at
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
 J = TypeVar("J")

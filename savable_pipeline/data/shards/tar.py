@@ -5,7 +5,7 @@
 
 A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of them.
 Only regular files count; links, directories and devices have no payload, whatever size their headers say (what is
-said of links: tar_links.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
+said of links: tar_format.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
 Formats: v7, ustar, GNU, PAX.
 """
 

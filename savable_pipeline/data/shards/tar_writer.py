@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.scan import ShardRows
+from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, padded
+from savable_pipeline.data.shards.tar_format import ShardRows
 
 RECORD = 20 * BLOCK  # a tar is padded to whole ones
 END = 2 * BLOCK  # bytes of zeros that end it at least

@@ -7,32 +7,48 @@ Of a file the footer says which batches it has, wherever they lie; of a stream t
     message   0xffffffff │ length i32 │ metadata: flatbuffer │ body
                                         ├ kind, length of the body
                                         └ of a batch: rows, compression
+    footer    flatbuffer: version, schema, dictionaries, record batches │ its length i32 │ "ARROW1"
+              └ record batch   offset i64 │ bytes of metadata i32 │ 0 (4 bytes) │ bytes of its body i64
 
 Places of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
 hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
 one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
 each batch; the end of each; the rows; the hashes.
+
+Folders that HF `datasets` writes say what of them is one split, and which of their files are its data (`data_files`):
+
+    save_to_disk      state.json names the files; of a DatasetDict, dataset_dict.json names a folder for each split
+    the cache         dataset_info.json names the splits, whose files lie side by side; cache-*.arrow are results of map
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.core.wording import encodable, listed
+from savable_pipeline.data.shards.byte_source import ByteSource
+from savable_pipeline.data.shards.index import FileFormat, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.arrow_footer import MAGIC, FooterError, read_footer
-from savable_pipeline.data.stores.file_kinds import ARROW_FILES
-from savable_pipeline.data.stores.flatbuffer import Flatbuffer
+from savable_pipeline.data.stores.source import ARROW_FILES
+from savable_pipeline.errors import ShardError
 
+MAGIC = b"ARROW1"
+_HEAD = len(MAGIC) + 2  # bytes before the first message
+_END = struct.Struct("<i6s")
+_LARGEST_FOOTER = 1 << 28
+_SCHEMA_FIELD, _DICTIONARIES, _BATCHES = 1, 2, 3  # fields
+_BLOCK = "<qi4xq"
 _FEATHER_1 = b"FEA1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 _LARGEST_METADATA = 1 << 28
@@ -40,6 +56,104 @@ _MOST_ROWS = 1 << 40
 _IN_FOOTER = 1 << 63
 _NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
 _CURE = "the file was cut short or is damaged; copy it again"
+T = TypeVar("T")
+_LARGEST_JSON = 1 << 26
+
+
+class Flatbuffer:
+    """A table in a flatbuffer. Reading outside of the bytes raises struct.error."""
+
+    def __init__(self, data: bytes, place: int) -> None:
+        self._data, self._place = data, place
+        self._fields = place - self._at("<i", place)
+        if not 0 <= self._fields < len(data):
+            raise struct.error("a table outside of the buffer")
+        self._length = self._at("<H", self._fields)
+
+    @classmethod
+    def root(cls, data: bytes) -> Flatbuffer:
+        """The table that the buffer begins with."""
+        return cls(data, struct.unpack_from("<I", data, 0)[0])
+
+    def has(self, field: int) -> bool:
+        """Whether a field is there."""
+        return bool(self._offset(field))
+
+    def number(self, field: int, kind: str) -> int:
+        """A field that is an integer; 0 where it is left out."""
+        offset = self._offset(field)
+        return self._at(kind, self._place + offset) if offset else 0
+
+    def table(self, field: int) -> Flatbuffer:
+        """A field that is a table."""
+        place = self._place + self._offset(field)
+        return Flatbuffer(self._data, place + self._at("<I", place))
+
+    def structs(self, field: int, layout: str) -> list[tuple[Any, ...]]:
+        """A field that is a vector of structs of this layout; none where it is left out."""
+        if not self.has(field):
+            return []
+        place = self._place + self._offset(field)
+        place += self._at("<I", place)
+        end = place + 4 + struct.calcsize(layout) * self._at("<I", place)
+        if end > len(self._data):
+            raise struct.error("a vector outside of the buffer")
+        return list(struct.iter_unpack(layout, self._data[place + 4 : end]))
+
+    def _offset(self, field: int) -> int:
+        at = 4 + 2 * field
+        return self._at("<H", self._fields + at) if at + 2 <= self._length else 0
+
+    def _at(self, kind: str, place: int) -> int:
+        if place < 0:
+            raise struct.error("before the buffer")
+        found: int = struct.unpack_from(kind, self._data, place)[0]
+        return found
+
+
+class FooterError(ValueError):
+    """The footer is not there, or cannot be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What a footer says: of each record batch its offset, before the footer, and the bytes of metadata and body."""
+
+    offset: int
+    batches: list[tuple[int, int, int]]
+    has_dictionaries: bool
+    digest: int
+
+
+def read_footer(file: ByteSource) -> Footer:
+    """The footer of a file that begins with `MAGIC`. Raises `FooterError`, OSError."""
+    size = file.size
+    end = file.read_at(max(0, size - _END.size), _END.size)
+    if not end.endswith(MAGIC) or size < _HEAD + _END.size:
+        raise FooterError("no footer at its end")
+    length = _END.unpack(end)[0]
+    if not 0 < length <= min(_LARGEST_FOOTER, size - _HEAD - _END.size):
+        raise FooterError(f"a footer of {length} bytes in a file of {size}")
+    offset = size - _END.size - length
+    data = file.read_at(offset, length)
+    try:
+        table = Flatbuffer.root(data)
+        blocks, dictionaries = table.structs(_BATCHES, _BLOCK), table.structs(_DICTIONARIES, _BLOCK)
+        has_schema = table.has(_SCHEMA_FIELD)
+    except struct.error as error:
+        raise FooterError(f"a damaged footer at byte {offset}") from error
+    if not has_schema:
+        raise FooterError(f"a footer without a schema at byte {offset}")
+    batches = [(begin, head, body) for begin, head, body in blocks]
+    outside = next((begin for begin, _, _ in batches if not _HEAD <= begin < offset), None)
+    if outside is not None:
+        raise FooterError(f"a footer that names a record batch at byte {outside} of {offset}")
+    return Footer(offset, batches, bool(dictionaries), xxh3_64_intdigest(data))
+
+
+def file_of_footer(tail: bytes) -> bytes:
+    """A file of nothing but a footer, to read its schema from; `tail` is a file's end from the footer's offset on."""
+    return MAGIC + b"\0\0" + tail
 
 
 class MessageError(ValueError):
@@ -88,11 +202,11 @@ def batches_of(places: Places) -> Batches:
     return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
     found = _Found()
     try:
-        fault = _read_file(file, found) if file.read(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
+        fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
     except (MessageError, FooterError) as error:
         fault = f"{error}: {_CURE}"
     places = _places(found)
@@ -103,7 +217,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     )
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
     assert isinstance(index, PlaceIndex), index
     batches = batches_of(index.places(number))
@@ -124,15 +238,15 @@ def _digest(places: Places, schema: int | None) -> int:
     return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
 
 
-def read_message(file: FileBytes, offset: int) -> ArrowMessage:
+def read_message(file: ByteSource, offset: int) -> ArrowMessage:
     """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
-    start, size = file.read(offset, 8), file.size
+    start, size = file.read_at(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
         raise MessageError(f"no Arrow message at byte {offset}")
     length = struct.unpack_from("<i", start, 4)[0]
     if not 0 < length <= min(_LARGEST_METADATA, size - offset - 8):
         raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
-    metadata = file.read(offset + 8, length)
+    metadata = file.read_at(offset + 8, length)
     try:
         table = Flatbuffer.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
@@ -184,15 +298,15 @@ class _Found:
         return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
 
 
-def _read_stream(file: FileBytes, found: _Found) -> str:
+def _read_stream(file: ByteSource, found: _Found) -> str:
     """Adds the messages of a stream to `found`. Returns its fault, if it has one. Raises `MessageError`."""
-    if file.read(0, len(_FEATHER_1)) == _FEATHER_1:
+    if file.read_at(0, len(_FEATHER_1)) == _FEATHER_1:
         return (
             "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
             "`feather.write_feather(feather.read_table(FILE), FILE)` of pyarrow.feather"
         )
     offset = 0
-    while offset < file.size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+    while offset < file.size and file.read_at(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
         message = read_message(file, offset)
         offset = message.end
         if message.kind == _DICTIONARY:
@@ -206,7 +320,7 @@ def _read_stream(file: FileBytes, found: _Found) -> str:
     return "no Arrow schema; is it an Arrow file?" if found.schema is None else ""
 
 
-def _read_file(file: FileBytes, found: _Found) -> str:
+def _read_file(file: ByteSource, found: _Found) -> str:
     """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`, `FooterError`."""
     footer = read_footer(file)
     found.schema = _leading_schema(file)
@@ -226,7 +340,7 @@ def _read_file(file: FileBytes, found: _Found) -> str:
     return _overlap(found) or _unnamed(file, found)
 
 
-def _leading_schema(file: FileBytes) -> ArrowMessage | None:
+def _leading_schema(file: ByteSource) -> ArrowMessage | None:
     """The message of the schema at the beginning of a file, where there is one."""
     with contextlib.suppress(MessageError):
         message = read_message(file, 8)
@@ -246,7 +360,7 @@ def _overlap(found: _Found) -> str:
     return ""
 
 
-def _unnamed(file: FileBytes, found: _Found) -> str:
+def _unnamed(file: ByteSource, found: _Found) -> str:
     """The fault of a file that has a batch behind another, or behind the schema, which its footer does not name."""
     named = {message.offset for message in found.batches}
     ends = [message.end for message in (found.schema, *found.batches) if message is not None]
@@ -273,6 +387,68 @@ ARROW = FileFormat(
     "savable_pipeline.data.stores.arrow_file:ARROW",
     read_table,
     is_as_indexed,
-    no_places=2,
+    all_used=False,  # columns that are not asked for are not read
+    no_rows=bytes(16),
     splits="dataset_dict.json",
 )
+
+
+class _Named(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct):
+    files: list[_Named] = msgspec.field(default=[], name="_data_files")
+    indices: Any = msgspec.field(default=None, name="_indices_files")
+
+
+class _Splits(msgspec.Struct):
+    splits: Any = None
+
+
+def data_files(files: T) -> T | list[Path]:
+    """What to read for a folder that HF `datasets` wrote: the files that it names. Anything else is returned as it is.
+
+    Raises `ShardError` for a folder of several splits: one of them must be named.
+    """
+    if not isinstance(files, str | os.PathLike) or not Path(files).is_dir():
+        return files
+    folder = Path(files)
+    if (folder / "dataset_dict.json").is_file():
+        names = _split_names(_read_json(folder / "dataset_dict.json", _Splits).splits)
+        raise ShardError(f"{folder}: holds the splits {listed(names)}; read one of them, such as {folder / names[0]}")
+    if (folder / "state.json").is_file():
+        return _named_files(folder, _read_json(folder / "state.json", _State))
+    if (folder / "dataset_info.json").is_file():
+        names = _split_names(_read_json(folder / "dataset_info.json", _Splits).splits)
+        if len(names) > 1:
+            raise ShardError(
+                f"{folder}: holds the splits {listed(names)} side by side; name the files of one, such as "
+                f"'{folder}/*-{names[0]}*.arrow'"
+            )
+    return files
+
+
+def _named_files(folder: Path, state: _State) -> list[Path]:
+    if state.indices:
+        raise ShardError(f"{folder}: its rows are chosen by a table of indices; save it after `flatten_indices()`")
+    names = [file.filename for file in state.files]
+    outside = next((name for name in names if not is_inside(name)), None)
+    if outside is not None:
+        raise ShardError(f"{folder}/state.json: it names {outside!r}, which lies outside of the folder")
+    return [folder / name for name in names]
+
+
+def _split_names(splits: Any) -> list[str]:
+    return [str(name) for name in splits] if isinstance(splits, list | dict) and splits else ["train"]
+
+
+def _read_json(path: Path, kind: type[Any]) -> Any:
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LARGEST_JSON} are read")
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ShardError(f"{path}: cannot be read: {error}") from error

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.stores.arrow_columns import Unread
-from savable_pipeline.data.stores.media_columns import (
+from savable_pipeline.data.stores.arrow_columns import (
     Column,
     MediaColumn,
     MediaListColumn,
     NamedFile,
+    Unread,
     column_of,
     extension_of,
 )

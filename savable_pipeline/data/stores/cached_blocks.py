@@ -1,50 +1,154 @@
-"""`CachedBlocks`: files behind a URL, of which the node's cache holds the blocks that were needed.
+"""Files behind a URL, brought into the node's cache by the downloading process of a session.
 
-A read asks which blocks of its bytes are absent, waits until they are downloaded, and reads the file in the cache; what
-is announced (`prefetch_bytes`) is downloaded ahead. See `shard_cache` for how a read notices an eviction.
+    DownloadedFiles    what the files of all kinds have in common: where they lie, requests, room in the cache
+    CachedBlocks       files of which the cache holds the blocks that were needed; of tars see cached_samples.py
+    DownloadBlocks     which rows are downloaded together
+
+A dataset that fits into the cache is downloaded in pieces of 8 MiB. One that does not is downloaded in the very runs
+that were announced, so that each byte is downloaded once an epoch whatever else the cache must hold.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import Protocol
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.core.files import is_out_of_handles
+from savable_pipeline.data.remote.cache_files import pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.remote_files import RemotePlace
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, runs
-from savable_pipeline.data.remote.version_pins import pin_whole, whole_version
-from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.lookup import RemotePlace
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.shard_cache import BLOCK, LEFT_OUT, USED, WANTED, ShardCache, runs
+from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.download_blocks import DownloadBlocks
-from savable_pipeline.data.stores.downloaded_files import TRIES, DownloadedFiles
-from savable_pipeline.data.stores.shard_files import T
-from savable_pipeline.errors import ShardError
+from savable_pipeline.data.stores.shard_files import ShardFiles, StoreFile, T
+from savable_pipeline.errors import RemoteError, ShardError
 
-_fetching: dict[Path, threading.Lock] = {}  # what lies beside files
+TRIES = 100  # to read what was evicted, each time, before it could be read, after which reading fails
+_PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
+_PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 _AHEAD = 1 << 20  # bytes that are downloaded with what is read, at most
+_ROWS_KEPT = 1 << 18  # whose blocks are remembered
+_fetching: dict[Path, threading.Lock] = {}  # what lies beside files
+
+Block: TypeAlias = tuple[int, int]  # rows of one shard: the first, and the one after the last
 
 
-class IndexedBytes(Protocol):
-    """What an index says of files: what they must be when they are first read; `numbers` are theirs in it."""
+class DownloadedFiles(ShardFiles):
+    """The base of files at a place in the cache."""
 
-    numbers: Rows
+    behind_url = True
 
-    def check_rows(self, shard: int, /) -> None:
-        """Raises `ShardError` if what the index says of a file is damaged."""
+    def __init__(self, place: RemotePlace, numbers: Rows) -> None:
+        super().__init__()
+        self.place, self._cached, self._limit = place, place.cached, place.session.limit
+        self._numbers = numbers  # of the files in the cache's index
+        self._known_rows: set[int] = set()  # files whose rows in the index were compared with their checksum
+        self._asked: Downloader | None = None  # the process that knows what was announced
 
-    def is_as_indexed(self, shard: int, file: FileBytes, /) -> bool:
-        """Whether a file of the right size is the one that was indexed."""
+    def _forget_announced(self) -> None:
+        """Called for each new downloading process: it knows nothing of what was announced before."""
+
+    def refs_ahead(self, mean_bytes: float) -> int:
+        """The number of refs to announce ahead, of samples of this size."""
+        ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
+        return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+
+    def path(self, shard: int) -> Path:
+        """The file in the cache."""
+        return self._cached.path(int(self._numbers[shard]))
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of the file in the cache."""
+        try:
+            return self._cached.open(int(self._numbers[shard]))
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
+
+    def is_right(self, shard: int, row: int, stop: int) -> bool:
+        """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
+        file: what is open may have been deleted.
+        """
+        right = self._cached.is_right(int(self._numbers[shard]), self[shard], row, stop)
+        if not right:
+            fresh = self.open(shard)
+            os.dup2(fresh, self[shard], inheritable=False)
+            os.close(fresh)
+        return right
+
+    def entry(self, shard: int) -> tuple[str, int]:
+        """See `ShardFiles.entry`."""
+        number = int(self._numbers[shard])
+        return self._cached.shards.names[number], int(self._cached.shards.sizes[number])
+
+    def name(self, shard: int) -> str:
+        """The URL of a file."""
+        return f"{self.place.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
+
+    def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
+        """The begin of a request for rows of the cache."""
+        return "rows", self.place.url, str(self._cached.folder), row, stop
+
+    def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
+        """Raises `RemoteError` if the cache cannot have so many rows at once; so too after so many `tries`."""
+        start, past = self._cached.extent(row, stop)
+        size = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
+        least = size + self._limit if tries else size
+        if least > self._limit:
+            lost = f"evicted, or damaged on its disk, {tries} times before it was read: " if tries else ""
+            raise RemoteError(
+                f"{self.name(shard)}: {lost}{size} bytes are read at once, and the cache of {self._limit} bytes is too "
+                "small for that and what else its processes read: set cache_bytes= or SAVABLE_CACHE_BYTES to at least "
+                f"{least}"
+            )
+
+    def fetch_rows(self, numbers: Rows) -> None:
+        """See `ShardFiles.fetch_rows`. Rows that are damaged are fetched again."""
+        parts = self._cached.layout.parts
+        if parts is None:
+            return
+        numbers = np.unique(numbers)
+        fresh = [number for number in numbers.tolist() if number not in self._known_rows]
+        parts.check(np.array(fresh, dtype=np.int64))
+        absent = parts.absent(numbers).tolist()
+        if absent:
+            self._call("index_rows", self.place.url, str(self._cached.folder), absent)
+        self._known_rows.update(fresh)
+
+    def has_all_rows(self) -> bool:
+        """Whether the whole index is in the cache."""
+        parts = self._cached.layout.parts
+        return parts is None or not len(parts.all_absent())
+
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        answer = self.place.session.call(kind, *arguments)
+        self._look_whom_was_asked()
+        return answer
+
+    def _prefetch(self, urgency: Urgency, *request: Any) -> None:
+        self._look_whom_was_asked()
+        self.place.session.prefetch(urgency, *request)
+
+    def _look_whom_was_asked(self) -> None:
+        found = self.place.session.connected()
+        if found is not self._asked:
+            self._asked = found
+            self._forget_announced()
 
 
 class CachedBlocks(DownloadedFiles):
-    """The files of a place in the cache. They are checked against what is `indexed`, if that is given.
+    """The files of a place in the cache. They are checked against what is `indexed`, if that is given; their bytes only
+    if they are to be `looked_at`.
 
     With `all_used` every byte is read once an epoch: if all fit into the cache, they are downloaded in pieces of 8 MiB.
     """
@@ -52,13 +156,14 @@ class CachedBlocks(DownloadedFiles):
     def __init__(
         self,
         place: RemotePlace,
-        indexed: IndexedBytes | None = None,
+        indexed: IndexedFiles | None = None,
         *,
         all_used: bool = False,
+        looked_at: bool = True,
     ) -> None:
         numbers = np.arange(len(place.cached.shards)) if indexed is None else indexed.numbers
         super().__init__(place, numbers)
-        self._indexed = indexed
+        self._indexed, self._looked_at = indexed, looked_at
         size = int(self._cached.shards.sizes[self._numbers].sum())
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
@@ -66,10 +171,6 @@ class CachedBlocks(DownloadedFiles):
 
     def _forget_announced(self) -> None:
         self._blocks.forget_announced()
-
-    def file(self, shard: int) -> FileBytes:
-        """A file as formats read it."""
-        return CachedBytes(self, shard)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on, downloaded first where they are absent.
@@ -135,7 +236,7 @@ class CachedBlocks(DownloadedFiles):
             if self._indexed is not None:
                 self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
-                if not self._indexed.is_as_indexed(shard, self.file(shard)):
+                if self._looked_at and not self._indexed.is_as_indexed(shard, StoreFile(self, shard)):
                     self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
@@ -146,13 +247,8 @@ class CachedBlocks(DownloadedFiles):
             self._checked.discard(shard)
             raise
 
-    def entry(self, shard: int) -> tuple[str, int]:
-        """Name and size in bytes of a file."""
-        number = int(self._numbers[shard])
-        return self._cached.shards.names[number], int(self._cached.shards.sizes[number])
-
     def beside(self, name: str) -> Path | None:
-        """A local copy of what lies beside the files under this name, downloaded if it is not here."""
+        """See `ShardFiles.beside`: a local copy, downloaded if it is not here."""
         path = self.place.beside(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
             if path not in self._beside and whole_version(path) is None:
@@ -201,28 +297,65 @@ class CachedBlocks(DownloadedFiles):
             self._call(*self._request(row, stop), needed, True)
 
 
-class CachedBytes:
-    """A file of `CachedBlocks` as formats read it."""
+class DownloadBlocks:
+    """The blocks of a cached version of a dataset."""
 
-    def __init__(self, files: CachedBlocks, shard: int) -> None:
-        self._files, self._shard = files, shard
-        self._whole_name, self.size = files.entry(shard)
-        self.name = self._whole_name.rpartition("/")[2]
+    def __init__(self, cached: ShardCache, *, in_pieces: bool) -> None:
+        self._cached = cached
+        self.in_pieces = in_pieces
+        self._by_row: dict[int, Block] = {}  # the block that a row was announced in
+        self._announced: set[Block] = set()  # pieces
 
-    def read(self, offset: int, size: int) -> bytes:
-        """See `FileBytes.read`."""
-        return self._files.read(self._shard, offset, max(0, min(size, self.size - offset)))
+    def announce(self, rows: Rows) -> list[Block]:
+        """The blocks of these ascending rows, without pieces that were announced before."""
+        blocks = self._blocks(rows)
+        if self.in_pieces:
+            blocks = [block for block in blocks if block not in self._announced]
+            self._announced.update(blocks)
+            return blocks
+        if len(self._by_row) > _ROWS_KEPT:
+            self._by_row.clear()
+        self._by_row.update((row, block) for block in blocks for row in range(*block))
+        return blocks
 
-    def expect(self, places: list[tuple[int, int]]) -> None:
-        """See `FileBytes.expect`."""
-        begins, sizes = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        ends = np.minimum(begins + sizes, self.size)
-        self._files.prefetch_bytes(self._shard, begins, ends, soon=True)
+    def parts(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
+        """The blocks of these ascending rows, which are needed now, and those of the rows that each holds.
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
-        """See `FileBytes.beside`."""
-        return self._files.beside(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
+        Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
+        """
+        shards, pieces = self._cached.shards_of(rows), self._cached.layout.begins(rows) // PIECE
+        cuts = np.flatnonzero((np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+        found = []
+        for part in np.split(rows, cuts):
+            row, stop = int(part[0]), int(part[-1]) + 1
+            block = self._piece(self._cached.shard_of(row), self._cached.extent(row, stop)[0] // PIECE)
+            found.append((block if whole else (row, stop), part.tolist()))
+        return found
 
-    def fileno(self) -> int:
-        """See `FileBytes.fileno`."""
-        raise OSError(f"{self._files.name(self._shard)}: no file on a disk")
+    def forget_announced(self) -> None:
+        """Lets pieces be announced again: the downloader that knew of them is gone."""
+        self._announced.clear()
+
+    def block_of(self, row: int) -> Block:
+        """The block to download for a row: its piece, or the run that it was announced in."""
+        if self.in_pieces:
+            return self._piece(self._cached.shard_of(row), self._cached.extent(row, row + 1)[0] // PIECE)
+        return self._by_row.get(row, (row, row + 1))
+
+    def _blocks(self, rows: Rows) -> list[Block]:
+        """The blocks that hold these ascending rows; runs of rows are cut where a piece of the shard ends."""
+        shards = self._cached.shards_of(rows)
+        pieces = self._cached.layout.begins(rows) // PIECE
+        if self.in_pieces:
+            return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
+
+    def _piece(self, shard: int, piece: int) -> Block:
+        """The rows of a shard that start in its piece number `piece`, without one that is longer than a piece."""
+        row_from = self._cached.layout.row_from
+        row, stop = row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
+        if row < stop:
+            begin, end = self._cached.extent(stop - 1, stop)
+            stop -= end - begin > PIECE
+        return row, stop

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
-    from savable_pipeline.data.stores.arrow_columns import Unread
-    from savable_pipeline.data.stores.media_columns import NamedFile
+    from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 
@@ -38,6 +36,7 @@ class ColumnSettings(TypedDict, total=False):
     key: str | None
     blocks: DecodedBlocks[Any] | None
     partial: bool
+    needed: tuple[str, ...]
 
 
 class ColumnarStore(GroupedStore):
@@ -45,17 +44,17 @@ class ColumnarStore(GroupedStore):
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
     names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
-    of it. Raises ValueError for a column that the first file does not have.
+    of it. Columns that are `needed` beside these must be there. Raises ValueError for a column that the first file does
+    not have.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         super().__init__(found, settings.get("blocks"))
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
         self.partial = settings.get("partial", False)
-        if self.columns is not None or self.key_column is not None:
+        self.needed = settings.get("needed", ())
+        if self.columns is not None or self.key_column is not None or self.needed:
             self._check_columns_of_first()
-
-    all_used = False  # columns that are not asked for are not read
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> DecodedGroup:
@@ -135,7 +134,7 @@ class ColumnarStore(GroupedStore):
 
     def media_named(self, parts: Collection[str]) -> list[str]:
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
-        from savable_pipeline.data.stores.media_columns import holds_media
+        from savable_pipeline.data.stores.arrow_columns import holds_media
 
         schema = self.schema(next(iter(np.flatnonzero(self.entries.samples).tolist())))
         media = [field.name for field in schema if holds_media(field)]
@@ -150,7 +149,7 @@ class ColumnarStore(GroupedStore):
         from savable_pipeline.data.stores.arrow_columns import check_columns, check_names
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        check_columns(self.place(shard), tuple(wanted), known)
+        check_columns(self.place(shard), (*wanted, *self.needed), known)
         check_names(self.place(shard), known if self.wanted is None else self.wanted, known)
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:

@@ -12,13 +12,13 @@ import codecs
 import contextlib
 import csv
 import io
-import json
 import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from json.encoder import encode_basestring
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -26,43 +26,25 @@ import numpy as np
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.wording import counted, encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
+from savable_pipeline.data.shards.index import FileFormat, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_kinds import CSV_FILES
 from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
-from savable_pipeline.data.stores.record_fields import RecordError
+from savable_pipeline.data.stores.source import CSV_FILES
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
-_as_json = json.JSONEncoder(ensure_ascii=False).encode
+_as_json = encode_basestring  # of a text
 _WIDE = 1 << 17  # bytes of a cell that Python reads
 _LOOKED_AT = 1000  # rows by which columns that name files are told
 
 Row: TypeAlias = list[str]
 
 
-class _Lines(io.RawIOBase):
-    """A file from an offset on, up to another."""
-
-    def __init__(self, file: FileBytes, size: int) -> None:
-        self._file, self._at, self._size = file, 0, size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(self._at, min(len(buffer), self._size - self._at))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, begins = text_fault(file.read(0, HEAD), file.name), array("Q")
+    fault, begins = text_fault(file.read_at(0, HEAD), file.name), array("Q")
     if fault:
         fault = f": {fault}"
     else:
@@ -79,9 +61,9 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
 
 
-def _row_begins(file: FileBytes) -> Iterator[int]:
+def _row_begins(file: ByteSource) -> Iterator[int]:
     """Where the rows below the header begin. Raises ValueError, which begins with `:LINE`, for what is no table."""
-    rows = _rows(io.BufferedReader(_Lines(file, file.size), _BLOCK), file.name)
+    rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     twice = next((column for column, count in Counter(header).items() if column and count > 1), None)
     if twice is not None:
@@ -160,7 +142,18 @@ def _wide_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-CSV = FileFormat("csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_places=1)
+CSV = FileFormat(
+    "csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_rows=bytes(8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The first row of a file: its columns, their names as JSON has them, and what parts cells."""
+
+    columns: Row
+    names: list[str]
+    separator: str
 
 
 class CsvStore(TableStore):
@@ -173,40 +166,47 @@ class CsvStore(TableStore):
 
     def header(self, shard: int) -> Row:
         """The names of the columns of a file."""
-        return self._headers(shard)[0]
+        return self._headers(shard).columns
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
-        return self.parsed(shard, raw, begin)[1]
+        return self._cells(shard, raw, begin)[1]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
         """See `TableStore.parsed`."""
-        header, separator = self._headers(shard)
+        row, body = self._cells(shard, raw, begin)
+        return dict(zip(self._headers(shard).columns, (cell or None for cell in row), strict=True)), body
+
+    def _cells(self, shard: int, raw: bytes, begin: int) -> tuple[Row, bytes]:
+        """The cells of a row, and its JSON. Raises `RecordError`, `ShardError`."""
+        header = self._known.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
-                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=separator, strict=True)
+                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=header.separator, strict=True)
         except (ValueError, csv.Error) as error:
             raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
-        if len(row) != len(header):
-            width = f"{counted(len(row), 'cell')}, where it has {counted(len(header), 'column')}"
+        if len(row) != len(header.columns):
+            width = f"{counted(len(row), 'cell')}, where it has {counted(len(header.columns), 'column')}"
             raise RecordError(f"not as wide as the header: {width}")
-        record = dict(zip(header, (cell or None for cell in row), strict=True))
-        return record, _as_json(record).encode()
+        cells = [
+            name + encode_basestring(cell) if cell else f"{name}null"
+            for name, cell in zip(header.names, row, strict=True)
+        ]
+        return row, f"{{{', '.join(cells)}}}".encode()
 
-    def _headers(self, shard: int) -> tuple[Row, str]:
-        """The names of the columns of a file, and what parts its cells."""
+    def _headers(self, shard: int) -> _Header:
         found = self._known.get(shard)
         if found is None:
             head = self.files.read(shard, 0, int(self.places(shard)[0]))
             lines = _text_lines(head.removeprefix(codecs.BOM_UTF8))
             separator = separator_of(lines[0], self.entries.names[shard])
             with _wide_fields():
-                rows = csv.reader(lines, delimiter=separator, strict=True)
-                found = self._known[shard] = next(row for row in rows if row), separator
+                columns = next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
+            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator)
         return found
 
     @cached_property
-    def _known(self) -> dict[int, tuple[Row, str]]:
+    def _known(self) -> dict[int, _Header]:
         return {}
 
 

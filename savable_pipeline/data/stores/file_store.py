@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from savable_pipeline.data.shards.index_file import Places, ShardTable
+from savable_pipeline.data.shards.index import IndexedFiles, Places, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.local_files import LocalFiles
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.shard_files import LocalFiles, StoreFile
 from savable_pipeline.errors import SavableError, ShardError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class FileStore(RecordStore):
     """Samples in indexed files of one format, below a folder or behind a URL; a store of a format derives from it."""
 
-    all_used: ClassVar[bool] = True  # whether every byte of a file is read in an epoch
+    range_parts: Collection[str] = ()  # the parts that are ranges of other files: see ranges.py
 
     def __init__(self, found: IndexedFiles) -> None:
         self.found = found
@@ -30,7 +30,6 @@ class FileStore(RecordStore):
         self.firsts, self.endings = found.firsts, found.form.kind.suffixes
         self.place = found.place
         self.files = self._open_files()
-        self.file = self.files.file
 
     def _open_files(self) -> LocalFiles | CachedBlocks:
         found = self.found
@@ -38,7 +37,11 @@ class FileStore(RecordStore):
             return LocalFiles(found)
         from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # here: most files lie on a disk
 
-        return CachedBlocks(found.remote, found, all_used=self.all_used)
+        return CachedBlocks(found.remote, found, all_used=found.form.all_used)
+
+    def file(self, shard: int) -> StoreFile:
+        """A file as formats read it."""
+        return StoreFile(self.files, shard)
 
     def verify(self, slot: int) -> None:
         """See `RecordStore.verify`."""

@@ -14,12 +14,12 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from savable_pipeline.core.open_files import is_out_of_handles, with_handles
+from savable_pipeline.core.files import is_out_of_handles, with_handles
 from savable_pipeline.core.wording import counted, listed
+from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import split_name
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.raw_folder import LAST, FolderTable, merged_fault, without_dots
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import ShardError

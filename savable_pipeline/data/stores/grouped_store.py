@@ -1,24 +1,210 @@
 """`GroupedStore`: files whose rows are decoded in groups, such as the row groups of Parquet or compressed shards.
 
-file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
+    file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
+
+The groups that a process holds decoded are bounded in bytes, for all lanes and stores together:
+
+    blocks   row groups, whole                  the one is given up first of which the fewest rows are still to be read
+    kept     rows of groups that were given up, but that a shuffle buffer is still to give
+
+Without the kept rows, a group would be decoded again for each of its rows that stays in a buffer for long.
+`AwaitedRows` are the rows of each group that were announced, and are still to be read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from abc import abstractmethod
 from bisect import bisect_right
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
-from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import ShardError
 
+_MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
+Group: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DECODED_BYTES = 1 << 30
 _MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless the cache is as large
+
+
+class AwaitedRows:
+    """Sets of rows by their group; its length is the number of all rows. A group without rows takes no room."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Group, set[int]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def announce(self, shard: int, rows: Rows, ends: list[int]) -> None:
+        """These rows of a shard, whose groups end at `ends`, will be read."""
+        if self._count + len(rows) > _MOST:
+            self._rows.clear()
+            self._count = 0
+        groups = np.searchsorted(ends, rows, side="right")
+        for group in np.unique(groups).tolist():
+            awaited = self._rows.setdefault((shard, group), set())
+            before = len(awaited)
+            awaited.update(rows[groups == group].tolist())
+            self._count += len(awaited) - before
+
+    def done(self, group: Group, row: int) -> None:
+        """This row of a group is read, and awaited no more. (Called for each part: without a detour.)"""
+        awaited = self._rows.get(group)
+        if awaited is not None and row in awaited:
+            awaited.remove(row)
+            self._count -= 1
+            if not awaited:
+                del self._rows[group]
+
+    def count(self, group: Group) -> int:
+        """The number of rows awaited of a group."""
+        return len(self._rows.get(group, ()))
+
+    def take(self, group: Group) -> list[int]:
+        """The rows awaited of a group, which are forgotten here."""
+        rows = sorted(self._rows.pop(group, ()))
+        self._count -= len(rows)
+        return rows
+
+    def __repr__(self) -> str:
+        return f"AwaitedRows({self._count} rows of {len(self._rows)} groups)"
+
+
+class AwaitedOfGroup:
+    """The rows awaited of a group that is decoded, `rows`, whose first one has the number `first`; see `Awaited`."""
+
+    def __init__(self, awaited: AwaitedRows, group: Group, first: int) -> None:
+        self._awaited, self._group, self._first = awaited, group, first
+        self.rows: Any = None
+
+    def __len__(self) -> int:
+        return self._awaited.count(self._group)
+
+    def take(self) -> Iterator[tuple[int, Any, int]]:
+        """Number, row and bytes of each; of damaged ones nothing: the error comes when they are read."""
+        for row in self._awaited.take(self._group):
+            with contextlib.suppress(ValueError):
+                kept = self.rows.kept(row - self._first)
+                yield row, kept, kept.size
+
+
+class Awaited(Protocol):
+    """The rows of a block that are still to be read."""
+
+    def __len__(self) -> int: ...
+    def take(self) -> Iterable[tuple[int, Any, int]]:
+        """Number, row and bytes of each, when the block is given up."""
+
+
+class DecodedBlocks(Generic[T]):
+    """At most `limit` bytes of decoded blocks and kept rows, and of the latter at most half of it.
+
+    A single block beyond the limit is kept alone. `decoded` counts how many were decoded since the start.
+
+    >>> from savable_pipeline.data.stores.grouped_store import DecodedBlocks
+    >>> blocks = DecodedBlocks(limit=100)
+    >>> [blocks.get(key, lambda: ("block", 60)) for key in "aba"]
+    ['block', 'block', 'block']
+    >>> blocks.decoded
+    3
+    """
+
+    def __init__(self, limit: int = DECODED_BYTES) -> None:
+        if limit < 1:
+            raise ValueError(f"cache_bytes must be at least 1, not {limit}")
+        self.limit = limit
+        self.decoded = 0
+        self._blocks: OrderedDict[Hashable, tuple[T, int, Awaited | None]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
+        self._read: tuple[Hashable, int] = None, 0  # the kept row that was asked for last
+        self._block_bytes = self._kept_bytes = 0
+        self._told = False
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all blocks and kept rows."""
+        return self._block_bytes + self._kept_bytes
+
+    def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: Awaited | None = None) -> T:
+        """The block called `key`; if it is not there, what `decode` gives, with its size in bytes.
+
+        When the block is given up, those of its rows that are `awaited` are kept.
+        """
+        found = self.held(key)
+        return self._add(key, *decode(), awaited) if found is None else found
+
+    def held(self, key: Hashable) -> T | None:
+        """The block called `key`; None if it is not there."""
+        found = self._blocks.get(key)
+        if found is None:
+            return None
+        self._blocks.move_to_end(key)
+        return found[0]
+
+    def kept(self, key: Hashable, row: int) -> Any:
+        """A kept row of the block `key`; None if there is none. It is kept until another one is asked for."""
+        rows = self._kept.get(key)
+        found = None if rows is None else rows.get(row)
+        if found is None:
+            return None
+        if self._read != (key, row):
+            self._drop(*self._read)
+            self._read = key, row
+        return found[0]
+
+    def _add(self, key: Hashable, block: T, size: int, awaited: Awaited | None) -> T:
+        self.decoded += 1
+        self._kept_bytes -= sum(each for _, each in self._kept.pop(key, {}).values())
+        while self._blocks and self.bytes + size > self.limit:
+            self._give_up()
+        self._blocks[key] = block, size, awaited
+        self._block_bytes += size
+        return block
+
+    def _give_up(self) -> None:
+        """Gives up the block of which the fewest rows are awaited; of several, the one used longest ago."""
+        key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
+        _, size, awaited = self._blocks.pop(key)
+        self._block_bytes -= size
+        if awaited:
+            self._kept[key] = {row: (kept, each) for row, kept, each in awaited.take()}
+            self._kept_bytes += sum(each for _, each in self._kept[key].values())
+        while self._kept_bytes > self.limit // 2:
+            oldest = next(iter(self._kept))
+            self._drop(oldest, next(iter(self._kept[oldest])))
+            self._tell()
+
+    def _drop(self, key: Hashable, row: int) -> None:
+        rows = self._kept.get(key)
+        if rows is not None:
+            self._kept_bytes -= rows.pop(row, (None, 0))[1]
+            if not rows:
+                del self._kept[key]
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            log.info(
+                "rows of more than %s are in shuffle buffers, or were never read: row groups may be decoded again for "
+                "them; give more cache_bytes, or smaller buffers",
+                human_bytes(self.limit // 2),
+            )
+
+    def __repr__(self) -> str:
+        return f"DecodedBlocks({len(self._blocks)}, {human_bytes(self.bytes)} of {human_bytes(self.limit)})"
 
 
 class GroupedStore(FileStore):

@@ -15,15 +15,12 @@ from xxhash import xxh3_64
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable, human_bytes
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.byte_source import ByteSource
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_kinds import JSONL_FILES
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.plain_values import as_part
+from savable_pipeline.data.stores.source import JSONL_FILES
 
 _CHUNK = 1 << 22
 _COMPARED = 1 << 16  # bytes of a line that are compared
@@ -32,9 +29,9 @@ _FEW = 64  # bytes of a line that are looked at first, to see whether it is blan
 MARK = b"\xef\xbb\xbf"
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
-    fault, places = text_fault(file.read(0, HEAD), file.name), np.zeros(1, "<u8")
+    fault, places = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
         fault, places = _check_last(file, _lines(file))
     entry = ShardEntry(
@@ -43,7 +40,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return ShardTable(entry, places.tobytes())
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
     assert isinstance(index, PlaceIndex), index
     try:
@@ -52,23 +49,23 @@ def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
         return False
 
 
-def digest_of(file: FileBytes, places: Places) -> int:
+def digest_of(file: ByteSource, places: Places) -> int:
     """A hash of the places of lines, of the first of them, one in the middle and the last, and of what is before."""
     digest = xxh3_64(places.tobytes())
-    digest.update(file.read(0, min(int(places[0]), _COMPARED)) if len(places) > 1 else b"")
+    digest.update(file.read_at(0, min(int(places[0]), _COMPARED)) if len(places) > 1 else b"")
     lines = len(places) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(places[line]), int(places[line + 1])
-        digest.update(file.read(begin, min(end - begin, _COMPARED)))
-        digest.update(file.read(begin - 1, 1) if begin else b"\n")
+        digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
+        digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
     return digest.intdigest()
 
 
-def _lines(file: FileBytes) -> Places:
+def _lines(file: ByteSource) -> Places:
     """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
     ends, blanks, offset, at_begin = [], [], 0, True
     file.expect([(0, file.size)])
-    while chunk := file.read(offset, _CHUNK):
+    while chunk := file.read_at(offset, _CHUNK):
         raw = np.frombuffer(chunk, np.uint8)
         stops = np.flatnonzero(raw == ord("\n")) + 1
         begins = np.concatenate([[0] if at_begin else [], stops]).astype(np.int64)
@@ -87,24 +84,24 @@ def _lines(file: FileBytes) -> Places:
     return np.append(starts, offset).astype("<u8")
 
 
-def _is_blank(file: FileBytes, start: int, stop: int) -> bool:
+def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
     """Whether a line is nothing but what JSON leaves out between values."""
     size = _FEW
     while start < stop:
-        if file.read(start, min(size, stop - start)).strip(b" \t\r\n"):
+        if file.read_at(start, min(size, stop - start)).strip(b" \t\r\n"):
             return False
         start, size = start + size, _CHUNK
     return True
 
 
-def _check_last(file: FileBytes, places: Places) -> tuple[str, Places]:
+def _check_last(file: ByteSource, places: Places) -> tuple[str, Places]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
     if len(places) < 2:
         return "", places
     begin, end = int(places[-2]), int(places[-1])
-    if file.read(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
+    if file.read_at(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
         return "", places
-    last = file.read(begin, end - begin)
+    last = file.read_at(begin, end - begin)
     if b"\n" in last:  # blank lines follow, so that it is whole: what is wrong with it is told when it is read
         return "", places
     try:
@@ -117,10 +114,10 @@ def _check_last(file: FileBytes, places: Places) -> tuple[str, Places]:
     return "", places
 
 
-def _may_be_jsonl(file: FileBytes, places: Places) -> bool:
+def _may_be_jsonl(file: ByteSource, places: Places) -> bool:
     """Whether the first line is JSON, or the only one begins as an object or a list does."""
     begin, end = int(places[0]), int(places[1])
-    first = without_mark(file.read(begin, min(end - begin, LONGEST_LINE)), begin)
+    first = without_mark(file.read_at(begin, min(end - begin, LONGEST_LINE)), begin)
     if len(places) == 2:
         return first.lstrip()[:1] in (b"{", b"[")
     with contextlib.suppress(ValueError, RecursionError):
@@ -140,7 +137,7 @@ JSONL = FileFormat(
     "savable_pipeline.data.stores.jsonl:JSONL",
     read_table,
     is_as_indexed,
-    no_places=1,
+    no_rows=bytes(8),
 )
 
 

@@ -2,7 +2,7 @@
 
     meta/info.json                            the features, and how files are called
     meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
-    videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds (`RangedRows`), a part KEY
+    videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds (`Ranges`), a part KEY
     data/chunk-000/file-000.parquet           its frames: rows; each column of numbers is a part, an array
 
 All are entries of one index. (From the format's facts: features, templates of paths, columns.)
@@ -22,14 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.byte_source import ByteSource
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.stores.columnar_store import ColumnSettings
-from savable_pipeline.data.stores.file_kinds import LEROBOT_INFO
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
-from savable_pipeline.data.stores.ranges import MediaRange, RangedRows, is_media_as_indexed, read_media
+from savable_pipeline.data.stores.ranges import MediaRange, Ranges, checked_range, is_media_as_indexed, read_media
+from savable_pipeline.data.stores.source import LEROBOT_INFO
 
 _EPISODES = "meta/episodes/"
 _FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")
@@ -54,7 +52,7 @@ class _Info(msgspec.Struct):
     video_path: str | None = None
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and row groups of a table, of which those of episodes have samples; the entry of any other file."""
     if not name.endswith(PARQUET.kind.suffixes):
         return read_media(file, name)
@@ -64,7 +62,7 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return table
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file is the one that was indexed, as far as its footer tells, or its begin, middle and end."""
     is_table = index.shards.names[number].endswith(PARQUET.kind.suffixes)
     return (PARQUET.is_as_indexed if is_table else is_media_as_indexed)(file, index, number)
@@ -79,7 +77,7 @@ LEROBOT = FileFormat(
 )
 
 
-class LeRobotStore(RangedRows, ParquetStore):
+class LeRobotStore(ParquetStore):
     """The episodes of a LeRobot folder; a key is the number of the episode, unless `key` names another column.
 
     `array` gives the frames' values as they are stored, (frames, …); their bytes are a `.npy`. Raises `ShardError`,
@@ -96,9 +94,10 @@ class LeRobotStore(RangedRows, ParquetStore):
         first = int(np.flatnonzero(self.entries.samples)[0])
         self.columns = tuple(name for name in self.schema(first).names if not name.startswith("stats/"))
         features = self._info.features
-        self.range_parts = [name for name, feature in features.items() if feature.dtype == "video"]
+        videos = [name for name, feature in features.items() if feature.dtype == "video"]
         numbers = [name for name, feature in features.items() if feature.dtype in _NUMBERS]
         self.frame_parts = [name for name in numbers if name not in self.columns]
+        self._ranges = Ranges(self, videos, self._media_range, base="", behind=self.frame_parts)
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """What a row says of its episode, but where it lies; the videos; and the columns of its frames."""
@@ -130,16 +129,11 @@ class LeRobotStore(RangedRows, ParquetStore):
         if self.entries.samples[shard]:
             super().check_columns(shard, known)
 
-    def base(self, shard: int) -> str:
-        """The dataset's folder."""
-        return ""
-
-    def media_range(self, shard: int, row: int, part: str) -> MediaRange:
-        """See `RangedRows.media_range`."""
+    def _media_range(self, shard: int, row: int, part: str) -> MediaRange:
         where = f"videos/{part}/"
         path = self._path(shard, row, self._info.video_path or "", where, part)
         begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
-        return self.checked_range(shard, row, path, begin_s, end_s)
+        return checked_range(self, shard, row, path, begin_s, end_s)
 
     @cached_property
     def _info(self) -> _Info:
@@ -170,7 +164,7 @@ class LeRobotStore(RangedRows, ParquetStore):
 
     def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
         """The values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
-        data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
+        data = self._ranges.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
         first, end = (self._told(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
         begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
         if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:

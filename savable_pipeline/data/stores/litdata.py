@@ -16,18 +16,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.stores.record_fields import (
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.stores.record_files import (
+    INSTEAD,
     Blob,
-    RecordError,
-    Stretch,
+    ListedFile,
+    RecordKind,
     Value,
     array,
+    as_listed,
+    format_of_kind,
     pixels,
     raw,
     scalar,
     several,
 )
-from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
@@ -63,7 +66,7 @@ class Tree(msgspec.Struct, frozen=True):
     spec: Any  # names of a dict or None of a list, and its children; or _LEAF
     each: str = ""  # how each item is compressed by itself
 
-    def fields(self, record: Stretch) -> list[Value | Blob]:
+    def fields(self, record: ByteSource) -> list[Value | Blob]:
         """The fields of an item. Raises `RecordError`."""
         sizes = record.uint32s(0, len(self.formats))
         offset = 4 * len(sizes)
@@ -189,7 +192,7 @@ def _json(data: bytes) -> Any:
     return json.loads(data)
 
 
-def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
+def _leaf(name: str, kind: str, data: ByteSource) -> list[Value | Blob]:
     plain, _, setting = kind.partition(":")
     try:
         if plain in _VALUES:
@@ -203,7 +206,7 @@ def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
         raise RecordError(f"damaged record: {name} is no {kind}: {error}") from error
 
 
-def _with_header(torch: bool, name: str, _: str, data: Stretch) -> Blob:
+def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> Blob:
     """An array behind the code of its type, its dimensions and its shape: big-endian for torch, else little-endian."""
     order = ">u4" if torch else "<u4"
     code, dimensions = np.frombuffer(data.part(0, 8).read(), order).tolist()
@@ -211,7 +214,7 @@ def _with_header(torch: bool, name: str, _: str, data: Stretch) -> Blob:
     return array(name, _dtype(torch, code), tuple(shape), data.rest(8 + 4 * dimensions))
 
 
-def _without_header(torch: bool, name: str, setting: str, data: Stretch) -> Blob:
+def _without_header(torch: bool, name: str, setting: str, data: ByteSource) -> Blob:
     dtype = _dtype(torch, int(setting))
     return array(name, dtype, (data.size // dtype.itemsize,), data)
 
@@ -220,7 +223,7 @@ def _dtype(torch: bool, code: int) -> np.dtype[Any]:
     return np.dtype(_TORCH[code] if torch else _NUMPY[code])
 
 
-def _file_of(default: str, name: str, setting: str, data: Stretch) -> Blob:
+def _file_of(default: str, name: str, setting: str, data: ByteSource) -> Blob:
     return raw(name, setting or default, data)
 
 
@@ -233,7 +236,7 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
     "json": _json,
 }
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
-_BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {
+_BLOBS: dict[str, Callable[[str, str, ByteSource], Blob]] = {
     **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
     "pil": lambda name, _, data: pixels(name, data),
     "numpy": functools.partial(_with_header, False),

@@ -16,18 +16,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.stores.record_fields import (
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.stores.record_files import (
+    INSTEAD,
     Blob,
-    RecordError,
-    Stretch,
+    ListedFile,
+    RecordKind,
     Value,
     array,
+    as_listed,
+    format_of_kind,
     pixels,
     raw,
     scalar,
     several,
 )
-from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
@@ -63,7 +66,7 @@ class MdsColumns(msgspec.Struct, frozen=True):
     sizes: tuple[int | None, ...]
     each: str = ""  # how each sample is compressed by itself: never
 
-    def fields(self, record: Stretch) -> list[Value | Blob]:
+    def fields(self, record: ByteSource) -> list[Value | Blob]:
         """The columns of a sample. Raises `RecordError`."""
         told = sum(not size for size in self.sizes)
         lengths, offset = iter(record.uint32s(0, told)), 4 * told
@@ -115,7 +118,7 @@ def _columns(shard: _Shard) -> MdsColumns:
     return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
 
-def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:
+def _column(name: str, encoding: str, data: ByteSource) -> list[Value | Blob]:
     kind, _, settings = encoding.partition(":")
     if kind in _MEDIA:
         return list(_MEDIA[kind](name, data))
@@ -127,7 +130,7 @@ def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:
         raise RecordError(f"damaged record: {name} is no {encoding}: {error}") from error
 
 
-def _array(name: str, settings: str, data: Stretch) -> Blob:
+def _array(name: str, settings: str, data: ByteSource) -> Blob:
     """An array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
     kind, _, dimensions = settings.partition(":")
     offset = 0
@@ -161,7 +164,7 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
 }
 _jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
 _png = functools.partial(lambda name, data: raw(name, "png", data))
-_MEDIA: dict[str, Callable[[str, Stretch], list[Blob]]] = {
+_MEDIA: dict[str, Callable[[str, ByteSource], list[Blob]]] = {
     "bytes": lambda name, data: [raw(name, "", data)],
     "jpeg": lambda name, data: [_jpeg(name, data)],
     "png": lambda name, data: [_png(name, data)],

@@ -6,21 +6,21 @@ in the index: for each row group its rows, then for each the bytes that it decod
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable, human_bytes
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.byte_source import ByteSource, SourceFile
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
-from savable_pipeline.data.stores.file_kinds import PARQUET_FILES
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.positioned_file import PositionedFile
+from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.data.stores.source import PARQUET_FILES
 from savable_pipeline.errors import SavableError
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -32,7 +32,7 @@ class ParquetFooterError(ValueError):
     """The footer of a file is missing, or cannot be true."""
 
 
-def read_table(file: FileBytes, name: str) -> ShardTable:
+def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and row groups of a file; damage is the entry's fault."""
     try:
         footer = read_footer(file)
@@ -43,10 +43,10 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
 
-def read_footer(file: FileBytes) -> bytes:
+def read_footer(file: ByteSource) -> bytes:
     """The bytes of a file's footer. Raises `ParquetFooterError`, OSError."""
     size = file.size
-    tail = file.read(max(0, size - 8), 8)
+    tail = file.read_at(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
         raise ParquetFooterError("an encrypted footer; write the file without encryption")
     if size < 12 or tail[4:] != _MAGIC:
@@ -58,10 +58,10 @@ def read_footer(file: FileBytes) -> bytes:
         raise ParquetFooterError(
             f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again"
         )
-    return file.read(size - 8 - length, length)
+    return file.read_at(size - 8 - length, length)
 
 
-def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file has the footer that it had."""
     try:
         return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
@@ -130,6 +130,7 @@ PARQUET = FileFormat(
     "savable_pipeline.data.stores.parquet:PARQUET",
     read_table,
     is_as_indexed,
+    all_used=False,  # columns that are not asked for are not read
 )
 
 
@@ -232,10 +233,25 @@ class ParquetStore(ColumnarStore):
 
         found = self._open.pop(shard, None)
         if found is None:
-            raw = PositionedFile(self.files, shard, int(self.entries.sizes[shard]))
+            raw = SourceFile(ByteSource(_weakly(self.files, shard), int(self.entries.sizes[shard])))
             footer = parsed_footer(read_footer(self.file(shard)))
             found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found
         while len(self._open) > _OPEN:
             self._open.popitem(last=False)
         return found
+
+
+def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
+    """What reads a file, and does not keep `files` alive: a circle of references through C++ is never collected.
+
+    files ──▶ store ──▶ pq.ParquetFile ── C++ ──▶ SourceFile ╌╌ weak ╌╌▶ files
+    """
+    weak = weakref.ref(files)
+
+    def read(offset: int, size: int) -> bytes:
+        found = weak()
+        assert found is not None, "the store keeps them"
+        return found.read(shard, offset, size)
+
+    return read

@@ -4,29 +4,36 @@
     corpus/wav/a.wav        an entry of the same index, without samples: pinned and verified like a shard
 
 A row chooses among the files of the dataset, by a path from its table's folder on; nothing that it says opens others.
+`Ranges` is what a store of tables has whose rows name ranges: of Parquet, Arrow and JSONL by columns, and of LeRobot.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import posixpath
-from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection
-from typing import Any, BinaryIO
+from collections.abc import Callable, Collection
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 from xxhash import xxh3_64
 
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.arrow_file import ARROW
+from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
+from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
+from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
+from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+_ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in (name, name.upper()))
 
 
 class MediaRange(msgspec.Struct, frozen=True):
@@ -37,115 +44,202 @@ class MediaRange(msgspec.Struct, frozen=True):
     end_s: float | None = None
 
 
-def read_media(file: FileBytes, name: str) -> ShardTable:
+def read_media(file: ByteSource, name: str) -> ShardTable:
     """The entry of a file that rows name ranges of."""
     return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
 
 
-def is_media_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_media_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether the begin, the middle and the end of a file are what they were."""
     return _digest(file) == int(index.shards.digests[number])
 
 
-def _digest(file: FileBytes) -> int:
+def _digest(file: ByteSource) -> int:
     digest = xxh3_64()
     places = [(max(0, file.size - _SEEN) * half // 2, _SEEN) for half in range(3)]
     file.expect(places)
     for offset, size in places:
-        digest.update(file.read(offset, size))
+        digest.update(file.read_at(offset, size))
     return digest.intdigest()
 
 
-class RangedRows(FileStore):
-    """What stores have whose rows name ranges: `range_parts`, whose bytes are what the row says, as JSON.
+Store = TypeVar("Store", bound=FileStore)
+RangeOf: TypeAlias = Callable[[int, int, str], MediaRange | None]  # of shard, row and part
 
-    `open` gives the whole file, with the seconds. Raises `ShardError` for a file that is not one of the dataset's.
+
+class Ranges:
+    """The `parts` of the rows of a `store` that are ranges of other files: their bytes are what the row says, as JSON.
+
+    `open` gives the whole file, with the seconds. `range_of` finds the range of a part of a row, None where it has
+    none; paths are relative to the folder of the table, or to `base`. Raises `ShardError` for a file that is not one of
+    the dataset's.
     """
 
-    all_used = False  # of long files
-    range_parts: Collection[str] = ()
-
-    def __init__(self, found: IndexedFiles, **settings: Any) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        parts: Collection[str],
+        range_of: RangeOf,
+        *,
+        base: str | None = None,
+        behind: Collection[str] = (),
+    ) -> None:
+        self._store, self._parts, self._range_of, self._base, self._behind = store, parts, range_of, base, behind
         self._inside: set[int] = set()  # files that are no links out of the dataset
-        super().__init__(found, **settings)
-
-    @abstractmethod
-    def media_range(self, shard: int, row: int, part: str) -> MediaRange | None:
-        """The range that is a part of a row; None where the row has none. Raises `ShardError`."""
-
-    def base(self, shard: int) -> str:
-        """The folder that the paths in a table are relative to, from the dataset's folder on."""
-        return posixpath.dirname(self.entries.names[shard])
+        self._extensions, self._read, self._open = store.extensions, store.read, store.open
+        store.range_parts = parts
+        store.extensions, store.read, store.open = self.extensions, self.read, self.open  # type: ignore[method-assign]
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The parts of the table, then the ranges."""
-        plain = super().extensions(shard, row)  # type: ignore[safe-super]  # a store of tables comes next
-        named = [part for part in self.range_parts if self.media_range(shard, row, part) is not None]
-        return [*(name for name in plain if name not in self.range_parts), *named]
+        """The parts of the table, then the ranges, and what is `behind` them."""
+        named = [part for part in self._parts if self._range_of(shard, row, part) is not None]
+        plain = [part for part in self._extensions(shard, row) if part not in self._parts]
+        return [*(part for part in plain if part not in self._behind), *named, *self._behind]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`; of a range, path and seconds."""
         part = self._part(extension)
-        if part is None:
-            return super().read(shard, row, extension)  # type: ignore[safe-super]
-        return msgspec.json.encode(self._range(shard, row, part))
+        return self._read(shard, row, extension) if part is None else msgspec.json.encode(self._range(shard, row, part))
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`; of a range, the whole file."""
         part = self._part(extension)
         if part is None:
-            return super().open(shard, row, extension)
+            return self._open(shard, row, extension)
         found = self._range(shard, row, part)
         number = self.file_named(shard, row, found.path)
-        size, read_on = int(self.entries.sizes[number]), self.files.read_on
-        file = SpanFile(lambda offset, wanted: read_on(number, offset, wanted, size), 0, size)
-        return RangeFile(file, found.begin_s, found.end_s)
+        size, read_on = int(self._store.entries.sizes[number]), self._store.files.read_on
+        source = ByteSource(lambda offset, wanted: read_on(number, offset, wanted, size), size)
+        return RangeFile(source, found.begin_s, found.end_s)
 
     def file_named(self, shard: int, row: int, path: str) -> int:
         """The number of the file that a row names. Raises `ShardError` for all that is not of the dataset."""
-        name = posixpath.normpath(posixpath.join(self.base(shard), path))
-        number = bisect_left(self.entries.names, name)
+        names = self._store.entries.names
+        base = posixpath.dirname(names[shard]) if self._base is None else self._base
+        name = posixpath.normpath(posixpath.join(base, path))
+        number = bisect_left(names, name)
         fault = ""
         if "://" in path:
             fault = "a URL, which no row may name: put the file beside the table"
         elif not is_inside(path):
             fault = "a path that leads out of the table's folder: put the file below it"
-        elif number == len(self.entries) or self.entries.names[number] != name:
+        elif number == len(names) or names[number] != name:
             fault = "it is none of the dataset's files: put it there, or name the folder of both to the reader"
         elif self._is_outside(number):
             fault = "a link that leads out of the dataset's folder: put the file itself there, by `cp -L`"
         if fault:
             raise ShardError(
-                f"{self.place(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
+                f"{self._store.place(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
             )
         return number
 
-    def checked_range(self, shard: int, row: int, path: str, begin_s: float | None, end_s: float | None) -> MediaRange:
-        """The range, if it can be one. Raises `ShardError`."""
-        begin_s = begin_s or 0.0
-        if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
-            raise self.no_range(shard, row, f"{path!r} from {begin_s} s to {end_s} s")
-        return MediaRange(path, begin_s, end_s)
-
-    def no_range(self, shard: int, row: int, what: str) -> ShardError:
-        """The error for a row whose range cannot be one."""
-        return self.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
-
     def _is_outside(self, number: int) -> bool:
-        if self.files.behind_url or number in self._inside:
+        files, root = self._store.files, self._store.found.root
+        if files.behind_url or number in self._inside:
             return False
-        if not self.files.path(number).resolve().is_relative_to(self.found.root.resolve()):
+        if not files.path(number).resolve().is_relative_to(root.resolve()):
             return True
         self._inside.add(number)
         return False
 
     def _part(self, extension: str) -> str | None:
-        if extension in self.range_parts:
+        if extension in self._parts:
             return extension
-        return next((part for part in self.range_parts if part.lower() == extension.lower()), None)
+        return next((part for part in self._parts if part.lower() == extension.lower()), None)
 
     def _range(self, shard: int, row: int, part: str) -> MediaRange:
-        found = self.media_range(shard, row, part)
+        found = self._range_of(shard, row, part)
         if found is None:
             raise KeyError(f"no part {part!r}: the row names no file")
         return found
+
+
+def checked_range(
+    store: FileStore, shard: int, row: int, path: str, begin_s: float | None, end_s: float | None
+) -> MediaRange:
+    """The range that a row of a table says, if it can be one. Raises `ShardError`."""
+    begin_s = begin_s or 0.0
+    if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
+        raise _no_range(store, shard, row, f"{path!r} from {begin_s} s to {end_s} s")
+    return MediaRange(path, begin_s, end_s)
+
+
+def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
+    """The error for a row whose range cannot be one."""
+    return store.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
+
+
+def by_columns(store: Store, ranges: RangeColumns) -> Store:
+    """A store of tables, of whose rows columns, or fields, say the ranges: for each part those of path, from and to;
+    None where a file begins, or ends. There is no range where the path is null.
+    """
+
+    def told(shard: int, row: int, name: str) -> bytes | None:
+        try:
+            return store.value(shard, row, name)
+        except KeyError:
+            raise _no_range(store, shard, row, f"{name!r}, which ranges= names, is not there") from None
+
+    def range_of(shard: int, row: int, part: str) -> MediaRange | None:
+        path, begin, end = (None if name is None else told(shard, row, name) for name in ranges[part])
+        if path is None:
+            return None
+        try:
+            seconds = [None if each is None else msgspec.json.decode(each, type=float) for each in (begin, end)]
+            return checked_range(store, shard, row, path.decode(), *seconds)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _no_range(store, shard, row, f"{part!r}: {error}") from error
+
+    Ranges(store, tuple(ranges), range_of)
+    return store
+
+
+def _of_columns(
+    kind: type[ColumnarStore], found: IndexedFiles, ranges: RangeColumns, settings: dict[str, Any]
+) -> ColumnarStore:
+    """Raises ValueError for a column of `ranges` that the first file does not have."""
+    used = tuple(name for columns in ranges.values() for name in columns if name is not None)
+    if settings.get("columns") is not None:
+        settings["columns"] = tuple(dict.fromkeys([*settings["columns"], *used]))
+    return by_columns(kind(found, **settings, needed=used), ranges)
+
+
+def ranged_parquet(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
+    """The store of the rows of Parquet files that name ranges."""
+    return _of_columns(ParquetStore, found, ranges, settings)
+
+
+def ranged_arrow(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
+    """The same of Arrow files."""
+    return _of_columns(ArrowStore, found, ranges, settings)
+
+
+def ranged_jsonl(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> JsonlStore:
+    """The same of JSONL files."""
+    return by_columns(JsonlStore(found, **settings), ranges)
+
+
+def with_media(form: FileFormat, constant: str) -> FileFormat:
+    """The format of folders of such tables with the files that their rows name; `constant` is its name here."""
+
+    def read(file: ByteSource, name: str) -> ShardTable:
+        return (form.read if name.endswith(form.kind.suffixes) else read_media)(file, name)
+
+    def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+        is_table = index.shards.names[number].endswith(form.kind.suffixes)
+        return (form.is_as_indexed if is_table else is_media_as_indexed)(file, index, number)
+
+    return dataclasses.replace(
+        form,
+        name=f"{form.name}-ranges",
+        kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *_ENDINGS)),
+        place=f"{__name__}:{constant}",
+        read=read,
+        is_as_indexed=is_as_indexed,
+        all_used=False,  # of long files
+    )
+
+
+PARQUET_RANGES = with_media(PARQUET, "PARQUET_RANGES")
+ARROW_RANGES = with_media(ARROW, "ARROW_RANGES")
+JSONL_RANGES = with_media(JSONL, "JSONL_RANGES")

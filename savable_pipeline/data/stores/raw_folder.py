@@ -25,16 +25,14 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import counted, listed
-from savable_pipeline.data.shards.file_bytes import FileBytes, FileVersion
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_place import in_first_place, index_places
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.indexing import in_first_place, index_places
 from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.shards.uneven_parts import are_merged
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.sample_names import Reject, is_hidden, outside, parts_fault, printable
 from savable_pipeline.errors import ShardError
 
@@ -109,16 +107,16 @@ class FolderFormat(FileFormat):
         return ShardTable(entry, table.places())
 
 
-def _read(file: FileBytes, name: str) -> ShardTable:
+def _read(file: ByteSource, name: str) -> ShardTable:
     raise NotImplementedError(f"{name}: a folder has no bytes")
 
 
-def _is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     return True  # each file is looked at when it is read
 
 
 def _format(name: str, constant: str) -> FolderFormat:
-    return FolderFormat(name, ShardKind((ALL,)), f"{__name__}:{constant}", _read, _is_as_indexed, no_places=1)
+    return FolderFormat(name, ShardKind((ALL,)), f"{__name__}:{constant}", _read, _is_as_indexed, no_rows=bytes(8))
 
 
 FOLDER = _format("folder", "FOLDER")
@@ -175,7 +173,7 @@ def _fresh(root: Path, path: Path, form: FileFormat) -> PlaceIndex | None:
 
 def _stays(index: PlaceIndex, table: ShardTable, tolerant: bool) -> bool:
     """Whether an index stays that is there: it has this table, but for the time; or has files that are lost."""
-    ours, theirs = FolderTable.of(np.frombuffer(table.starts, "<u8")), FolderTable.of(index.places(0))
+    ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.places(0))
     if tolerant:
         here = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()

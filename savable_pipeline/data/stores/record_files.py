@@ -1,4 +1,4 @@
-"""Files of records that an index.json names: MDS and LitData; what the index of the project says of one.
+"""Files of records that an index.json names: MDS and LitData; what our index says of one, and its records.
 
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
     … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
@@ -7,11 +7,20 @@ The last is LitData's. Either may be compressed as a whole. Numbers are little-e
 
 Places of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
 the bytes of its schema, the schema; then the offsets, or where the rows of Arrow are.
+
+The fields of a record are parts of a sample: values become the part `json`, everything else a part of its own.
+
+    {"image": JPEG, "caption": "a cat", "vector": array}      →      jpg, npy, json: {"caption": "a cat"}
+
+Where two fields would be parts of one name, the second has its field's name before it: `jpg`, `second.jpg`.
 """
 
 from __future__ import annotations
 
 import functools
+import io
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +30,21 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
+from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.shards.index import FileFormat, PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_kinds import INDEX
-from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
+from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
+from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
+from savable_pipeline.data.stores.decompressed import MORE
+from savable_pipeline.data.stores.source import INDEX
 
+_MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+_NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
+_HEAD = 16
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
 RECORDS, ROWS, WHOLE = range(3)
 PACKED = ("", "gz", "bz2", "zst")
@@ -38,6 +53,120 @@ _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # of LitData: compressed by batch,
 _SEEN, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
 
 T = TypeVar("T")
+_ARROW = b"ARROW1"  # how a file of Arrow begins; a stream does not
+_NOTHING = object()  # in the place of bytes, which are parts of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A field that JSON can hold."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A field that is a part of its own: its extension, the most bytes that it can have, and how to make them."""
+
+    name: str
+    extension: str
+    size: int
+    load: Callable[[], bytes]
+
+
+def raw(name: str, extension: str, data: ByteSource) -> Blob:
+    """Bytes as they are; with the extension "" they are told by how they begin, else `bin`."""
+    return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
+
+
+def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSource) -> Blob:
+    """An array as `npy`. Raises `RecordError` if the bytes do not fill the shape."""
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != data.size:
+        raise RecordError(f"damaged record: {name}: {data.size} bytes for {dtype} of shape {shape}")
+    return Blob(name, "npy", data.size + _NPY_HEADER, lambda: npy(np.frombuffer(data.read(), dtype).reshape(shape)))
+
+
+def scalar(kind: str, data: bytes) -> Any:
+    """The number that bytes of this dtype begin with. Raises ValueError and IndexError for too few."""
+    return np.frombuffer(data, kind)[0].item()
+
+
+def pixels(name: str, data: ByteSource) -> Blob:
+    """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
+    width, height, length = data.uint32s(0, 3)
+    mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
+    if (width + 7) // 8 * height > data.size:  # before Pillow allocates them
+        raise RecordError(f"damaged record: {name}: {data.size} bytes for {width} × {height} pixels")
+    extension = "png" if mode in _PNG_MODES else "tif"
+    bound = 2 * data.size + height + 4096
+    return Blob(
+        name,
+        extension,
+        bound,
+        functools.partial(_image, name, extension, mode, (width, height), data.rest(12 + length)),
+    )
+
+
+def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: ByteSource) -> bytes:
+    from PIL import Image  # imported here: it takes time and memory
+
+    file = io.BytesIO()
+    try:
+        Image.frombytes(mode, size, data.read()).save(file, "PNG" if extension == "png" else "TIFF")
+    except (ValueError, OSError, SystemError, OverflowError, MemoryError) as error:
+        raise RecordError(f"damaged record: {name}: {mode} of {size}: {error}") from error
+    return file.getvalue()
+
+
+def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
+    """A list of blobs: their number at `begin`, their sizes, then they: the parts 0.jpg, 1.jpg, …"""
+    (count,) = data.uint32s(begin, 1)
+    sizes = data.uint32s(begin + 4, count)
+    offset = begin + 4 + 4 * count
+    blobs = []
+    for i, size in enumerate(sizes):
+        blob = make(name, data.part(offset, size))
+        blobs.append(Blob(name, f"{i}.{blob.extension}", blob.size, blob.load))
+        offset += size
+    return blobs
+
+
+def as_json(values: Any) -> bytes:
+    """JSON in UTF-8. Raises `RecordError` for what it cannot hold."""
+    try:
+        return json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, UnicodeEncodeError) as error:
+        raise RecordError(f"value that JSON cannot hold: {error}") from error
+
+
+def parts_of(fields: list[Value | Blob]) -> dict[str, Blob]:
+    """The parts of a record by extension, sorted. Raises `RecordError`."""
+    values = {field.name: field.value for field in fields if isinstance(field, Value)}
+    parts: dict[str, Blob] = {}
+    if values:
+        encoded = as_json(values)
+        parts["json"] = Blob("", "json", len(encoded), lambda: encoded)
+    for field in fields:
+        if isinstance(field, Blob):
+            extension = field.extension
+            if extension in parts:
+                extension = f"{_clean(field.name)}.{extension}"
+            if extension in parts:
+                raise RecordError(f"two parts with one extension: {extension}")
+            parts[extension] = field
+    return dict(sorted(parts.items()))
+
+
+def _clean(name: str) -> str:
+    return name.replace(".", "_").replace("/", "_").lstrip("_") or "field"
+
+
+def npy(values: np.ndarray[Any, Any]) -> bytes:
+    """An array in the format of `numpy.save`."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, values, allow_pickle=False)
+    return file.getvalue()
 
 
 class Schema(Protocol):
@@ -46,7 +175,7 @@ class Schema(Protocol):
     @property
     def each(self) -> str: ...
 
-    def fields(self, record: Stretch, /) -> list[Value | Blob]:
+    def fields(self, record: ByteSource, /) -> list[Value | Blob]:
         """The fields of a record. Raises `RecordError`."""
 
 
@@ -107,7 +236,7 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
         raise ValueError(f"not an index of {name} that can be read: {error}") from error
 
 
-def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
+def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
     try:
         said = _said(kind, file, name)
@@ -118,7 +247,7 @@ def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
         return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
 
 
-def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: int) -> bool:
+def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
     assert isinstance(index, PlaceIndex), index
     if number in index.shards.faults:  # nothing is known of it, and nothing read
@@ -132,7 +261,7 @@ def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: i
         return False
 
 
-def _said(kind: RecordKind, file: FileBytes, name: str) -> ListedFile | None:
+def _said(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
     index = file.beside(INDEX, name)
     if index is None:
@@ -148,14 +277,13 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
-def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
+def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     """Entry and places of a file of which this is said. Raises ValueError."""
     if said.size not in (None, file.size):
         raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
     if not 0 <= said.samples < _MOST_RECORDS:
         raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
-    content = Stretch(file.read, 0, file.size)
-    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(content, said.samples, kind.chunked)
+    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(file, said.samples, kind.chunked)
     known = 0 if said.content is None else said.content + 1
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
     head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
@@ -164,7 +292,7 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
     seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
     file.expect(seen)
     for offset, length in seen:
-        digest.update(file.read(offset, length))
+        digest.update(file.read_at(offset, length))
     return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
 
 
@@ -177,13 +305,14 @@ def layout_of(places: Places, samples: int) -> RecordLayout:
     return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, places[begin:end])
 
 
-def layout_in(content: Stretch, samples: int, chunked: bool) -> tuple[int, Places]:
+def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Places]:
     """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
     try:
-        if chunked and content.tail(len(_ROWS)) == _ROWS:
+        if chunked and content.read_at(max(0, content.size - len(_ROWS)), len(_ROWS)) == _ROWS:
             end = content.size - len(_ROWS) - 4
             size = content.uint32s(end, 1)[0]
-            return ROWS, np.array([content.part(end - size, size).offset, end], "<u8")
+            content.part(end - size, size)
+            return ROWS, np.array([end - size, end], "<u8")
         if chunked and content.head(len(_FRAMED)) == _FRAMED:
             raise ValueError(f"compression by batch is not read: {INSTEAD}")
         if (there := content.uint32s(0, 1)[0]) != samples:
@@ -191,3 +320,112 @@ def layout_in(content: Stretch, samples: int, chunked: bool) -> tuple[int, Place
         return RECORDS, np.frombuffer(content.part(4, 4 * (samples + 1)).read(), "<u4").astype("<u8")
     except RecordError as error:
         raise ValueError("too short to hold records; copy it again") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBlock:
+    """The records of `data`: `offsets` are uint64 (records + 1,)."""
+
+    data: bytes
+    offsets: Places
+    schema: Schema
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def fields(self, place: int) -> list[Value | Blob]:
+        """The fields of a record. Raises `RecordError`."""
+        return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, place))
+
+    def kept(self, place: int) -> RecordBlock:
+        """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
+        data = record_in(ByteSource.of(self.data), self.offsets, place).read()
+        return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
+
+    @property
+    def size(self) -> int:
+        """Its bytes in memory."""
+        return len(self.data) + self.offsets.nbytes
+
+
+def record_in(content: ByteSource, offsets: Places, place: int) -> ByteSource:
+    """The record at a place. Raises `RecordError` if it is not in the content."""
+    first, end = int(offsets[place]), int(offsets[place + 1])
+    return content.part(first, end - first)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordTable:
+    """Rows of Arrow: dicts of texts, numbers, bytes and lists. What is bytes is a part, the rest is values.
+
+    {"image": JPEG, "caption": "a cat", "size": [8, 8]}      →      jpg, json: {"caption": "a cat", "size": [8, 8]}
+    """
+
+    table: Any
+
+    def __len__(self) -> int:
+        rows: int = self.table.num_rows
+        return rows
+
+    def fields(self, place: int) -> list[Value | Blob]:
+        """See `RecordBlock.fields`."""
+        (row,) = self.table.slice(place, 1).to_pylist()
+        blobs: list[Value | Blob] = []
+        values = {name: _without_bytes(value, name, blobs) for name, value in row.items()}
+        return [*blobs, *(Value(name, value) for name, value in values.items() if value is not _NOTHING)]
+
+    def kept(self, place: int) -> RecordTable:
+        """See `RecordBlock.kept`."""
+        return RecordTable(self.table.take([place]))
+
+    @property
+    def size(self) -> int:
+        """See `RecordBlock.size`."""
+        size: int = self.table.nbytes
+        return size
+
+
+def table_of(data: bytes, expected: int, most: int) -> RecordTable:
+    """The rows of a file or a stream of Arrow. Raises ValueError for damage, and for more than `most` bytes of them."""
+    import pyarrow as pa  # imported here: it is needed for such chunks alone
+
+    if (size := _decoded_bytes(data)) > most:
+        raise ValueError(f"rows in Arrow of {size} bytes; at most {most} are read: {MORE}")
+    try:
+        source = pa.py_buffer(data)
+        reader = pa.ipc.open_file(source) if data.startswith(_ARROW) else pa.ipc.open_stream(source)
+        table = reader.read_all()
+        table.validate(full=True)  # before anything follows its offsets
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise ValueError(f"damaged rows in Arrow: {error}") from error
+    if table.num_rows != expected:
+        raise ValueError(f"holds {table.num_rows} records, but {expected} by the index")
+    return RecordTable(table)
+
+
+def _decoded_bytes(data: bytes) -> int:
+    """The bytes that compressed batches say that they decode to."""
+    file = ByteSource.of(data)
+    found = arrow_table(file, "damaged rows in Arrow")
+    if found.entry.fault:
+        raise ValueError(found.entry.fault)
+    batches, total = batches_of(np.frombuffer(found.rows, "<u8")), 0
+    for begin, end in zip(batches.begins.tolist(), batches.ends.tolist(), strict=True):
+        message = read_message(file, begin)
+        total += decoded_bytes(memoryview(data)[begin:end], message) if message.compressed else 0
+    return total
+
+
+def _without_bytes(value: Any, name: str, blobs: list[Value | Blob]) -> Any:
+    """A value without the bytes in it, which are added to `blobs`, by the names on the way to them."""
+    if isinstance(value, bytes):
+        blobs.append(raw(name, "", ByteSource.of(value)))
+        return _NOTHING
+    if not isinstance(value, dict | list):
+        return value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {str(key): _without_bytes(item, f"{name}_{key}", blobs) for key, item in items}
+    kept = {key: item for key, item in found.items() if item is not _NOTHING}
+    if len(kept) == len(found):
+        return kept if isinstance(value, dict) else list(kept.values())
+    return kept or _NOTHING

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.decompressed import (
     NEEDED,
     UNPACKED_BYTES,
@@ -23,25 +24,28 @@ from savable_pipeline.data.stores.decompressed import (
     needed_package,
 )
 from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
-from savable_pipeline.data.stores.file_kinds import INDEX
-from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
 from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
-from savable_pipeline.data.stores.plain_values import as_part
-from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
 from savable_pipeline.data.stores.record_files import (
     PACKED,
     RECORDS,
     ROWS,
     WHOLE,
+    Blob,
+    RecordBlock,
     RecordKind,
     RecordLayout,
+    RecordTable,
     Schema,
+    Value,
     layout_in,
     layout_of,
+    parts_of,
+    record_in,
+    table_of,
 )
-from savable_pipeline.data.stores.record_rows import RecordBlock, RecordTable, record_in, table_of
+from savable_pipeline.data.stores.source import INDEX
 from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
@@ -59,7 +63,6 @@ class RecordFolderStore(GroupedStore):
     """
 
     kind: ClassVar[RecordKind]
-    all_used = True
 
     def __init__(
         self,
@@ -122,15 +125,15 @@ class RecordFolderStore(GroupedStore):
             found: list[Value | Blob] = rows.fields(place)
             return found
         self.awaited.done((shard, 0), row)
-        content = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
+        content = ByteSource(partial(self.files.read, shard), int(self.entries.sizes[shard]))
         record, schema = record_in(content, layout.offsets, row), self._schema(layout)
         if schema.each:
             try:
-                record = Stretch.of(decompressed(record.read(), schema.each, self._most))
+                record = ByteSource.of(decompressed(record.read(), schema.each, self._most))
             except DamagedError as error:
                 raise RecordError(f"damaged record: {error}") from error
         elif record.size <= at_once:
-            record = Stretch.of(record.read())
+            record = ByteSource.of(record.read())
         return schema.fields(record)
 
     def listed_order(self) -> list[int]:
@@ -185,7 +188,7 @@ class RecordFolderStore(GroupedStore):
         try:
             if what == WHOLE:
                 raw = decompressed(raw, layout.packed, self._most, layout.content)
-                what, offsets = layout_in(Stretch.of(raw), expected, self.kind.chunked)
+                what, offsets = layout_in(ByteSource.of(raw), expected, self.kind.chunked)
                 if what == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
             rows: RecordBlock | RecordTable = (

@@ -1,24 +1,43 @@
-"""`ShardFiles`: where the bytes of a store's shards lie. On a disk: `LocalFiles`; behind a URL: `CachedFiles`."""
+"""`ShardFiles`: the open files of a store. On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
+
+A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
+process first opened it (`Pins`), looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
+closed once more before that: a batch is given only if nothing that it may have been read from had changed a second ago.
+What was given since is looked at where a run pauses or ends.
+
+    size, or time of the last write      another: the shard was overwritten
+    time of the last change of the inode another: explained by mode, owner or links that changed with it; else some
+                                         bytes are compared with the index, since whoever writes can put the other time
+                                         back: other bytes are an error, equal ones a warning
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
-from savable_pipeline.data.shards.file_bytes import FileBytes, LocalBytes
+from savable_pipeline.core.files import is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
+from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.shards.indexing import forget_mark
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
+log = logging.getLogger(__name__)
+
 OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
+_LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks: seconds, and times what a look takes (on a network disk)
+_SLOTS_SHOWN = 20
 
 Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
@@ -81,14 +100,18 @@ class ShardFiles(OrderedDict[int, int], ABC):
     def path(self, shard: int) -> Path:
         """The local file of a shard."""
 
-    def file(self, shard: int) -> FileBytes:
-        """A file as formats read it, at once."""
-        return LocalBytes(self.path(shard), self[shard])
+    @abstractmethod
+    def entry(self, shard: int) -> tuple[str, int]:
+        """Name and size in bytes of a file, as indexed."""
+
+    def beside(self, name: str) -> Path | None:
+        """A local file with what lies beside the files under this name; None if nothing does."""
+        return None
 
     def prefetch(self, indices: Rows) -> None:
         """Announces that these samples will be read; nothing is done ahead for files on a disk."""
 
-    def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows) -> None:
+    def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
         """Announces reads of these bytes of a file, each from one of `begins` up to one of `ends`."""
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
@@ -172,3 +195,269 @@ class ShardFiles(OrderedDict[int, int], ABC):
         Of a row that is not there, and too long to be downloaded as a whole, `long` in its place.
         """
         return read
+
+
+class StoreFile(ByteSource):
+    """A file of `files`, as formats read it: checked when it is opened, at any time, as long as they are there."""
+
+    __slots__ = ("_files", "_shard", "_whole_name")
+
+    def __init__(self, files: ShardFiles, shard: int) -> None:
+        self._files, self._shard = files, shard
+        self._whole_name, size = files.entry(shard)
+        read = files.read
+        super().__init__(lambda offset, wanted: read(shard, offset, wanted), size, self._whole_name.rpartition("/")[2])
+
+    def expect(self, places: list[tuple[int, int]]) -> None:
+        """See `ByteSource.expect`."""
+        begins, sizes = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        self._files.prefetch_bytes(self._shard, begins, np.minimum(begins + sizes, self.size), soon=True)
+
+    def beside(self, suffix: str, name: str = "") -> Path | None:
+        """See `ByteSource.beside`."""
+        return self._files.beside(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
+
+
+class LocalFiles(ShardFiles):
+    """The shards of a folder."""
+
+    def __init__(self, found: IndexedFiles) -> None:
+        super().__init__()
+        self._found = found
+        self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
+        self._pins = Pins()
+        self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
+
+    def path(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self._found.root / self._found.entries.names[shard]
+
+    def entry(self, shard: int) -> tuple[str, int]:
+        """See `ShardFiles.entry`."""
+        return self._found.entries.names[shard], int(self._found.entries.sizes[shard])
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
+        path = self.path(shard)
+        try:
+            descriptor = _open_without_atime(path)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise ShardError(
+                f"{path}: {error.strerror}; it was there when the shards were indexed",
+                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
+            ) from error
+        try:
+            self._check(shard, descriptor, path)
+        except BaseException as error:
+            if isinstance(error, ShardError):
+                forget_mark(self._found.index_path)
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def beside(self, name: str) -> Path | None:
+        """See `ShardFiles.beside`."""
+        path = self._found.root / name
+        return path if path.exists() else None
+
+    def watch_view(self, number: int, path: Path) -> None:
+        """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
+        self._viewed[number] = path
+        if number < 0:  # a shard was pinned when it was opened
+            self._pins.pin(self, number, path.stat())
+
+    def path_of(self, number: int) -> Path:
+        """The file of a number, of which `~shard` is that of what lies beside a shard."""
+        return self._viewed.get(number) or self.path(number)
+
+    def is_as_indexed(self, number: int, descriptor: int | None) -> bool:
+        """Whether some bytes of a shard are as the index says, of what lies beside one: of both together.
+
+        Without a descriptor, of one that is closed.
+        """
+        shard, own = number if number >= 0 else ~number, -1
+        try:
+            if descriptor is None or number < 0:
+                descriptor = own = _open_without_atime(self.path(shard))
+            return self._found.is_as_indexed(shard, LocalFile(self.path(shard), descriptor))
+        except (OSError, ShardError):
+            return False
+        finally:
+            if own >= 0:
+                os.close(own)
+
+    def _closed_views(self) -> Iterator[tuple[int, os.stat_result]]:
+        for number, path in list(self._viewed.items()):
+            if number not in self:
+                with contextlib.suppress(OSError):  # gone: what is mapped stays as it is
+                    yield number, path.stat()
+
+    def _check(self, shard: int, descriptor: int, path: Path) -> None:
+        """Raises `ShardError` unless size and some samples are as indexed, and the file that it was before.
+
+        (The first sample, one in the middle and the last: the rest of the shard is not read.)
+        """
+        found, stat = self._found, os.fstat(descriptor)
+        size = int(found.entries.sizes[shard])
+        if stat.st_size != size:
+            raise ShardError(
+                f"{path}: {stat.st_size} bytes, but {size} when it was indexed; the shard was rewritten or cut short "
+                "since: start again or run `savable index` to index it, or put the old shard back",
+                reason="changed shard",
+            )
+        if shard not in self._checked:
+            found.check_rows(shard)
+            if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
+                beside = found.form.beside[1]
+                what = f"the shard, or its {beside}, was" if beside else "its samples lie elsewhere: the shard was"
+                raise ShardError(
+                    f"{path}: as large as when it was indexed, but {what} rewritten since; remove {found.index_path} "
+                    "and start again to index it, or put the old shard back",
+                    reason="changed shard",
+                )
+            self._checked.add(shard)
+        if not self._pins.pin(self, shard, stat, descriptor):
+            raise ShardError(
+                f"{path}: it was replaced while this run read from it; put the old shard back, or start again",
+                reason="changed shard",
+            )
+
+    def close_oldest(self) -> None:
+        """Closes the shard that was opened first, after a last look at it."""
+        self._pins.look(self, [next(iter(self.items()))])
+        super().close_oldest()
+
+    def verify(self, slot: int) -> None:
+        """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
+        if self._pins.note(slot):
+            self._look(f", of which that of slot {slot} was not given")
+
+    def verify_given(self) -> None:
+        """See `ShardFiles.verify_given`."""
+        if self._pins.has_noted:
+            self._look("")
+
+    def _look(self, not_given: str) -> None:
+        changed = self._pins.changed(self, self._closed_views())
+        if changed:
+            raise ShardError(
+                f"{self.path_of(changed[0])}: it was overwritten while this run read from it; the batches of the slots "
+                f"{_numbers(self._pins.slots())} may hold bytes of both{not_given}. Put the old shard back, and start "
+                "again from a state before them",
+                reason="changed shard",
+            )
+
+
+def _open_without_atime(path: Path) -> int:
+    """A descriptor whose reads do not update the file's access time, if permitted: that costs a tenth of a read."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    except PermissionError:  # only the owner of a file may use O_NOATIME
+        return os.open(path, flags)
+
+
+def _numbers(slots: list[int]) -> str:
+    """`3, 99 and 8 more up to 401`."""
+    more = f" and {len(slots) - _SLOTS_SHOWN} more up to {slots[-1]}" if len(slots) > _SLOTS_SHOWN else ""
+    return ", ".join(map(str, slots[:_SLOTS_SHOWN])) + more
+
+
+class Pins:
+    """The shards that were opened, by number, as they were then."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, FileVersion] = {}
+        self._changed: list[int] = []
+        self._told: set[int] = set()  # of which there was a warning
+        self._slots: list[int] = []  # of the batches since the last look
+        self._look_at = 0.0
+
+    def pin(self, files: LocalFiles, shard: int, stat: os.stat_result, descriptor: int | None = None) -> bool:
+        """Remembers a shard that was opened; False if it is another than when it was opened before."""
+        now = FileVersion.of(stat)
+        was = self._found.setdefault(shard, now)
+        return was.inode == now.inode and self._is_same(files, shard, now, descriptor)
+
+    def note(self, slot: int) -> bool:
+        """Notes the slot of a batch that is to be given. Returns whether the shards must be looked at before."""
+        if slot not in self._slots[-1:]:
+            self._slots.append(slot)
+        return bool(self._changed) or time.monotonic() >= self._look_at
+
+    @property
+    def has_noted(self) -> bool:
+        """Whether there were batches since the last look."""
+        return bool(self._slots)
+
+    def changed(self, files: LocalFiles, views: Iterable[tuple[int, os.stat_result]]) -> list[int]:
+        """Looks at open shards, by number, and at files that are mapped only. Returns those that have changed.
+
+        Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
+        shards, and note slots, meanwhile.
+        """
+        noted, began = len(self._slots), time.monotonic()
+        if not self._changed:
+            self.look(files, list(files.items()))
+            self._look_at_views(files, views)
+            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
+        if not self._changed:
+            del self._slots[:noted]
+        return self._changed
+
+    def slots(self) -> list[int]:
+        """The slots of the batches since the last look that found nothing."""
+        return sorted(set(self._slots))
+
+    def look(self, files: LocalFiles, shards: Iterable[tuple[int, int]]) -> None:
+        """Looks at some of the open shards: pairs of shard and descriptor, which another thread may have closed."""
+        fstat, pins = os.fstat, self._found
+        for shard, descriptor in shards:
+            was = pins[shard]
+            try:
+                stat = fstat(descriptor)
+            except OSError:
+                if files.get(shard) == descriptor:
+                    raise
+                continue
+            same = (
+                stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
+            )
+            if not same and files.get(shard) == descriptor:
+                self._look_closer(files, shard, FileVersion.of(stat), descriptor)
+
+    def _look_at_views(self, files: LocalFiles, views: Iterable[tuple[int, os.stat_result]]) -> None:
+        """Looks at files by their paths: another file in the place of one leaves the map as it is."""
+        for number, stat in views:
+            if stat.st_ino == self._found[number].inode:
+                self._look_closer(files, number, FileVersion.of(stat), None)
+
+    def _look_closer(self, files: LocalFiles, number: int, now: FileVersion, descriptor: int | None) -> None:
+        if not self._is_same(files, number, now, descriptor):
+            self._changed.append(number)
+
+    def _is_same(self, files: LocalFiles, number: int, now: FileVersion, descriptor: int | None) -> bool:
+        """Whether a file holds what it did, as far as can be seen; then it is remembered as it is now."""
+        was = self._found[number]
+        if (now.size, now.written_ns) != (was.size, was.written_ns):
+            return False
+        if now.changed_ns != was.changed_ns:
+            if now.rights == was.rights and not self._holds_the_same(files, number, descriptor):
+                return False
+            self._found[number] = now
+        return True
+
+    def _holds_the_same(self, files: LocalFiles, number: int, descriptor: int | None) -> bool:
+        same = files.is_as_indexed(number, descriptor)
+        if same and number not in self._told:
+            self._told.add(number)
+            log.warning(
+                "%s: its inode changed while this run read from it (ctime), but neither mode, owner and links nor size "
+                "and time of writing, and what was compared of its bytes is as it was indexed: it was moved or backed "
+                "up, or overwritten by a program that put the time of writing back. Compare it with its source, such "
+                "as by `rsync --checksum --dry-run`",
+                files.path_of(number),
+            )
+        return same

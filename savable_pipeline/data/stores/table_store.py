@@ -1,10 +1,11 @@
-r"""`TableStore`: tables whose rows are objects, `json`, with the files that some of their fields name as further parts.
+"""`TableStore`: tables whose rows are objects, `json`, with the files that some of their fields name as further parts.
 
     {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json
     {"image": ["a.jpg", "b.jpg"]}                  →      0.jpg, 1.jpg, json
 
 The files lie in the folder of the table, or in another one that is named. Nothing outside of it is read, wherever a
-path or a link leads.
+path or a link leads. Of JSON files that hold one list, such as LLaVA's own, the index has the offset of each element,
+then that of what follows the last: to index such a file it is read as a whole.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from savable_pipeline.core.files import regular_file
-from savable_pipeline.core.open_files import with_handles
-from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.shard_list import Rows
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.files import regular_file, with_handles
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.part_types import as_part, find_part
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.jsonl import LINE, without_mark
-from savable_pipeline.data.stores.plain_values import as_part
-from savable_pipeline.data.stores.record_fields import RecordError
+from savable_pipeline.data.stores.jsonl import LINE, MARK, digest_of, is_as_indexed, without_mark
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
+from savable_pipeline.data.stores.source import JSON_FILES
 from savable_pipeline.errors import ShardError
 
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
@@ -284,3 +289,41 @@ class LinesStore(TableStore):
         if rest.strip():  # but for blank lines there is nothing before the next row
             raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
         return without_mark(line + end, begin)
+
+
+def read_table(file: ByteSource, name: str) -> ShardTable:
+    """Entry and elements of a file; damage is the entry's fault, and there are no samples."""
+    fault, begins = text_fault(file.read_at(0, HEAD), file.name), [0]
+    if not fault:
+        file.expect([(0, file.size)])
+        try:
+            begins = _element_begins(file.read_at(0, file.size))
+        except msgspec.DecodeError as error:
+            fault = f"not a whole list of objects: {error}"
+    places = np.array(begins, "<u8")
+    fault = encodable(f"{name}: {fault}") if fault else ""
+    return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
+
+
+def _element_begins(data: bytes) -> list[int]:
+    """Where each element of the list begins, and the last ends. Raises `msgspec.DecodeError`."""
+    end = len(MARK) if data.startswith(MARK) else 0
+    begins = []
+    for element in msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw]):
+        raw = bytes(element)
+        begins.append(data.index(raw, end))  # only commas and blanks lie between two elements
+        end = begins[-1] + len(raw)
+    return [*begins, end]
+
+
+JSON = FileFormat(
+    "json", JSON_FILES, "savable_pipeline.data.stores.table_store:JSON", read_table, is_as_indexed, no_rows=bytes(8)
+)
+
+
+class JsonArrayStore(TableStore):
+    """The elements of lists in JSON files."""
+
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """See `TableStore.body`."""
+        return raw.rstrip().removesuffix(b",").rstrip()

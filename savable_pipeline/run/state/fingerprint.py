@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.weights import reduced
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import clean_address, human_bytes
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError

@@ -12,7 +12,7 @@ import msgspec
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.weights import Weight
-from savable_pipeline.data.shards.index_file import TAR
+from savable_pipeline.data.shards.index import TAR
 from savable_pipeline.data.shards.paths import as_names
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule

@@ -6,11 +6,11 @@ import inspect
 from typing import Any, ClassVar
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.paths import Shards, as_names
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.file_hashes import known_hash
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 
@@ -18,7 +18,7 @@ _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options 
 
 
 class FileReader(RecordReader):
-    """Yields the samples of a lane's share of files of a `kind`: see store_kinds.py, whose store takes the options."""
+    """Yields the samples of a lane's share of files of a `kind`: see source.py, whose store takes the options."""
 
     kind: ClassVar[str]
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from savable_pipeline.data.dataset.joined_parts import JoinedParts
-from savable_pipeline.data.dataset.random_access import Samples, open_dataset
+from savable_pipeline.data.dataset.opening import Samples, open_dataset
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.paths import Shards

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.stages.readers.file_reader import FileReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import source_at

@@ -8,8 +8,8 @@ from typing import Literal, Unpack
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.shards.paths import Shards
-from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES
-from savable_pipeline.data.stores.file_kinds import RangeColumns
+from savable_pipeline.data.stores.grouped_store import DECODED_BYTES
+from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.stages.readers.file_reader import FileReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 

@@ -13,15 +13,12 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.image_doubts import ALPHA, DEEP, TURNED, image_doubts
-from savable_pipeline.data.dataset.kinds import seen
-from savable_pipeline.data.dataset.source import format_of_file
-from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.dataset.images import ALPHA, DEEP, TURNED, image_doubts
+from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import Links, ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.part_types import (
     AUDIO_PARTS,
     IMAGE_PARTS,
@@ -31,11 +28,12 @@ from savable_pipeline.data.shards.part_types import (
     utf8_error,
 )
 from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.source import STORES, format_of_file
 from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
@@ -90,8 +88,8 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
     elif fault := form.fault_beside(root / name, table):
         problems.append(Problem(f"wrong {form.kind.suffixes[0]}{form.for_others}", fault, name))
-    if table.torn:
-        problems.append(Problem("torn samples", table.torn, name))
+    if table.note:
+        problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
@@ -110,7 +108,7 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         found.counts[ALPHA],
         dict(found.empty),
         dict(found.nulls),
-        table.links,
+        TarColumns.of(table).links if form.kind is TAR_FILES else Links(0),
         found.counts[ONE_KEYFRAME],
         found.counts[NOT_DECODED],
         found.counts[DEEP],
@@ -120,7 +118,7 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
 
 def _store(form: FileFormat, table: ShardTable, root: Path, path: Path) -> RecordStore:
     """The store of one file, with an index aside: nothing is changed beside it."""
-    write_index(path, [table], form.name)
+    write_index(path, [table], form)
     return seen(IndexedFiles(form, form.index_at(path), path, None, root, tolerant=True), partial=True)
 
 

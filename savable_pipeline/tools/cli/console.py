@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from savable_pipeline.core.addresses import clean_address
-from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines
@@ -145,9 +144,9 @@ class _Lines:
         self._next = 0.0
 
     def __call__(self, done: int, total: int, size: int = 0) -> None:
-        rate = self._rate.text(done, size)
         now = time.monotonic()
         if now >= self._next or done == total:
+            rate = self._rate.text(done, size)
             shown = f" ({rate})" if rate and done < total else ""
             self._console.print(self._line.format(done, total) + shown)
             self._next = now + _LINE_EVERY_S

@@ -96,9 +96,9 @@ def index(
     With --media the headers of all audio, video and images are read too, and what they say is stored beside the index,
     for `sample.media()`. Parts whose headers cannot be read are listed; the exit code is then 1.
     """
-    from savable_pipeline.data.dataset.kinds import index_any
     from savable_pipeline.data.dataset.media_indexing import refuse_remote
-    from savable_pipeline.data.shards.unfinished import unfinished
+    from savable_pipeline.data.dataset.opening import index_any
+    from savable_pipeline.data.shards.metadata import unfinished
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():

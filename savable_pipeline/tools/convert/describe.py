@@ -8,14 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_making import WRITTEN
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META, WRITTEN
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.scan import TARS, write_tar_idx
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TARS, TarIndex, write_tar_idx
 from savable_pipeline.tools.convert.shard_job import room_on
 
 
@@ -52,7 +50,7 @@ def describe_tables(
 
     `counts`, `texts` and `splits` are as of `_energon_files`.
     """
-    write_index(work / "savable.index", tables)
+    write_index(work / "savable.index", tables, TARS)
     (work / "savable.index").replace(folder / INDEX_NAME)
     return describe_indexed(folder, folder / INDEX_NAME, counts, texts, splits)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from savable_pipeline.data.stores.file_kinds import kind_in
 from savable_pipeline.data.stores.sample_names import is_hidden, is_tar
+from savable_pipeline.data.stores.source import kind_in
 from savable_pipeline.tools.convert.plan import CLASSES
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from savable_pipeline.core.addresses import clean_address, has_user
+from savable_pipeline.core.wording import clean_address, has_user
 from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.remote.cache_space import cache_folder
-from savable_pipeline.data.shards.energon_metadata import META
+from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.plan import CLASSES, MANIFEST, RECORDS, WORK
 from savable_pipeline.tools.convert.writer_processes import claimed, locked

@@ -23,7 +23,7 @@ from savable_pipeline.tools.convert.source_file import place_behind
 
 if TYPE_CHECKING:  # with pyarrow, which other sources do without
     from savable_pipeline.data.dataset.dataset import Dataset
-    from savable_pipeline.data.stores.media_columns import NamedFile
+    from savable_pipeline.data.stores.arrow_columns import NamedFile
     from savable_pipeline.data.stores.record_store import RecordStore
 
 

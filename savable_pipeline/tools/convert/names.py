@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.data.shards.part_types import part_type
-from savable_pipeline.data.stores.record_fields import npy
+from savable_pipeline.data.stores.record_files import npy
 from savable_pipeline.data.stores.sample_names import name_fault
 
 

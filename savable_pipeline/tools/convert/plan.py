@@ -21,9 +21,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.shards.energon_metadata import META
+from savable_pipeline.data.shards.metadata import CONVERTED, META
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
-from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.tools.convert.model import Files, Input, Options
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
-from savable_pipeline.data.remote.scratch import close_scratch
+from savable_pipeline.data.remote.session import close_scratch
 from savable_pipeline.data.stores.decompressed import MORE, DamagedError
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.compressed import is_compressed, opened

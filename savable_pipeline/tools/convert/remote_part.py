@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, held, stamps_of
-from savable_pipeline.data.remote.scratch import scratch
-from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.remote.lookup import RemotePlace, check_stamp, held, stamps_of
+from savable_pipeline.data.remote.session import Session, scratch
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.model import Files
 
@@ -109,9 +108,9 @@ def close_part() -> None:
 
 def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
-    from savable_pipeline.data.dataset.kinds import seen
-    from savable_pipeline.data.dataset.store_kinds import STORES
-    from savable_pipeline.data.stores.indexed_files import IndexedFiles
+    from savable_pipeline.data.dataset.opening import seen
+    from savable_pipeline.data.shards.index import IndexedFiles
+    from savable_pipeline.data.stores.source import STORES
 
     found = stamps_of(reader.url, [file.name for file in reader.files], session)
     for file in reader.files:
@@ -119,7 +118,7 @@ def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     kind, version = STORES[reader.form], folder / "version"
     form = kind.form
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
-    write_index(version / "index", tables, form.name)
+    write_index(version / "index", tables, form)
     place = RemotePlace(reader.url, held(version), session)
     files = IndexedFiles(form, place.index, place.index_path, None, folder, place)
     given = dict(reader.settings)

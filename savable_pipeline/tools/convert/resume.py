@@ -17,10 +17,10 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar import Extent
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.mirror import Target

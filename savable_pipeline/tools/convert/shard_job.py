@@ -18,9 +18,9 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.bucket import Bucket
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scan import write_tar_idx
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.tar_format import TARS, write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.errors import SavableError
@@ -114,7 +114,7 @@ def room_on(folder: Path) -> Iterator[None]:
 def put_in_place(place: ShardPlace, table: ShardTable) -> None:
     """Put a shard that was written aside in its place, after its rows of the index and its offsets."""
     index, offsets = f"{place.name}.index", f"{place.name}.idx"
-    write_index(place.aside / index, [table])
+    write_index(place.aside / index, [table], TARS)
     write_tar_idx(place.aside / place.name, table)
     _move(place, index, place.work)
     for name in (offsets, place.name):

@@ -22,15 +22,13 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.file_bytes import opened
-from savable_pipeline.data.shards.index_making import WRITTEN
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.indexing import known_files
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.metadata import OPEN, WRITTEN
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TARS, TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
-from savable_pipeline.data.shards.unfinished import OPEN
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.names import sample_parts

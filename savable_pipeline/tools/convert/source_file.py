@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.core.files import regular_file
-from savable_pipeline.data.remote.remote_files import check_stamp
-from savable_pipeline.data.stores.cached_blocks import CachedBytes
-from savable_pipeline.data.stores.remote_file import RemoteFile, open_object
+from savable_pipeline.data.remote.lookup import check_stamp, place_of_object
+from savable_pipeline.data.remote.session import job_session
+from savable_pipeline.data.shards.byte_source import SourceFile
+from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.shard_files import StoreFile
 
 _BUFFER = 1 << 20
+_AHEAD = 64 << 20  # bytes of an object that are announced ahead
 
 
 def is_url(path: Path | str) -> bool:
@@ -35,7 +38,7 @@ def open_source(path: Path | str) -> Iterator[io.BufferedReader[Any]]:
         with open(path, "rb", opener=regular_file) as file:
             yield file
     else:
-        with io.BufferedReader(RemoteFile(object_at(path)), _BUFFER) as remote:
+        with io.BufferedReader(SourceFile(object_at(path), _AHEAD), _BUFFER) as remote:
             yield remote
 
 
@@ -49,7 +52,7 @@ def stamp_of(url: str) -> str:
     return _opened(url)[1]
 
 
-def object_at(url: str, stamp: str = "") -> CachedBytes:
+def object_at(url: str, stamp: str = "") -> StoreFile:
     """The object at a URL. Raises `ShardError` with a `stamp` if it is another one, `RemoteError`."""
     file, found = _opened(url)
     check_stamp(url, stamp or found, found)
@@ -57,8 +60,9 @@ def object_at(url: str, stamp: str = "") -> CachedBytes:
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(url: str) -> tuple[CachedBytes, str]:
-    return open_object(url)
+def _opened(url: str) -> tuple[StoreFile, str]:
+    place, stamp = place_of_object(url, job_session())
+    return StoreFile(CachedBlocks(place, all_used=True), 0), stamp
 
 
 def close_objects() -> None:

@@ -28,16 +28,15 @@ from pathlib import Path
 
 from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.hub_commits import at_commit
-from savable_pipeline.data.remote.remote_files import names_behind
-from savable_pipeline.data.remote.scratch import job_session
-from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.paths import is_remote
+from savable_pipeline.data.remote.lookup import names_behind
+from savable_pipeline.data.remote.session import job_session
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.shards.paths import expand_braces, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.file_kinds import CONTAINERS, INDEX, OTHER, kind_behind
+from savable_pipeline.data.stores.hub_commits import at_commit
 from savable_pipeline.data.stores.jsonl import MARK
 from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
+from savable_pipeline.data.stores.source import CONTAINERS, INDEX, OTHER, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of

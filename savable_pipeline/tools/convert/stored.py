@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.remote.remote_files import check_stamp, place_of_object, stamps_of
-from savable_pipeline.data.remote.scratch import job_session
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.remote.lookup import check_stamp, place_of_object, stamps_of
+from savable_pipeline.data.remote.session import job_session
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.paths import ALL
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
@@ -66,7 +66,7 @@ class StoreReader:
         """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
         if not self.stamps:
             return self
-        from savable_pipeline.data.dataset.source import recognize
+        from savable_pipeline.data.stores.source import recognize
 
         dataset = self.dataset()
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
@@ -147,7 +147,7 @@ _last: list[Any] = []  # the reader that was asked last in this process, and its
 def _opened(path: str, kind: str, settings: Settings, index: Path, stamps: tuple[str, ...]) -> tuple[Dataset, str]:
     """The samples there, and a digest of their entries."""
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: compressed tars do without
-    from savable_pipeline.data.dataset.kinds import open_any
+    from savable_pipeline.data.dataset.opening import open_any
 
     raw = open_raw(path, kind, settings, index, *stamps) if kind else None
     dataset = open_any(path, partial=True, **dict(settings)) if raw is None else Dataset(raw)
@@ -159,9 +159,10 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
 
     Behind a URL they are one object, with this stamp if one is given. Raises `ShardError` for another, `RemoteError`.
     """
-    from savable_pipeline.data.dataset.store_kinds import STORES
-    from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
-    from savable_pipeline.data.stores.indexed_files import IndexedFiles
+    from savable_pipeline.data.shards.index import IndexedFiles
+    from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+    from savable_pipeline.data.stores.shard_files import StoreFile
+    from savable_pipeline.data.stores.source import STORES
 
     form, remote = STORES[kind].form, None
     root, name = (Path(path), ALL) if kind.startswith("folder") else (Path(path).parent, Path(path).name)
@@ -170,11 +171,11 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
         remote, _ = place_of_object(path, job_session())
         here, root = _stamp(path), remote.metadata
         check_stamp(path, stamp or here, here)
-        scan = functools.partial(form.read, CachedBytes(CachedBlocks(remote, all_used=True), 0), name)
+        scan = functools.partial(form.read, StoreFile(CachedBlocks(remote, all_used=True), 0), name)
     with tempfile.TemporaryDirectory() as aside:
         if not index.exists():  # on a machine that does not see the folder of the conversion, too
             index = index if index.parent.exists() else Path(aside, "index")
-            write_index(index, [scan()], form.name)
+            write_index(index, [scan()], form)
         found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
         return STORES[kind].store(found, **dict(settings))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.info import split_counts
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError

@@ -18,8 +18,8 @@ from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.video import Video
+from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.data.shards.part_types import part_type
-from savable_pipeline.data.stores.member_file import RangeFile
 from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.media_clips import clip, clip_seconds

@@ -12,7 +12,7 @@ from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.config import split_name_re
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.random_access import Samples, open_dataset
+from savable_pipeline.data.dataset.opening import Samples, open_dataset
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader

@@ -14,11 +14,11 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import dataset_of, open_any, open_store
+from savable_pipeline.data.dataset.opening import dataset_of, open_any, open_store
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.dataset_check import check

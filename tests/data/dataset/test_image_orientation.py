@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageOps
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset import jpeg_pixels, media_indexing
-from savable_pipeline.data.media import known_media, media_table
+from savable_pipeline.data.dataset import images, media_indexing
+from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
 from tests.support.shards import write_tar
 from tests.support.toy_samples import sample
@@ -99,7 +99,7 @@ def test_decoded_parts_are_the_same_with_simplejpeg_and_without(
     name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
-        monkeypatch.setattr(jpeg_pixels, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
     found = one(name).decoded()[name.rpartition(".")[2]]
     assert np.array_equal(found, np.asarray(oracle(FILES[name])))
     assert found.flags.writeable and found.flags.c_contiguous
@@ -166,7 +166,7 @@ def test_the_table_has_the_sizes_that_are_shown(tmp_path: Path, monkeypatch: pyt
     read = [each.media() for each in sp.open_dataset(tmp_path)]
     _, faults = media_indexing.index_media(tmp_path)
     assert not faults.count
-    monkeypatch.setattr(known_media, "media_info", None)  # no header is read now
+    monkeypatch.setattr(media_table, "media_info", None)  # no header is read now
     found = [each.media() for each in sp.open_dataset(tmp_path)]
     assert found == read == [MediaInfo(width=w, height=h) for w, h in (oracle(data).size for data in FILES.values())]
 

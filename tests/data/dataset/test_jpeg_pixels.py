@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from savable_pipeline.data.dataset import jpeg_pixels as module
+from savable_pipeline.data.dataset import images as module
 from savable_pipeline.data.dataset.decoding import decoded_part
-from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
+from savable_pipeline.data.dataset.images import jpeg_pixels
 from savable_pipeline.data.shards.part_types import open_image
 
 CHANNELS = {"RGB": 3, "L": 1, "CMYK": 4}

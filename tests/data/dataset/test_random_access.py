@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset import key_index
-from savable_pipeline.data.dataset.random_access import Samples
+from savable_pipeline.data.dataset.opening import Samples
 from tests.conftest import MakeShards, write_tar
 
 

@@ -23,15 +23,15 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.stores import cached_files
-from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores import cached_samples
+from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards
@@ -195,8 +195,8 @@ def all_refs(dataset: Dataset) -> RefArray:
 
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
-    monkeypatch.setattr(cached_files, "_LOOK_S", 0.0)
-    monkeypatch.setattr(cached_files, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(cached_samples, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cached_samples, "_LOOK_SHARE", 0)
     dataset = open_any(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]
@@ -255,7 +255,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "index deleted": lambda version: (version / "index").unlink(),
     "index emptied": lambda version: os.truncate(version / "index", 0),
     "index cut": lambda version: os.truncate(version / "index", 300),
-    "index swapped": lambda version: write_index(version / "index", [TARS.scan(version, "0.tar")]),
+    "index swapped": lambda version: write_index(version / "index", [TARS.scan(version, "0.tar")], TARS),
     "all deleted": lambda version: shutil.rmtree(version),
     "pointer cut": lambda version: os.truncate(version.parent / "own.json", 5),
 }

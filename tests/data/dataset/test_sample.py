@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, Ref
 from savable_pipeline.data.dataset.sample import Sample, decoded_json
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error

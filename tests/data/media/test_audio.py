@@ -14,7 +14,7 @@ import pytest
 from savable_pipeline.data.media.audio import Audio, resample
 from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.media.media_info import media_info
-from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
+from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, flac_bytes, tone, video_bytes
 
@@ -220,7 +220,7 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(
     with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
         found.samples()
     if container in ("wav", "mp3", "webm"):
-        file = RangeFile(SpanFile(lambda offset, size: data[offset:][:size], 0, len(data)), begin_s, end_s)
+        file = RangeFile(ByteSource.of(data), begin_s, end_s)
         with pytest.raises(MediaError, match=r"the part: .* end"):
             media_info(file, "the part", container)
 

@@ -19,10 +19,10 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset import media_indexing
 from savable_pipeline.data.dataset.media_indexing import index_media
-from savable_pipeline.data.media import known_media, media_table
+from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
-from savable_pipeline.data.media.media_totals import MediaTotals
-from savable_pipeline.data.shards.index_place import media_table_name
+from savable_pipeline.data.media.media_table import MediaTotals
+from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
@@ -97,7 +97,7 @@ def test_a_table_says_what_the_headers_say(shards: list[list[dict[str, int]]], t
 def test_with_a_table_no_header_is_read(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = said(dataset)
     index_media(dataset)
-    monkeypatch.setattr(known_media, "media_info", no_header)
+    monkeypatch.setattr(media_table, "media_info", no_header)
     assert said(dataset) == before and MediaInfo(width=5, height=7) in before
     child = os.fork()
     if not child:
@@ -108,7 +108,7 @@ def test_with_a_table_no_header_is_read(dataset: Path, monkeypatch: pytest.Monke
 def test_some_of_the_shards_have_their_part_of_the_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = said(dataset / "1.tar")
     index_media(dataset)
-    monkeypatch.setattr(known_media, "media_info", no_header)
+    monkeypatch.setattr(media_table, "media_info", no_header)
     assert said(dataset / "1.tar") == before
 
 
@@ -118,9 +118,11 @@ def test_a_table_behind_a_url_is_copied_and_copied_again_when_it_was_replaced(
     monkeypatch.setenv("SAVABLE_CACHE", str(dataset.parent / "cache"))
     before = said(dataset)
     with serving(dataset.parent) as server, monkeypatch.context() as patched:
-        patched.setattr(known_media, "media_info", lambda *_: "by the headers")
-        assert set(said(f"{server.url}/data/")) == {"by the headers", "json"}
+        with monkeypatch.context() as unread:
+            unread.setattr(media_table, "media_info", lambda *_: "by the headers")
+            assert set(said(f"{server.url}/data/")) == {"by the headers", "json"}
         index_media(dataset)
+        patched.setattr(media_table, "media_info", no_header)
         for _ in range(2):
             assert said(f"{server.url}/data/") == before
         assert server.sent("media.index") == (dataset / TABLE).stat().st_size
@@ -135,7 +137,7 @@ def test_images_in_columns_are_in_the_table(tmp_path: Path, monkeypatch: pytest.
     rows = [{"bytes": plain_png(3 + n, 4), "path": f"{n}.png"} for n in range(5)]
     parquet.write_table(pa.table({"image": rows, "n": list(range(5))}), tmp_path / "a.parquet")
     index_media(tmp_path)
-    monkeypatch.setattr(known_media, "media_info", no_header)
+    monkeypatch.setattr(media_table, "media_info", no_header)
     assert [sample.media().width for sample in sp.open_dataset(tmp_path)] == [3, 4, 5, 6, 7]
 
 
@@ -154,7 +156,7 @@ def test_ranges_of_long_files_are_in_the_table(tmp_path: Path, monkeypatch: pyte
     root = write_lerobot(tmp_path / "robot")
     before = [sample.media(TOP) for sample in sp.open_dataset(root)]
     index_media(root)
-    monkeypatch.setattr(known_media, "media_info", no_header)
+    monkeypatch.setattr(media_table, "media_info", no_header)
     assert [sample.media(TOP) for sample in custom.ParquetReader(root, sp.Lane(), shuffle=False, epochs=1)] == before
     assert len({info.duration_s for info in before}) > 1
 

@@ -21,7 +21,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
-from savable_pipeline.data.remote.scratch import close_scratch
+from savable_pipeline.data.remote.session import close_scratch
 from savable_pipeline.data.shards.hub_address import HubAddress, without_commit
 from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError

@@ -14,17 +14,16 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.remote import index_parts, lookup
+from savable_pipeline.data.dataset.opening import open_any, open_indexed
+from savable_pipeline.data.remote import cache_layout, lookup
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.indexed_files import open_indexed
 from savable_pipeline.data.stores.jsonl import JsonlStore
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_tar
@@ -63,7 +62,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 def served_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """A server of this folder, of which every index is fetched by the part."""
-    monkeypatch.setattr(index_parts, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(cache_layout, "WHOLE_BYTES", 0)
     monkeypatch.setattr(lookup, "_FIRST", 100)
     monkeypatch.setattr(lookup, "PIECE", 1000)
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
@@ -236,7 +235,7 @@ def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_li
     places = np.arange(0, 250 * (lines + 1), 250, dtype="<u8").tobytes()
     entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
     index = tmp_path / "many" / form.index_name
-    write_index(index, (ShardTable(entry, places) for entry in entries), form.name)
+    write_index(index, (ShardTable(entry, places) for entry in entries), form)
     monkeypatch.setattr(lookup, "PIECE", 8 << 20)
     tracemalloc.start()
     try:

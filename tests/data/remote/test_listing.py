@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.object_store import ObjectStore

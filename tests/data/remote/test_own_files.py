@@ -11,7 +11,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.remote import own_files
+from savable_pipeline.data.remote import cache_files
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
@@ -114,12 +114,12 @@ def test_another_users_folder_and_file_are_refused_by_the_owners_name(
     owner, other = pwd.getpwuid(os.geteuid()).pw_name, 2**31 - 7
     (tmp_path / "file").write_bytes(BEFORE)
     (tmp_path / str(other)).mkdir()
-    monkeypatch.setattr(own_files.os, "geteuid", lambda: other)
+    monkeypatch.setattr(cache_files.os, "geteuid", lambda: other)
     told = f"of the user {owner}, where the cache .* of the user number {other}"
     with pytest.raises(RemoteError, match=f"{tmp_path}/{other}: a folder {told}"):
         cache_folder(tmp_path)
     with pytest.raises(RemoteError, match=f"{tmp_path}/file: a file {told}"):
-        own_files.open_own(tmp_path / "file", "w")
+        cache_files.open_own(tmp_path / "file", "w")
     assert (tmp_path / "file").read_bytes() == BEFORE
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from savable_pipeline.data.remote.download_process import QueuedRequest, RequestQueue
 from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.pace import Pace
-from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
 
 AT_ONCE = Pace().at_once
 

@@ -11,14 +11,11 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.source import recognize
-from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.remote.scratch import close_scratch
-from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.remote_indexing import index_remote
-from savable_pipeline.data.stores.remote_scans import RemoteScan, scan_there
+from savable_pipeline.data.stores.remote_indexing import RemoteScan, index_remote, scan_there
+from savable_pipeline.data.stores.source import STORES, recognize
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed

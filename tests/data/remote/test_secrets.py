@@ -9,7 +9,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.addresses import clean_address
+from savable_pipeline.core.wording import clean_address
 from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.cli.main import app

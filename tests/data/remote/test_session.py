@@ -14,11 +14,10 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import child_process
-from savable_pipeline.data.dataset.kinds import open_source
-from savable_pipeline.data.dataset.source import recognize
-from savable_pipeline.data.remote.scratch import job_session, scratch
-from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.energon_metadata import META
+from savable_pipeline.data.dataset.opening import open_source
+from savable_pipeline.data.remote.session import Session, job_session, scratch
+from savable_pipeline.data.shards.metadata import META
+from savable_pipeline.data.stores.source import recognize
 from tests.conftest import write_numbered_shards
 from tests.support import toy_server
 from tests.support.toy_server import ToyServer, serving_a_machine

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote import shard_cache
+from savable_pipeline.data.remote.cache_files import locked
 from savable_pipeline.data.remote.cache_space import CacheSpace, bytes_in_use, cache_bytes, cache_folder, write_at
 from savable_pipeline.data.remote.shard_cache import USED, ShardCache, create_flags, is_held
-from savable_pipeline.data.remote.sparse_file import locked
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_numbered_shards
 

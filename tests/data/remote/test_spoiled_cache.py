@@ -21,7 +21,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.remote import downloader
 from savable_pipeline.data.remote.cache_space import bytes_in_use

@@ -13,14 +13,14 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.urls import find_remote
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index import FileFormat
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import is_remote
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores.remote_indexing import open_remote
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards, write_tar

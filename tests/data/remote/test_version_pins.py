@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from savable_pipeline.data.remote.cache_files import drop_whole, pin_whole, pinned_version, whole_version
 from savable_pipeline.data.remote.cache_space import CacheSpace
-from savable_pipeline.data.remote.version_pins import drop_whole, pin_whole, pinned_version, whole_version
 
 
 @pytest.mark.parametrize("spoil", ["nothing", "a byte", "the end", "the file", "the pin", "the pin's end"])

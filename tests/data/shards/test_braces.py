@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.paths import expand_braces
 from savable_pipeline.errors import ShardError
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.shards import fresh_mark, indexing
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.shards import indexing
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META
+from savable_pipeline.data.shards.tar_format import TARS
 from tests.conftest import write_tar
 
 MARK = f"{INDEX_NAME}.fresh"
@@ -24,8 +24,8 @@ MARK = f"{INDEX_NAME}.fresh"
 @pytest.fixture(autouse=True)
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shards are many, and a clock of a thousandth of a second."""
-    monkeypatch.setattr(fresh_mark, "MARKED_SHARDS", 2)
-    monkeypatch.setattr(fresh_mark, "_QUIET_NS", 100_000_000)
+    monkeypatch.setattr(indexing, "MARKED_SHARDS", 2)
+    monkeypatch.setattr(indexing, "_QUIET_NS", 100_000_000)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_start_that_listed_all_marks_the_index_for_the_next(root: Path, listed
 
 def test_folders_that_changed_a_moment_ago_are_not_marked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / MARK).unlink()
-    monkeypatch.setattr(fresh_mark, "_QUIET_NS", 10**13)
+    monkeypatch.setattr(indexing, "_QUIET_NS", 10**13)
     texts(root)
     assert not (root / MARK).exists()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from savable_pipeline.data.shards.index_file import LayoutParts, ShardTable
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import ScannedTables, write_index
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TARS, LayoutParts, TarColumns, TarIndex
 
 ONE: list[LayoutParts] = [(("txt", 1),)]
 TWO: list[LayoutParts] = [(("txt", 1),), (("a", 1), ("b", 3))]
@@ -23,7 +23,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
     parts = sum(len(layouts[number]) for number in layout_of.tolist())
     starts, sizes = np.arange(samples, dtype="<u8") * 512, np.full(parts, size, dtype="<u8")
     entry = ShardEntry(name, 1 << 40, samples, samples * 7919)
-    return ShardTable(entry, starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes())
+    return TarColumns(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
     ],
 )
 def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable]) -> None:
-    write_index(tmp_path / "index", iter(tables))
+    write_index(tmp_path / "index", iter(tables), TARS)
     index = TarIndex(tmp_path / "index")
     assert [index.table(number) for number in range(len(index.shards))] == tables
     assert all(index.is_whole(number) for number in range(len(tables)))
@@ -47,7 +47,7 @@ def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable])
 
 def test_shards_out_of_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.tar after b\.tar: an index has its shards in the order of names"):
-        write_index(tmp_path / "index", [table("b.tar", ONE), table("a.tar", ONE)])
+        write_index(tmp_path / "index", [table("b.tar", ONE), table("a.tar", ONE)], TARS)
     assert not list(tmp_path.iterdir())
 
 
@@ -57,7 +57,7 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
             yield table(f"{shard:03d}.tar", ONE, samples=50_000)
 
     tracemalloc.start()
-    write_index(tmp_path / "index", tables())
+    write_index(tmp_path / "index", tables(), TARS)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (tmp_path / "index").stat().st_size > 60_000_000 > 2 * most

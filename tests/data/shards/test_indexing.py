@@ -18,12 +18,11 @@ import pytest
 
 from savable_pipeline.core import files
 from savable_pipeline.data.shards import index_making, indexing
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.index import FileFormat
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.shards.tar_format import TARS, TarIndex
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 
@@ -244,9 +243,9 @@ def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None
         _note(trace, name)
         return scan(form, root, name)
 
-    def noted_write(path: Path, tables: Any, kind: str) -> None:
+    def noted_write(path: Path, tables: Any, form: FileFormat) -> None:
         _note(trace, "index")
-        write_index(path, tables, kind)
+        write_index(path, tables, form)
 
     FileFormat.scan, index_making.write_index = slow_scan, noted_write  # type: ignore[method-assign]
     together.wait(30)
@@ -389,7 +388,7 @@ def test_who_is_stopped_between_a_shard_and_its_offsets_writes_them_when_it_goes
 
     root, _ = mixed
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("savable_pipeline.data.shards.scan.replace_file", stop)
+        patch.setattr("savable_pipeline.data.shards.tar_format.replace_file", stop)
         index_files(root, TARS, processes=1)
     index_files(root, TARS, processes=1)
     assert [name for name in NAMES if not (root / f"{name}.idx").exists()] == []
@@ -454,8 +453,8 @@ def full_below(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
         with replacing(path, **settings) as file:
             file.writelines(parts)
 
-    monkeypatch.setattr("savable_pipeline.data.shards.index_writer.replacing", replacing)
-    monkeypatch.setattr("savable_pipeline.data.shards.scan.replace_file", replace)
+    monkeypatch.setattr("savable_pipeline.data.shards.index_making.replacing", replacing)
+    monkeypatch.setattr("savable_pipeline.data.shards.tar_format.replace_file", replace)
 
 
 def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(
@@ -477,7 +476,7 @@ def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(
 
 def test_a_user_without_a_home_indexes_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"x")])
-    monkeypatch.setattr("savable_pipeline.data.shards.index_place.user_cache", lambda: None)
+    monkeypatch.setattr("savable_pipeline.data.shards.indexing.user_cache", lambda: None)
     assert open_index(tmp_path, ["a.tar"]).shards[0].samples == 1
     (tmp_path / INDEX_NAME).unlink()
     full_below(monkeypatch, tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from tests.conftest import write_tar
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.index_file import Links
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_format import TARS, Links, TarIndex
 
 HARD, SYMBOLIC = tarfile.LNKTYPE, tarfile.SYMTYPE
 Entry = tuple[str, bytes | tuple[bytes, str]]

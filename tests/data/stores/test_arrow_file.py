@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.file_bytes import opened
-from savable_pipeline.data.shards.index_file import PlaceIndex
-from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.byte_source import opened
+from savable_pipeline.data.shards.index import PlaceIndex
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
 from savable_pipeline.tools.cli.main import app
 
@@ -37,7 +37,7 @@ def written(path: Path, compression: str | None = None) -> bytes:
 def blocks_of(path: Path) -> list[bytes]:
     """The entries of the batches in the footer of a file by pyarrow."""
     with opened(path) as file:
-        batches = batches_of(np.frombuffer(read_table(file, path.name).starts, "<u8"))
+        batches = batches_of(np.frombuffer(read_table(file, path.name).rows, "<u8"))
         messages = [read_message(file, begin) for begin in batches.begins.tolist()]
     return [BLOCK.pack(message.offset, message.head, message.body) for message in messages]
 
@@ -120,7 +120,7 @@ def test_a_footer_that_lies_is_a_named_error(tmp_path: Path, begin: int, told: s
     if polars:
         as_polars(path)
     with opened(path) as file:
-        first = int(batches_of(np.frombuffer(read_table(file, path.name).starts, "<u8")).begins[0])
+        first = int(batches_of(np.frombuffer(read_table(file, path.name).rows, "<u8")).begins[0])
     raw, last = path.read_bytes(), blocks_of(path)[-1]
     where = first + begin - 72 if begin in (72, 68) else begin
     path.write_bytes(raw.replace(last, BLOCK.pack(where, *BLOCK.unpack(last)[1:])))

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores import awaited_rows
-from savable_pipeline.data.stores.awaited_rows import AwaitedRows
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores import grouped_store
+from savable_pipeline.data.stores.grouped_store import AwaitedRows, DecodedBlocks
 
 ENDS = [10, 20, 30]
 
@@ -32,7 +31,7 @@ def test_rows_that_are_read_or_taken_are_awaited_no_more_and_empty_groups_are_fo
 
 
 def test_only_rows_that_are_still_awaited_count_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awaited_rows, "_MOST", 10)
+    monkeypatch.setattr(grouped_store, "_MOST", 10)
     awaited = AwaitedRows()
     awaited.announce(0, np.array([29]), ENDS)
     for _ in range(10):

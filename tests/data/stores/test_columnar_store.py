@@ -18,8 +18,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from tests.support.toy_samples import plain_png
 
 ROWS: list[dict[str, Any]] = [

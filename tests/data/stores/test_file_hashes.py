@@ -12,7 +12,7 @@ import xxhash
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.tools.check.dataset_check import check
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
 

@@ -17,9 +17,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.open_files import keep_below
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores import arrow_store, pins
+from savable_pipeline.core.files import keep_below
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores import arrow_store, shard_files
 from tests.conftest import write_numbered_shards
 
 ROWS = 400
@@ -66,8 +66,8 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Any]] = {
 
 @pytest.fixture(autouse=True)
 def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
-    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)
 
 
 def overwrite(path: Path) -> None:

@@ -12,7 +12,7 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import jsonl
 
 LINES = (
@@ -112,7 +112,7 @@ def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, mon
     expected = jsonl.JSONL.scan(lines.parent, lines.name)
     monkeypatch.setattr(jsonl, "_CHUNK", chunk)
     assert jsonl.JSONL.scan(lines.parent, lines.name) == expected
-    assert np.frombuffer(expected.starts, "<u8").tolist() == [0, 41, 71, 75, len(LINES)]
+    assert np.frombuffer(expected.rows, "<u8").tolist() == [0, 41, 71, 75, len(LINES)]
 
 
 def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:

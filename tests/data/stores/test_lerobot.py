@@ -15,8 +15,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.source import recognize
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.stores.source import recognize
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.media_files import frame_number
 from tests.support.toy_lerobot import FEATURES, FPS, INFO, LENGTHS, TOP, write_lerobot

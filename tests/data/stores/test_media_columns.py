@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores.arrow_columns import BrokenColumnError, MediaListColumn, NamedFile
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
-from savable_pipeline.data.stores.media_columns import MediaListColumn, NamedFile
 from savable_pipeline.tools.cli.main import app
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})

@@ -20,11 +20,11 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.open_files import keep_below
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.core.files import keep_below
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.stores import pins
+from savable_pipeline.data.stores import shard_files
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from tests.support.shards import write_tar
 
@@ -125,7 +125,7 @@ def test_a_shard_that_was_cut_is_an_error_as_of_read(shard: Path) -> None:
 def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
     shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
     sample, raw = first_sample(shard), shard.read_bytes()
     with sample.open("bin") as file:
         file.read(10)

@@ -16,9 +16,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.stores import pins, shard_files
+from savable_pipeline.data.stores import shard_files
 from tests.conftest import write_numbered_shards, write_tar
 
 
@@ -49,8 +49,8 @@ class Pipeline:
 def test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given(
     make_shards: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
-    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)  # workers are forked
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)  # workers are forked
     root = make_shards([400])
     with sp.SavableLoader(
         Pipeline(root), seed=0, lanes=2, num_workers=workers, workers=sp.Workers(start_method="fork")
@@ -70,7 +70,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(pins.time, "monotonic", lambda: now)
+    monkeypatch.setattr(shard_files.time, "monotonic", lambda: now)
     root = make_shards([2, 2, 2])
     files = open_any(root).store.files  # type: ignore[attr-defined]
     files[0], files[1]
@@ -125,8 +125,8 @@ def test_a_shard_that_was_only_moved_or_touched_before_it_was_opened_is_read(tmp
 def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
-    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)
     shard = make_shards([9, 9]) / "0000.tar"
     files = open_any(shard.parent).store.files  # type: ignore[attr-defined]
     files[0]
@@ -162,7 +162,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
     others, real = [], os.fstat
 
     def meanwhile(descriptor: int) -> os.stat_result:
-        monkeypatch.setattr(pins.os, "fstat", real)
+        monkeypatch.setattr(shard_files.os, "fstat", real)
         if descriptor == first[0]:
             files.close_oldest()
             if reused:
@@ -173,7 +173,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
 
     files.verify(2)  # looks
     files.verify(3)
-    monkeypatch.setattr(pins.os, "fstat", meanwhile)
+    monkeypatch.setattr(shard_files.os, "fstat", meanwhile)
     files.verify_given()
     overwrite(root / "0001.tar")
     with pytest.raises(

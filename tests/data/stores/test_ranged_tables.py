@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.stores import pins
-from savable_pipeline.data.stores.ranged_tables import PARQUET_RANGES
+from savable_pipeline.data.stores import shard_files
+from savable_pipeline.data.stores.ranges import PARQUET_RANGES
 from tests.support.media_files import audio_bytes, tone
 from tests.support.toy_server import serving, use_as_s3
 
@@ -180,8 +180,8 @@ def loader_of(folder: Any) -> sp.SavableLoader:
 def test_a_long_file_that_is_overwritten_under_a_run_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
-    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)
     with loader_of(write(tmp_path, rows=ROWS[:3])) as loader:
         next(loader)
         time.sleep(0.02)  # a tick of the clock that stamps files

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.stores import readahead
-from savable_pipeline.data.stores.readahead import in_memory
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.stores import tar_store
+from savable_pipeline.data.stores.tar_store import in_memory
 from tests.conftest import write_tar
 
 
@@ -33,8 +33,8 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two shards, of 3 and 2 samples of 1,024 bytes each."""
     for shard, count in enumerate([3, 2]):
         write_tar(tmp_path / f"{shard}.tar", [(f"k{i}.txt", b"x" * 500) for i in range(count)])
-    monkeypatch.setattr(readahead, "SMALL", 100)
-    monkeypatch.setattr(readahead, "in_memory", lambda files, runs: False)
+    monkeypatch.setattr(tar_store, "SMALL", 100)
+    monkeypatch.setattr(tar_store, "in_memory", lambda files, runs: False)
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def test_small_samples_and_shards_that_are_gone_are_not_announced(
     dataset.store.prefetch(np.arange(5))
     assert [name for name, _, _ in told] == ["1.tar"]
     told.clear()
-    monkeypatch.setattr(readahead, "SMALL", 1_000_000)
+    monkeypatch.setattr(tar_store, "SMALL", 1_000_000)
     dataset.store.prefetch(np.arange(5))
     assert told == []
 
@@ -109,7 +109,7 @@ def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
 def test_long_samples_are_not_announced(
     shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readahead, "_LONG", 2048)
+    monkeypatch.setattr(tar_store, "_LONG", 2048)
     write_tar(
         shards / "0.tar", [("a.txt", b"x" * 500), ("b.txt", b"x" * 2000), ("c.txt", b"x"), ("d.txt", b"x" * 9000)]
     )

@@ -16,11 +16,11 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_any, open_store
-from savable_pipeline.data.dataset.source import recognize
-from savable_pipeline.data.stores import pins
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.dataset.opening import open_any, open_store
+from savable_pipeline.data.stores import shard_files
+from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
+from savable_pipeline.data.stores.source import recognize
 from tests.support.record_cases import CASES, U32, pil, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
@@ -267,8 +267,8 @@ def test_an_index_that_changed_is_another_dataset_and_a_state_is_refused(tmp_pat
 def test_a_file_that_is_overwritten_under_a_run_is_an_error(
     tmp_path: Path, name: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
-    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)
     source = write_captioned_mds(tmp_path / "in", packed="zstd")
 
     def pipeline(lane: sp.Lane) -> custom.Stage:

@@ -18,12 +18,11 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.source import recognize
-from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.source import STORES, recognize
 from tests.support.toy_remote_stores import KINDS, LISTED, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 

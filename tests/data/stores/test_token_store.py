@@ -16,10 +16,10 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.stores import token_store
-from savable_pipeline.data.stores.token_file import read_table
+from savable_pipeline.data.stores.token_store import read_table
 from savable_pipeline.testing import assert_exact_resume
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9], list(range(10, 30))]

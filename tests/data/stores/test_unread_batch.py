@@ -13,9 +13,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.open_files import keep_below
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores import arrow_store, unread_batch
+from savable_pipeline.core.files import keep_below
+from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores import arrow_store
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.shard_files import ShardFiles
 
@@ -79,7 +79,7 @@ def read(path: Path, *, mapped: bool, columns: tuple[str, ...] | None = None) ->
 def by_value(patch: pytest.MonkeyPatch, small: int = 0, whole: int = 0) -> None:
     """From now on batches of more than `small` bytes, and buffers of more than `whole`, are read by value."""
     patch.setattr(arrow_store, "_SMALL", small)
-    patch.setattr(unread_batch, "_WHOLE", whole)
+    patch.setattr(arrow_store, "_WHOLE", whole)
 
 
 def run(function: str, *arguments: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.stores import pins
+from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import last_look
 
 OVERWRITTEN = (
@@ -43,7 +43,7 @@ def root(make_shards: Any) -> Path:
 @pytest.fixture(autouse=True)
 def never_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is over before the shards are looked at a second time, however slow the machine: workers are forked."""
-    monkeypatch.setattr(pins, "_LOOK_S", 10_000.0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 10_000.0)
 
 
 def loader(root: Path, num_workers: int, epochs: int | None = None) -> sp.SavableLoader:

@@ -12,9 +12,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index import FileFormat
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.run.state.summary import shown, summarize

@@ -14,9 +14,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.media_indexing import index_media
-from savable_pipeline.data.media import known_media, media_table
+from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
-from savable_pipeline.data.shards.index_place import media_table_name
+from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.run.state.fingerprint import compare, fingerprint
 from tests.support.media_files import audio_bytes
 from tests.support.shards import write_tar
@@ -113,7 +113,7 @@ def test_a_packer_sees_the_same_lengths_with_a_table_and_without(
     def no_header(*_: object) -> MediaInfo:
         raise AssertionError("a header was read")
 
-    monkeypatch.setattr(known_media, "media_info", no_header)
+    monkeypatch.setattr(media_table, "media_info", no_header)
     assert take(pipeline(dataset, sp.Lane(seed=3), by_table), 12) == before
     assert by_table.told == by_headers.told and len({length for _, length in by_table.told}) > 3
 
@@ -178,7 +178,7 @@ def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch
     def joined(lane: sp.Lane) -> Any:
         return custom.Join(sp.TarShardReader(tmp_path / "texts", lane), {"sound": dataset})
 
-    monkeypatch.setattr(known_media, "media_info", lambda *_: None)
+    monkeypatch.setattr(media_table, "media_info", lambda *_: None)
     assert next(joined(sp.Lane())).media("sound.flac").duration_s
     before = fingerprint(joined(sp.Lane()), seed=3, lanes=2)
     with_other_values(dataset, monkeypatch)

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from savable_pipeline.core.job_engine import J, R
-from savable_pipeline.data.dataset.source import recognize
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.processes import each_shard_by
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.source import recognize
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, cluster, run_conversion

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError

@@ -148,7 +148,7 @@ def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path,
 
     run_conversion(packed, tmp_path / "calm", Options())
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("savable_pipeline.data.shards.scan.tar_idx", killed)
+        patch.setattr("savable_pipeline.data.shards.tar_format.tar_idx", killed)
         run_conversion(packed, tmp_path / "out", Options())
     run_conversion(packed, tmp_path / "out", Options())
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")

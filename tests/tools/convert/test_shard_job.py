@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
-from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.convert.names import name_fault
 

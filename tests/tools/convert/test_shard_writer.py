@@ -16,7 +16,7 @@ import webdataset as wds
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index import FileFormat
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion

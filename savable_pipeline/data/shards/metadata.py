@@ -1,18 +1,22 @@
-"""Megatron-Energon's metadata beside the shards: sample counts, splits, and names for parts. Read, never run.
+"""What lies in `.nv-meta` beside the shards: Megatron-Energon's metadata, and the marks of who still writes there.
 
     .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
     .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
                                           exclude: [shard, or "shard/key", or brace patterns of these]
     .nv-meta/dataset.yaml                 field_map: {"image": "jpg,png", "caption": "json[caption]"}
                                           split_config, info_config: other files of `.nv-meta` than the two above
+    .nv-meta/savable.convert.json         of a conversion: whether it is done
+    .nv-meta/savable.writer/00003-of-00016-open            there as long as a writer has not ended
+    .nv-meta/savable.writer/00003-of-00016-settings.json   of each part that was ever begun
 
-The modules, classes and loaders that `dataset.yaml` names are never run: the samples of a dataset with `sample_loader`
-or `part_filter` have parts, but no fields. The files may come from anybody: a wrong one is a `ShardError` that names
-it, and a small file never becomes a large object.
+Energon's are read, never run: the modules, classes and loaders that `dataset.yaml` names. The samples of a dataset with
+`sample_loader` or `part_filter` have parts, but no fields. The files may come from anybody: a wrong one is a
+`ShardError` that names it, and a small file never becomes a large object.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +25,13 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.paths import is_inside
+from savable_pipeline.core.wording import counted
+from savable_pipeline.data.shards.paths import expand_braces, is_inside
 from savable_pipeline.errors import ShardError
 
 META = ".nv-meta"
 INDEX_NAME = f"{META}/savable.index"  # our own index of tars lies there too
+WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
 COUNT_FILES = (".info.json", ".info.yaml")
 METADATA_FILES = (*COUNT_FILES, "split.yaml", "split.json", "dataset.yaml")
 FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside the part
@@ -39,6 +44,10 @@ _LONGEST_PATTERN = 8192  # characters of an entry of a split
 _MOST_NAMES = 2_000_000  # that the entries of a split stand for
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 T = TypeVar("T")
+CONVERTED = f"{META}/savable.convert.json"
+OPEN = "open"  # ends the name of a writer's mark
+_PART = re.compile(r"(\d{5})-of-(\d{5})-settings\.json")
+_NAMED = 10  # parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +221,43 @@ def _convert(path: Path, value: Any, kind: type[T], expected: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ShardError(f"{path}: expected {expected}: {error}") from error
+
+
+class _Conversion(msgspec.Struct):
+    done: bool
+    source: str = ""
+
+
+def unfinished(folder: Path) -> str:
+    """Why samples may be missing from a folder of shards, and what to do; "" if all who wrote there have ended."""
+    return _of_conversion(folder) or _of_writers(folder)
+
+
+def _of_conversion(folder: Path) -> str:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        found = msgspec.json.decode((folder / CONVERTED).read_bytes(), type=_Conversion)
+        if not found.done:
+            return (
+                f"{folder}: samples are missing: the conversion of {found.source or 'its source'} was stopped, or is "
+                "still writing; the same command again completes it"
+            )
+    return ""
+
+
+def _of_writers(folder: Path) -> str:
+    try:
+        names = {path.name for path in (folder / WRITTEN).iterdir()}
+    except OSError:
+        return ""
+    parts = [match for name in names if (match := _PART.fullmatch(name))]
+    ended = {int(match[1]) for match in parts if f"{match[1]}-of-{match[2]}-{OPEN}" not in names}
+    count = max((int(match[2]) for match in parts), default=0)
+    missing = [str(part) for part in range(count) if part not in ended]
+    if OPEN not in names and not missing:
+        return ""
+    more = f" and {counted(len(missing) - _NAMED, 'more', 'more')}" if len(missing) > _NAMED else ""
+    which = f": parts {', '.join(missing[:_NAMED])}{more} of {count}" if missing else ""
+    return (
+        f"{folder}: samples may be missing: an sp.ShardWriter was stopped, never begun, or is still writing{which}; "
+        "run the program again that writes there"
+    )

@@ -1,24 +1,44 @@
-"""A region of an image, decoded no larger than is needed: a JPEG at 1/2, 1/4 or 1/8 of its size, by its DCT.
+"""Images: a region of one, decoded no larger than is needed; alpha over a background; what pixels do not show.
 
-full image     1001 × 701, of which the box (0, 0, 1001, 701) is wanted, at least 400 × 300
-decoded        501 × 351 by a half, where the full image takes the box (0, 0, 500.5, 350.5)
+A JPEG is decoded at 1/2, 1/4 or 1/8 of its size, by its DCT:
+
+    full image     1001 × 701, of which the box (0, 0, 1001, 701) is wanted, at least 400 × 300
+    decoded        501 × 351 by a half, where the full image takes the box (0, 0, 500.5, 350.5)
 
 Sizes and boxes are of the image as it is shown: turned by its EXIF orientation. Of one mirrored from left to right, the
-full image takes the box (0.5, 0, 501, 350.5).
+full image takes the box (0.5, 0, 501, 350.5). A whole JPEG is decoded by simplejpeg where the extra `fast` brought it:
+the pixels of Pillow, sooner.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from savable_pipeline.data.dataset.transparency import Colour, converted
-from savable_pipeline.data.shards.orientation import BACK, stored_box, to_be_turned, turned, turned_size
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.shards.orientation import (
+    BACK,
+    UPRIGHT,
+    orientation_of,
+    stored_box,
+    to_be_turned,
+    turned,
+    turned_size,
+)
+from savable_pipeline.data.shards.part_types import open_image
 
 if TYPE_CHECKING:
     from PIL import Image
 
+
+Colour: TypeAlias = str | tuple[int, int, int]
+"""A name or `#rrggbb`, as Pillow knows them, or red, green and blue of 0 to 255."""
+_MODES = ("RGB", "L")  # of CMYK, Pillow and libjpeg-turbo mean different colours
 Size: TypeAlias = tuple[float, float]
 """Width and height, in pixels."""
 
@@ -26,6 +46,56 @@ Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower, in pixels of the full image."""
 
 _SCALES = (8, 4, 2)  # the parts of a JPEG's size that Pillow's `draft` decodes
+ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
+
+
+def has_alpha(image: Image.Image) -> bool:
+    """Whether pixels of an image may be clear: by an alpha channel, a clear colour, or a palette with either."""
+    palette = image.palette
+    return (
+        image.mode.endswith(("A", "a"))
+        or "transparency" in image.info
+        or (image.mode == "P" and palette is not None and palette.mode.endswith("A"))
+    )
+
+
+def converted(image: Image.Image, mode: str, background: Colour) -> Image.Image:
+    """The image in this mode, decoded; one with alpha is laid over the background, unless the mode has alpha itself."""
+    if mode.endswith(("A", "a")) or not has_alpha(image):
+        if image.mode != mode:
+            return image.convert(mode)
+        image.load()  # `convert` would copy it: a tenth of a JPEG's time, at 12 megapixels a third
+        return image
+    from PIL import Image  # imported here: it takes time and memory
+
+    canvas = Image.new("RGBA", image.size, background)
+    canvas.alpha_composite(image.convert("RGBA"))
+    return canvas.convert(mode)
+
+
+def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
+    """The pixels of a plain JPEG, uint8 (height, width, 3); None if Pillow is to decode it.
+
+    `image` is what Pillow makes of the header of `data`. What is damaged in the least is left to Pillow, so that
+    results and errors do not depend on what is installed.
+    """
+    simplejpeg = _simplejpeg()
+    if simplejpeg is None or image.format != "JPEG" or image.mode not in _MODES:
+        return None
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
+    except ValueError:
+        return None
+    return pixels if pixels.shape == (image.height, image.width, 3) else None
+
+
+@cache
+def _simplejpeg() -> Any:
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    return simplejpeg
 
 
 def image_region(
@@ -89,3 +159,20 @@ def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
     width, height = image.size
     drafted = image.draft(image.mode, (width // scale, height // scale))
     return (drafted[1][2] / width, drafted[1][3] / height) if drafted else (1.0, 1.0)
+
+
+def image_doubts(data: bytes) -> list[str]:
+    """`ALPHA`, `DEEP` or `TURNED` of the image in a file, which can be decoded; nothing is decoded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
+        with open_image(data) as image:
+            return [*_doubts(image)]
+
+
+def _doubts(image: Image.Image) -> Iterator[str]:
+    if has_alpha(image):
+        yield ALPHA
+    if image.mode.startswith(("I", "F")):
+        yield DEEP
+    if orientation_of(image) != UPRIGHT:
+        yield TURNED

@@ -1,0 +1,167 @@
+"""Files of the node's cache: this user's own, and no links, so that nobody has others written through them.
+
+    CACHE/UID/…               CACHE, which a user names, may be a link, and open to all; UID is made for its user (0700)
+    VERSION/N.pin             the server's version (ETag) of the rows of shard number N, and by a checksum whole or none
+    scan/…, beside/…, …       NAME.pin beside NAME, a file that is here whole: its bytes are in the checksum too
+
+Files with holes are written by several processes at once, under locks on ranges of bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import pwd
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from xxhash import xxh3_64
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.errors import RemoteError
+
+_DIGITS = 16  # of the checksum, before the version
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+
+def own_folder(path: Path) -> Path:
+    """A folder of this user's own, made if it is not there. Raises `RemoteError` for a link, and for another's."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        _check(path, found, stat.S_ISDIR(found.st_mode))
+        if found.st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as error:
+        raise RemoteError(
+            f"{path}: {error.strerror}; the cache of remote shards cannot be there: give another folder as cache= or "
+            "SAVABLE_CACHE"
+        ) from error
+    return path
+
+
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """`path.open(mode)`, of a file of this user's own. Raises OSError, `RemoteError` as `own_folder` does."""
+    return open(path, mode, opener=own_file)
+
+
+def own_file(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of a file of this user's own: see `open_own`. Raises the same."""
+    path, safely = Path(path), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would have it wait
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | safely, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            _check(path, path.lstat(), False)
+        raise
+    try:
+        found = os.fstat(descriptor)
+        _check(path, found, stat.S_ISREG(found.st_mode))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(path: Path, found: os.stat_result, is_right: bool) -> None:
+    if is_right and found.st_uid == os.geteuid():
+        return
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a device")
+    raise RemoteError(
+        f"{path}: {kind} of {_name(found.st_uid)}, where the cache of remote shards has nothing but files and folders "
+        f"of {_name(os.geteuid())}: see who put it there and remove it, or give another folder as cache= or "
+        "SAVABLE_CACHE"
+    )
+
+
+def _name(user: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    except KeyError:  # a container under a number that no list has
+        return f"the user number {user}"
+
+
+def write_pin(path: Path, version: str) -> None:
+    """Writes a pin."""
+    replace_file(path, [xxh3_64(version.encode()).hexdigest().encode(), version.encode()])
+
+
+def read_pin(path: Path) -> str:
+    """The version that a pin names; "" if it is not there or damaged."""
+    with contextlib.suppress(OSError, ValueError), open_own(path, "rb") as file:
+        digest, version = file.read(_DIGITS), file.read()
+        if xxh3_64(version).hexdigest().encode() == digest:
+            return str(version, "utf-8")
+    return ""
+
+
+def pin_whole(path: Path, version: str) -> None:
+    """Pins a file that is here whole, or one that was and is not kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_pin(_beside(path), f"{_hash(path) if path.exists() else ''} {version}")
+
+
+def pinned_version(path: Path) -> str:
+    """The version of a file, as it was pinned, whether it is here or not; "" if it is not known."""
+    return read_pin(_beside(path)).partition(" ")[2]
+
+
+def whole_version(path: Path) -> str | None:
+    """The version of a file that is here whole, as it was pinned; None if it is not there, or another."""
+    digest, _, version = read_pin(_beside(path)).partition(" ")
+    with contextlib.suppress(OSError):
+        if digest and _hash(path) == digest:
+            return version
+    return None
+
+
+def drop_whole(path: Path) -> None:
+    """Removes a file and its pin."""
+    _beside(path).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.pin")
+
+
+def _hash(path: Path) -> str:
+    hashed = xxh3_64()
+    with open_own(path, "rb") as file:
+        while part := file.read(PIECE):
+            hashed.update(part)
+    return hashed.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
+    """Locks the bytes `start` to `stop - 1` of an open file. If they are locked: waits, or raises BlockingIOError.
+
+    The lock belongs to the descriptor, and ends when the process dies. Each thread needs a descriptor of its own.
+    """
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
+    try:
+        yield
+    finally:
+        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
+
+
+def punch_hole(fd: int, start: int, stop: int) -> None:
+    """Makes a hole: returns these bytes of a file to the disk. Raises OSError if the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: the cache needs a file system that can punch holes, such as ext4")

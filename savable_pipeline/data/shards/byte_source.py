@@ -1,0 +1,207 @@
+"""`ByteSource`: bytes that are read at an offset, wherever they lie, as formats, stores and other libraries read them.
+
+    LocalFile     a file on a disk that is open, such as one that is indexed
+    StoreFile     a file of a store, on a disk or behind a URL (shard_files.py)
+    part          some bytes of a source, such as a record, are a source again; so are bytes in memory
+    SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
+
+`FileVersion`: what the system says of a file on a disk, which is another after each change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from savable_pipeline.core.files import regular_file, with_handles
+
+_BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
+
+
+class RecordError(ValueError):
+    """Why a part of a source, such as a record, cannot be read: `reason: detail`."""
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from what it was before, without reading it."""
+
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int  # of the inode; it cannot be put back
+    rights: tuple[int, int, int, int]  # mode, owner, group, number of links: they explain another `changed_ns`
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileVersion:
+        """The version that has this status."""
+        rights = stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink
+        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, rights)
+
+    @property
+    def newest_ns(self) -> int:
+        """When the file was written or put there, whichever came last."""
+        return max(self.written_ns, self.changed_ns)
+
+
+class ByteSource:
+    """`size` bytes from `begin` on of what `read(offset, size)` reads; of a file, `name` is the last part of its name.
+
+    >>> from savable_pipeline.data.shards.byte_source import ByteSource
+    >>> source = ByteSource.of(b"0123456789").part(2, 5)
+    >>> (source.size, source.read_at(1, 2), source.read_at(3, 9), source.open().read())
+    (5, b'34', b'56', b'23456')
+    """
+
+    __slots__ = ("_begin", "_read", "name", "size")
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, name: str = "", begin: int = 0) -> None:
+        self._read, self.size, self.name, self._begin = read, size, name, begin
+
+    @staticmethod
+    def of(data: bytes) -> ByteSource:
+        """Bytes in memory."""
+        return ByteSource(lambda offset, size: data[offset : offset + size], len(data))
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on; fewer where the source ends. Raises OSError, `ShardError`, `RemoteError`."""
+        return self._read(self._begin + offset, max(0, min(size, self.size - offset)))
+
+    def read(self) -> bytes:
+        """All of its bytes."""
+        return self._read(self._begin, self.size)
+
+    def head(self, size: int) -> bytes:
+        """Its first bytes, at most `size`."""
+        return self._read(self._begin, min(size, self.size))
+
+    def part(self, offset: int, size: int) -> ByteSource:
+        """Some of its bytes. Raises `RecordError` if they would not lie in it."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise RecordError(f"damaged record: {size} bytes from {offset} on, in {self.size}")
+        return ByteSource(self._read, size, begin=self._begin + offset)
+
+    def rest(self, offset: int) -> ByteSource:
+        """What follows `offset`."""
+        return self.part(offset, self.size - offset)
+
+    def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
+        """Little-endian numbers of 32 bits, as formats of records have them. Raises `RecordError`."""
+        return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
+
+    def open(self) -> BinaryIO:
+        """The source as a file. (Buffered: Pillow and others read a few bytes at a time.)"""
+        return io.BufferedReader(SourceFile(self), _BUFFER)
+
+    def expect(self, places: list[tuple[int, int]]) -> None:
+        """Announces reads of these offsets and sizes."""
+
+    def beside(self, suffix: str, name: str = "") -> Path | None:
+        """A local file with what lies beside a file under its name with this suffix; None if nothing does.
+
+        Given the file's `name` below its folder: what is called `suffix` in that folder.
+        """
+        return None
+
+    def fileno(self) -> int:
+        """The descriptor of a file on a disk. Raises OSError for any other source."""
+        raise OSError(f"{self.name}: no file on a disk")
+
+
+class LocalFile(ByteSource):
+    """A file on a disk that is open: to be used as long as its descriptor is."""
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        size = os.fstat(descriptor).st_size
+        super().__init__(lambda offset, wanted: os.pread(descriptor, wanted, offset), size, path.name)
+
+    def beside(self, suffix: str, name: str = "") -> Path | None:
+        """See `ByteSource.beside`."""
+        path = self._path.parents[name.count("/")] / suffix if name else self._path.with_suffix(suffix)
+        return path if path.exists() else None
+
+    def fileno(self) -> int:
+        """See `ByteSource.fileno`."""
+        return self._descriptor
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[LocalFile]:
+    """A file on a disk, open meanwhile. Raises OSError."""
+    descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+    try:
+        yield LocalFile(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SourceFile(io.RawIOBase):
+    """A source as a seekable, read-only file, without a descriptor or a copy of its bytes.
+
+    What comes next of it is announced, `ahead` bytes: for those who read it from its begin to its end.
+    """
+
+    def __init__(self, source: ByteSource, ahead: int = 0) -> None:
+        super().__init__()
+        self._source, self._ahead = source, ahead
+        self._position = self._announced = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + (0, self._position, self._source.size)[whence]
+        if position < 0:
+            raise ValueError(f"byte {position} of a part: a file begins at byte 0")
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """At most `size` bytes from here on. Raises `ShardError`, also where the shard ends before the part does."""
+        left = max(0, self._source.size - self._position)
+        wanted = left if size is None or size < 0 else min(size, left)
+        if self._ahead:
+            self._announce(min(self._position + self._ahead, self._source.size))
+        data = self._source.read_at(self._position, wanted) if wanted else b""
+        self._position += len(data)
+        return data
+
+    def _announce(self, end: int) -> None:
+        if end - self._announced > self._ahead // 2 or end == self._source.size > self._announced:
+            self._source.expect([(self._announced, end - self._announced)])
+            self._announced = end
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        """Fill a buffer, uint8 (bytes,); gives how many bytes came."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class RangeFile(io.BufferedReader):
+    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
+
+    def __init__(self, source: ByteSource, begin_s: float, end_s: float | None) -> None:
+        super().__init__(SourceFile(source), _BUFFER)
+        self.begin_s, self.end_s = begin_s, end_s
+
+
+def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
+    """From where to where an opened part belongs to its sample, in seconds; None: to its end."""
+    return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

@@ -1,0 +1,470 @@
+"""The index of a folder of shards of any format: columns that are mapped, so that a million shards are no objects.
+
+    "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
+    │ rows
+
+    ends … counts   uint64 (shards,)   see `ShardList`; the names are in order; a checksum of each shard's rows, and how
+                                       many these are
+    rows            what the format says of each shard: `PlaceIndex`; of tars see tar_format.py
+
+A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
+when the shard is opened: to open an index takes no time for its samples, and hardly any for its shards, whose numbers
+and names are used where they lie.
+
+    FileFormat      what must be known of a kind of files to index them, and to notice changes
+    ShardIndex      an index that is open
+    IndexedFiles    some files of one, with their samples counted through all of them
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import importlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from savable_pipeline.core.files import is_out_of_handles, with_handles
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.byte_source import ByteSource, opened
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
+from savable_pipeline.errors import ShardError
+
+Places: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
+Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index from one offset to before another
+
+MAGIC = b"SAVIDX05"
+TAR = "tar"
+_FIRST = 24  # bytes, that tell how long the header is
+_ALIGN = 64
+_BLOCK = 1 << 22  # bytes copied at a time
+NUMBERS = 6  # of each shard
+_NUMBER = 8  # bytes of each
+
+
+class Header(msgspec.Struct, array_like=True):
+    """What an index says of itself; its arrays follow. `said` is what the format says of all files."""
+
+    shards: Count
+    names: Count  # bytes
+    faults: dict[int, str]  # by number of the shard
+    kind: str  # the name of the format
+    said: bytes = b""
+
+
+class ShardTable(msgspec.Struct):
+    """What an index says of one file, from a scan, to be joined with what it says of others.
+
+    `rows` are as the format has them: places, or of tars `TarColumns`. `note` is what to say of it that is no fault.
+    """
+
+    entry: ShardEntry
+    rows: bytes
+    note: str = ""
+
+
+class RowsWriter(Protocol):
+    """The rows of one file after the other on their way into an index. `new_file` gives a file without a name."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
+
+    def add(self, rows: bytes, /) -> tuple[int, int]:
+        """Takes those of the next file; gives how many they are, and their checksum."""
+
+    def said(self) -> bytes:
+        """What is said of all files."""
+
+    def write(self, file: BinaryIO, /) -> None:
+        """Writes all of them, in arrays each of which begins at a multiple of 8 bytes."""
+
+
+class PlaceWriter:
+    """The rows of a `PlaceIndex`."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
+        self._places = new_file()
+
+    def add(self, rows: bytes) -> tuple[int, int]:
+        """See `RowsWriter.add`."""
+        self._places.write(rows)
+        return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
+
+    def said(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def write(self, file: BinaryIO) -> None:
+        """See `RowsWriter.write`."""
+        write_aligned(file, blocks_of(self._places, "<u8"))
+
+
+class ShardIndex(ABC):
+    """An open index: `shards`, and the rows of each. Raises OSError, `ShardError`.
+
+    `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows; `identity` tells this
+    index from one of other shards. `kind` is the name of the format; a `writer` writes the rows.
+    """
+
+    writer: ClassVar[type[RowsWriter]] = PlaceWriter
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._map = with_handles(lambda: _mapped(path))
+        self.view = memoryview(self._map)
+        self.header, self.identity, self.shards, self.checks, counts, self.begin = _read_header(path, self.view)
+        if self.header.kind != kind:
+            raise ShardError(f"{path}: the index is damaged: it is of {self.header.kind} files, not of {kind} files")
+        self.shard_rows = np.concatenate([[0], np.cumsum(counts)])
+
+    def check_end(self, path: Path, end: int) -> None:
+        """Raise `ShardError` unless the rows end where the file does."""
+        if end != len(self.view):
+            raise ShardError(f"{path}: {len(self.view)} bytes, but the header says {end}")
+
+    def number(self, name: str) -> int:
+        """The number of a shard. Raises KeyError without it."""
+        found = bisect.bisect_left(self.shards.names, name)
+        if found == len(self.shards) or self.shards.names[found] != name:
+            raise KeyError(name)
+        return found
+
+    def numbers(self, names: Sequence[str]) -> Rows:
+        """The numbers of these shards, int64 (names,). Raises KeyError without one of them."""
+        if len(names) == len(self.shards) and ShardNames.of(names).text == self.shards.names.text:
+            return np.arange(len(names))
+        if len(names) < len(self.shards) // 16:  # bisecting them costs less than a table of all
+            return np.fromiter(map(self.number, names), np.int64, len(names))
+        known = {name: number for number, name in enumerate(self.shards.names)}
+        return np.fromiter(map(known.__getitem__, names), np.int64, len(names))
+
+    def rows_of(self, number: int) -> range:
+        """The rows of a shard, by its number, as all below."""
+        return range(int(self.shard_rows[number]), int(self.shard_rows[number + 1]))
+
+    @abstractmethod
+    def is_whole(self, number: int) -> bool:
+        """Whether the rows of a shard match their checksum, and can be right."""
+
+    @abstractmethod
+    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+        """The rows of some shards from a whole copy of this file: the offset of each array's part, and its bytes.
+
+        `get` gives the copy's bytes from one offset to before another. Raises `ShardError` unless the rows match their
+        checksums here.
+        """
+
+    @abstractmethod
+    def table(self, number: int) -> ShardTable:
+        """The rows of one shard, which must be whole, to be written into another index."""
+
+
+class PlaceIndex(ShardIndex):
+    """The index of files of which a format wants to know some numbers each, `places`, uint64: a row is one of them."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        super().__init__(path, kind)
+        places, end = array_at(path, self.view, self.begin, "Q", int(self.shard_rows[-1]))
+        self._places = np.frombuffer(places, "<u8")
+        self.check_end(path, end)
+
+    def places(self, number: int) -> Places:
+        """The places of a file: uint64 (any,)."""
+        return self._places[self.shard_rows[number] : self.shard_rows[number + 1]]
+
+    def is_whole(self, number: int) -> bool:
+        """See `ShardIndex.is_whole`."""
+        return check_of(self.places(number)) == int(self.checks[number])
+
+    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+        """See `ShardIndex.rows_from`."""
+        first, last = int(self.shard_rows[shards.start]), int(self.shard_rows[shards.stop])
+        start = self.begin + 8 * first
+        raw = get(start, start + 8 * (last - first)) if last > first else b""
+        places = np.frombuffer(raw, "<u8")
+        for shard in shards:
+            rows = self.rows_of(shard)
+            if check_of(places[rows.start - first : rows.stop - first]) != self.checks[shard]:
+                raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
+        return [(start, raw)]
+
+    def table(self, number: int) -> ShardTable:
+        """See `ShardIndex.table`."""
+        return ShardTable(self.shards[number], self.places(number).tobytes())
+
+
+def check_of(*columns: NDArray[Any]) -> int:
+    """A checksum of the rows of a shard: of its columns of uint64, the second uint32, however they are written."""
+    digest = xxh3_64()
+    for array, kind in zip(columns, ("<u8", "<u4", "<u8"), strict=False):
+        digest.update(np.ascontiguousarray(array, dtype=kind).data)
+    return digest.intdigest()
+
+
+def head_bytes(path: str, begin: bytes) -> int:
+    """The bytes of an index before its rows; where its first ones, `begin`, do not tell: how many of them would.
+
+    Raises `ShardError`.
+    """
+    length = int.from_bytes(begin[16:_FIRST], "little")
+    if begin[:8] != MAGIC:
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    if len(begin) < _FIRST + length:
+        return _FIRST + length
+    return _head(path, memoryview(begin), length)[2]
+
+
+def kind_of(path: Path) -> str:
+    """The name of the format of the files of an index. Raises OSError, `ShardError`."""
+    with path.open("rb") as file:
+        begin = file.read(_FIRST)
+        begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
+    length = len(begin) - _FIRST
+    if begin[:8] != MAGIC or length <= 0:
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    return _head(path, memoryview(begin), length)[0].kind
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
+    """The header, its checksum, the shards, the checksums of their rows, how many these are, and where they begin."""
+    length = int.from_bytes(view[16:_FIRST], "little")
+    if bytes(view[:8]) != MAGIC or _FIRST + length > len(view):
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    header, columns, end = _head(path, view, length)
+    names = columns + header.shards * NUMBERS * _NUMBER
+    if end > len(view):
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    identity = bytes(view[8:16])
+    if xxh3_64_intdigest(view[16:end]) != int.from_bytes(identity, "little"):
+        raise ShardError(f"{path}: the index is damaged: its checksum does not match")
+    numbers = np.frombuffer(view, "<u8", header.shards * NUMBERS, offset=columns).reshape(NUMBERS, header.shards)
+    ends, sizes, samples = numbers[:3].view("<i8")
+    counts = numbers[5].view("<i8")
+    shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
+    low = min(sizes.min(), samples.min(), counts.min()) if header.shards else 0
+    fits = all(number < header.shards for number in header.faults) and shards.names.is_whole()
+    if not fits or low < 0:
+        raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
+    outside = shards.names.first_outside()
+    if outside is not None:
+        raise ShardError(f"{path}: the index is damaged: it names {outside!r}, which lies outside of the dataset")
+    return header, identity, shards, numbers[4], counts, end
+
+
+def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int, int]:
+    """The header, of `length` bytes; where the numbers of the shards begin, and the rows."""
+    try:
+        header = msgspec.msgpack.decode(view[_FIRST : _FIRST + length], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ShardError(f"{path}: the index is damaged: {error}") from error
+    columns = aligned(_FIRST + length)
+    return header, columns, aligned(columns + header.shards * NUMBERS * _NUMBER + header.names)
+
+
+def aligned(offset: int) -> int:
+    """Where what follows this offset begins."""
+    return offset + -offset % _ALIGN
+
+
+def blocks_of(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
+    """The numbers in a file, some of them at a time."""
+    file.seek(0)
+    while block := file.read(_BLOCK):
+        yield np.frombuffer(block, kind)
+
+
+def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
+    """Writes arrays one behind the other, up to a multiple of 8 bytes."""
+    written = 0
+    for each in arrays:
+        file.write(each.data)
+        written += each.nbytes
+    file.write(bytes(-written % 8))
+
+
+def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:
+    """So many numbers of the kind Q or I from an offset of an index on, and where what follows begins."""
+    end = offset + count * (8 if kind == "Q" else 4)
+    if end > len(view):
+        raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
+    return view[offset:end].cast(kind), end + -end % 8  # type: ignore[call-overload]
+
+
+def _nothing(path: Path, table: ShardTable) -> None:
+    """Leave nothing beside a file."""
+
+
+def _no_fault(path: Path, table: ShardTable) -> str:
+    """Find nothing wrong beside a file."""
+    return ""
+
+
+def found_at(place: str) -> Any:
+    """What lies at "package.module:NAME.name"."""
+    module, _, name = place.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def index_name(kind: str) -> str:
+    """The path of the index of files of a kind below their folder."""
+    return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A kind of files that samples are read from in place.
+
+    `read` finds out what the index says of a file, by its bytes and its name; damage is the entry's fault, not an
+    error. `is_as_indexed` looks whether a file of the right size still is the one that has this number in an index.
+    """
+
+    name: str
+    kind: ShardKind
+    place: str  # "package.module:NAME" of this object: another process finds it so
+    read: Callable[[ByteSource, str], ShardTable]
+    is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
+    index: type[ShardIndex] = PlaceIndex
+    all_used: bool = True  # whether every byte of a file is read in an epoch
+    whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
+    no_rows: bytes = b""  # of a file that cannot be read
+    no_digest: int = 0  # of such a file
+    beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
+    splits: str = ""  # the name of what lies in a folder of several splits
+    for_others: str = ""  # behind the name of a file: that of what other programs read beside it
+    leave_beside: Callable[[Path, ShardTable], None] = _nothing  # makes it
+    fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return found_at, (self.place,)
+
+    @property
+    def index_name(self) -> str:
+        """The path of the index below the folder of the files."""
+        return index_name(self.name)
+
+    def names_beside(self, name: str) -> list[str]:
+        """What may lie beside a file."""
+        own, other = self.beside
+        companion = [self.companion(name)] if other and name.endswith(own) else []
+        return [*companion, *([name + self.for_others] if self.for_others else [])]
+
+    def companion(self, name: str) -> str:
+        """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
+        own, other = self.beside
+        return name.removesuffix(own) + other if own else other
+
+    def index_at(self, path: Path) -> ShardIndex:
+        """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
+        return self.index(path, self.name)
+
+    def scan(self, root: Path, name: str) -> ShardTable:
+        """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
+        size = 0
+        try:
+            with opened(root / name) as file:
+                size = file.size
+                return self.read(file, name)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            return self.unreadable(name, size, error.strerror or str(error))
+
+    def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
+        """The table of a file of which nothing can be read."""
+        entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
+        return ShardTable(entry, self.no_rows)
+
+
+class IndexedFiles:
+    """The files `names` of an index of this format, None: all. `root` has their metadata.
+
+    Those behind a URL are at `remote`, a `RemotePlace`. `tolerant`: the samples before a damage are taken. Sample `i`
+    is the `i`-th when they are read one after the other.
+    """
+
+    def __init__(
+        self,
+        form: FileFormat,
+        index: ShardIndex,
+        index_path: Path,
+        names: Sequence[str] | None,
+        root: Path,
+        remote: Any = None,
+        *,
+        tolerant: bool = False,
+    ) -> None:
+        self.form, self.index, self.index_path = form, index, index_path
+        self.root, self.remote, self.tolerant = root, remote, tolerant
+        self.address = str(root) if remote is None else remote.url
+        numbers = None if names is None else index.numbers(names)
+        if numbers is None or np.array_equal(numbers, np.arange(len(index.shards))):
+            numbers = np.arange(len(index.shards))
+            self.entries: ShardList = index.shards
+        else:
+            self.entries = index.shards.take(numbers)
+        self.numbers = numbers  # in the index, int64 (shards,)
+        self._whole: set[int] = set()  # files whose rows in the index match their checksums
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
+
+    @property
+    def mean_bytes(self) -> float:
+        """The bytes of a sample, with what lies around it."""
+        return int(self.entries.sizes.sum()) / max(int(self.firsts[-1]), 1)
+
+    def shards_of(self, indices: Rows) -> Rows:
+        """The shard of each of these samples."""
+        return np.searchsorted(self.firsts, indices, side="right") - 1
+
+    def place(self, shard: int) -> str:
+        """What messages call the file of a shard: its path or its URL."""
+        return f"{self.address}/{self.entries.names[shard]}"
+
+    def places(self, shard: int) -> Places:
+        """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
+        if shard not in self._whole:
+            self.check_rows(shard)
+            self._whole.add(shard)
+        return self._place_index.places(int(self.numbers[shard]))
+
+    @cached_property
+    def _place_index(self) -> PlaceIndex:
+        assert isinstance(self.index, PlaceIndex), self.form
+        return self.index
+
+    def table(self, shard: int) -> ShardTable:
+        """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""
+        self.check_rows(shard)
+        return self.index.table(int(self.numbers[shard]))
+
+    def check_rows(self, shard: int) -> None:
+        """Raises `ShardError` unless what the index says of a file is as it was written."""
+        if not self.index.is_whole(int(self.numbers[shard])):
+            raise self.damaged(self.entries.names[shard])
+
+    def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
+        """Whether a file of the right size is the one that was indexed."""
+        return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
+
+    def damaged(self, shard: str) -> ShardError:
+        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        cure = f"remove {self.index_path} and start again"
+        if self.remote is not None:
+            self.index_path.unlink(missing_ok=True)
+            cure = "start again: it is downloaded, or made, again then"
+        return ShardError(f"{self.address}: the index of {shard} is damaged; {cure}", reason="damaged index")

@@ -1,0 +1,499 @@
+"""The format of tars: scans one, reading all its headers, up to the first damage; and its rows in the index.
+
+    starts   uint64 (samples,)      offset of the sample's first header in its shard
+    layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
+                                    512-byte header blocks before each payload. Absent if always 0
+    firsts   uint64 (samples,)      where the sample's sizes start. Absent if all samples have equally many members
+    sizes    uint32/64 (members,)   size of each member's payload in bytes
+
+A row is a sample. Links to other files of their tar are counted: see tar_store.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.wording import counted, encodable
+from savable_pipeline.data.shards.byte_source import ByteSource
+from savable_pipeline.data.shards.index import (
+    TAR,
+    FileFormat,
+    Header,
+    PlaceIndex,
+    Read,
+    ShardIndex,
+    ShardTable,
+    array_at,
+    blocks_of,
+    check_of,
+    kind_of,
+    write_aligned,
+)
+from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
+from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
+from savable_pipeline.errors import ShardError
+
+LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
+log = logging.getLogger(__name__)
+
+_USUAL_END = 10_240 + 2 * BLOCK  # bytes of zeros at most, but for GNU tar's larger records
+_OFFSET = 8  # bytes of an offset in X.tar.idx
+_RECORDS = (1 << 14, 1 << 15, 1 << 16)
+
+
+class Links(msgspec.Struct, frozen=True, array_like=True):
+    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
+
+    count: Count
+    first: str = ""
+
+
+class TarColumns(msgspec.Struct, array_like=True):
+    """What an index says of a tar; the arrays are little-endian bytes."""
+
+    starts: bytes  # uint64 (samples,)
+    end: int = 0  # the offset after the last member
+    layouts: list[LayoutParts] = []
+    layout_of: bytes = b""  # uint32 (samples,)
+    sizes: bytes = b""  # uint64 (members,)
+    links: Links = Links(0)
+
+    @classmethod
+    def of(cls, table: ShardTable) -> TarColumns:
+        """Those of a table."""
+        return msgspec.msgpack.decode(table.rows, type=cls)
+
+    def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
+        """The table with these rows."""
+        return ShardTable(entry, msgspec.msgpack.encode(self), note)
+
+
+class TarSaid(msgspec.Struct, array_like=True):
+    """What an index says of all tars."""
+
+    layouts: list[LayoutParts]
+    members: Count  # of every sample; 0: see `firsts`
+    size_bytes: int  # 4 or 8: of an element of `sizes`
+    sizes: Count  # the length of `sizes`
+    links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
+
+
+class TarWriter:
+    """The rows of a `TarIndex`."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
+        self._starts, self._layout_of, self._sizes = new_file(), new_file(), new_file()
+        self._layouts: dict[LayoutParts, int] = {}
+        self._links: dict[int, Links] = {}
+        self._shards = self._parts = 0
+        self._wide = False
+
+    def add(self, rows: bytes) -> tuple[int, int]:
+        """See `RowsWriter.add`."""
+        found = msgspec.msgpack.decode(rows, type=TarColumns)
+        numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
+        starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
+        layout_of = np.array(numbers, "<u4")[np.frombuffer(found.layout_of, "<u4")]
+        self._starts.write(starts.data)
+        self._layout_of.write(layout_of.data)
+        self._sizes.write(sizes.data)
+        self._parts += len(sizes)
+        self._wide = self._wide or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
+        if found.links.count:
+            self._links[self._shards] = found.links
+        self._shards += 1
+        return len(starts), check_of(starts, layout_of, sizes)
+
+    def said(self) -> bytes:
+        """See `RowsWriter.said`."""
+        return msgspec.msgpack.encode(
+            TarSaid(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
+        )
+
+    def write(self, file: BinaryIO) -> None:
+        """See `RowsWriter.write`."""
+        write_aligned(file, blocks_of(self._starts, "<u8"))
+        if len(self._layouts) > 1:
+            write_aligned(file, blocks_of(self._layout_of, "<u4"))
+        if not self._members:
+            write_aligned(file, self._firsts())
+        write_aligned(file, (each.astype(f"<u{8 if self._wide else 4}") for each in blocks_of(self._sizes, "<u8")))
+
+    @property
+    def _members(self) -> int:
+        """The number of members of every sample; 0 if they differ."""
+        lengths = {len(layout) for layout in self._layouts}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    def _firsts(self) -> Iterator[NDArray[Any]]:
+        lengths = np.array([len(layout) for layout in self._layouts], dtype="<u8")
+        first = 0
+        for layout_of in blocks_of(self._layout_of, "<u4"):
+            ends = first + np.cumsum(lengths[layout_of])
+            yield np.concatenate([[first], ends[:-1]]).astype("<u8")
+            first = int(ends[-1])
+
+
+class Layout:
+    """The extensions of a sample in order, and the bytes of headers before each payload (`gaps`)."""
+
+    __slots__ = ("gaps", "position")
+
+    def __init__(self, parts: Iterable[tuple[str, int]]) -> None:
+        pairs = list(parts)
+        self.position = {extension: i for i, (extension, _) in enumerate(pairs)}
+        self.gaps = [blocks * BLOCK for _, blocks in pairs]
+
+
+def open_index(path: Path) -> ShardIndex:
+    """The index at `path`, of files of whichever format. Raises OSError, `ShardError`."""
+    kind = kind_of(path)
+    return TarIndex(path) if kind == TAR else PlaceIndex(path, kind)
+
+
+def _said(path: Path, header: Header) -> TarSaid:
+    """What an index says of all tars. Raises `ShardError`."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        said = msgspec.msgpack.decode(header.said, type=TarSaid)
+        if said.size_bytes in (4, 8) and all(said.layouts) and all(number < header.shards for number in said.links):
+            return said
+    raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
+
+
+class TarIndex(ShardIndex):
+    """An open index of tars: the start, layout and member sizes of each sample, `links` by shard. Raises OSError."""
+
+    writer = TarWriter
+
+    def __init__(self, path: Path, kind: str = TAR) -> None:
+        super().__init__(path, kind)
+        view, said = self.view, _said(path, self.header)
+        if not np.array_equal(np.diff(self.shard_rows), self.shards.samples):
+            raise ShardError(f"{path}: the index is damaged: its tars have other rows than samples")
+        self._layout_parts, self.links = said.layouts, said.links
+        self.layouts = [Layout(parts) for parts in said.layouts]
+        self.members = said.members
+        count = int(self.shard_rows[-1])
+        self.starts, at_layouts = array_at(path, view, self.begin, "Q", count)
+        self.layout_of, at_firsts = array_at(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
+        self.firsts, at_sizes = array_at(path, view, at_firsts, "Q", 0 if self.members else count)
+        self.sizes, end = array_at(path, view, at_sizes, "Q" if said.size_bytes == 8 else "I", said.sizes)
+        self.check_end(path, end)
+        self._places = self.begin, at_layouts, at_firsts, at_sizes
+
+    def layout(self, row: int) -> Layout:
+        """The layout of the sample in `row`."""
+        return self.layouts[self.layout_of[row]] if self.layout_of else self.layouts[0]
+
+    def place(self, row: int, member: int, layout: Layout) -> tuple[int, int]:
+        """Offset and size in bytes of member number `member` of the sample in `row`."""
+        first = row * self.members if self.members else self.firsts[row]
+        offset = self.starts[row] + layout.gaps[0]
+        if not member:
+            return offset, self.sizes[first]
+        for i in range(member):
+            offset += (self.sizes[first + i] + BLOCK - 1) // BLOCK * BLOCK + layout.gaps[i + 1]
+        return offset, self.sizes[first + member]
+
+    def part_sizes(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """The sizes in bytes of the parts of these samples, by extension."""
+        layouts = np.asarray(self.layout_of)[rows] if self.layout_of else np.zeros(len(rows), dtype=np.uint32)
+        firsts = rows * self.members if self.members else np.asarray(self.firsts)[rows].astype(np.int64)
+        sizes = np.asarray(self.sizes)
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        for number, layout in enumerate(self.layouts):
+            mine = firsts[layouts == number]
+            for extension, member in layout.position.items() if len(mine) else ():
+                found.setdefault(extension, []).append(sizes[mine + member].astype(np.int64))
+        return {extension: np.concatenate(parts) for extension, parts in found.items()}
+
+    def is_whole(self, number: int) -> bool:
+        """See `ShardIndex.is_whole`; no part is larger than the shard."""
+        rows = self.rows_of(number)
+        sizes = self._sizes_of(slice(rows.start, rows.stop))
+        if sizes is None:
+            return False
+        starts = np.asarray(self.starts)[rows.start : rows.stop]
+        if check_of(starts, self._layouts_of(rows), np.asarray(sizes)) != self.checks[number]:
+            return False
+        return not len(starts) or max(int(starts.max()), int(np.asarray(sizes).max())) <= self.shards.sizes[number]
+
+    def _layouts_of(self, rows: range) -> NDArray[np.uint32]:
+        if not self.layout_of:
+            return np.zeros(len(rows), dtype="<u4")
+        return np.asarray(self.layout_of)[rows.start : rows.stop]
+
+    def _sizes_of(self, rows: slice) -> memoryview[int] | None:
+        """The sizes of the members of these samples, in order; None if `firsts` or `layouts` are damaged."""
+        if self.members:
+            used = np.unique(np.asarray(self.layout_of)[rows]).tolist() if self.layout_of else [0]
+            fits = all(n < len(self.layouts) and len(self.layouts[n].gaps) == self.members for n in used)
+            fits = fits and rows.stop * self.members <= len(self.sizes)
+            return self.sizes[rows.start * self.members : rows.stop * self.members] if fits else None
+        layout_of, firsts = np.asarray(self.layout_of)[rows], np.asarray(self.firsts)[rows].astype(np.int64)
+        if not len(firsts):
+            return self.sizes[:0]
+        if int(layout_of.max()) >= len(self.layouts):
+            return None
+        lengths = np.array([len(layout.gaps) for layout in self.layouts])[layout_of]
+        ends = firsts[0] + np.cumsum(lengths)
+        fits = bool((firsts[1:] == ends[:-1]).all()) and ends[-1] <= len(self.sizes)
+        return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
+
+    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+        """See `ShardIndex.rows_from`."""
+        found: list[tuple[int, bytes]] = []
+
+        def part(number: int, kind: str, first: int, count: int) -> NDArray[Any]:
+            width = np.dtype(kind).itemsize
+            start = self._places[number] + first * width
+            raw = get(start, start + count * width) if count else b""
+            found.append((start, raw))
+            return np.frombuffer(raw, kind)
+
+        bounds = self.shard_rows[shards.start : shards.stop + 1]
+        row, count = int(bounds[0]), int(bounds[-1] - bounds[0])
+        starts = part(0, "<u8", row, count)
+        layout_of = part(1, "<u4", row, count) if self.layout_of else np.zeros(count, "<u4")
+        if count and int(layout_of.max()) >= len(self.layouts):
+            raise ShardError("its rows have no layout")
+        ends = np.cumsum([0, *np.array([len(layout.gaps) for layout in self.layouts])[layout_of]])
+        first = row * self.members
+        if not self.members and count:
+            firsts = part(2, "<u8", row, count).astype(np.int64)
+            first = int(firsts[0])
+            if (firsts - first != ends[:-1]).any():
+                raise ShardError("its rows do not follow each other")
+        if not 0 <= first <= len(self.sizes) - int(ends[-1]):
+            raise ShardError("its sizes lie behind its end")
+        sizes = part(3, "<u8" if self.sizes.itemsize == 8 else "<u4", first, int(ends[-1]))
+        for shard, (begin, end) in zip(shards, itertools.pairwise((bounds - row).tolist()), strict=True):
+            check = check_of(starts[begin:end], layout_of[begin:end], sizes[ends[begin] : ends[end]])
+            if check != self.checks[shard]:
+                raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
+        return found
+
+    def lies_there(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
+        """Whether the headers of a sample, the first `most` of them, all of one key, say what the index does."""
+        keys = set()
+        try:
+            layout = self.layout(row)
+            found = of_samples(members(name, fd, self.starts[row]))
+            for number, extension in enumerate(itertools.islice(layout.position, most)):
+                member, key, found_extension = next(found)
+                if found_extension != extension or (member.payload, member.size) != self.place(row, number, layout):
+                    return False
+                keys.add(key)
+        except (ShardError, IndexError, OverflowError, StopIteration):
+            return False
+        return len(keys) == 1
+
+    def table(self, number: int) -> ShardTable:
+        """See `ShardIndex.table`."""
+        mine = self.rows_of(number)
+        starts, sizes = np.asarray(self.starts)[mine.start : mine.stop], self._sizes_of(slice(mine.start, mine.stop))
+        assert sizes is not None, number
+        used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
+        rows = TarColumns(
+            starts.tobytes(),
+            0,
+            [self._layout_parts[number] for number in used],
+            layout_of.astype("<u4").tobytes(),
+            np.asarray(sizes).astype("<u8").tobytes(),
+            self.links.get(number, Links(0)),
+        )
+        return rows.table(self.shards[number])
+
+
+def read_table(file: ByteSource, name: str) -> ShardTable:
+    """The table of a tar on a disk. Damage becomes the `fault` of its entry; the samples before it are kept."""
+    found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
+    try:
+        for extent in samples(name, fd, found.links):
+            found.add(extent)
+            torn.add(extent)
+        for member in members(name, fd, found.end):
+            found.end = member.end
+    except OSError as error:
+        fault = f"{name}: {error.strerror}"
+    except ShardError as error:
+        fault = str(error)
+    if not fault:
+        _tell_doubts(name, file.size, found)
+    note = torn.told()
+    if note:
+        log.warning("%s: %s", name, note)
+    return found.table(file.size, fault, note)
+
+
+def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+    """Whether the first, a middle and the last sample of a tar lie where the index says, whose rows must be whole."""
+    assert isinstance(index, TarIndex), index
+    rows, name = index.rows_of(number), index.shards.names[number]
+    some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
+    return all(index.lies_there(name, file.fileno(), row) for row in some)
+
+
+def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
+    """Warns if a tar that is read to its end looks as if samples were lost from it."""
+    zeros = size - found.end
+    if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
+        log.warning(
+            "%s: its %d samples take %d of %d bytes; is the rest meant to be left out? A sample's files are named "
+            "KEY.EXTENSION",
+            path,
+            len(found.starts),
+            found.in_samples,
+            size,
+        )
+    elif zeros > _USUAL_END and not any(size % record == 0 and zeros < record + 2 * BLOCK for record in _RECORDS):
+        log.warning(
+            "%s: %d bytes of zeros at its end, where tars mostly have at most %d; was the end of the shard lost?",
+            path,
+            zeros,
+            _USUAL_END,
+        )
+
+
+class _Torn:
+    """Finds samples whose files lie in two places, as of `tar cf x.tar *.jpg *.txt`: each place is taken for a sample.
+
+    Where both have a file of the same extension, they are samples that happen to have one key.
+    """
+
+    def __init__(self) -> None:
+        self._extensions: dict[int, tuple[str, ...]] = {}  # by the hash of a key
+        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all samples that have these
+        self._count, self._first = 0, ""
+
+    def add(self, extent: Extent) -> None:
+        extensions = tuple(extent.extensions)
+        extensions = self._alike.setdefault(extensions, extensions)
+        before = self._extensions.setdefault(hash(extent.key), extensions)
+        if before is not extensions and not set(before).intersection(extensions):
+            self._first = self._first or extent.key
+            self._count += 1
+
+    def told(self) -> str:
+        if not self._count:
+            return ""
+        return encodable(
+            f"the files of {counted(self._count, 'sample')} do not lie side by side, such as those of {self._first!r}, "
+            "so each is read as several samples, each with some of the parts; write the tar again in the order of "
+            "names, as `tar --sort=name` does of a folder"
+        )
+
+
+class ShardRows:
+    """The samples found so far in a shard, as rows of the index."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.starts: list[int] = []
+        self.layouts: dict[LayoutParts, int] = {}
+        self.layout_of: list[int] = []
+        self.sizes: list[int] = []
+        self.digest = xxh3_64()
+        self.end = 0  # of the last member
+        self.in_samples = 0  # bytes of samples, with their headers
+        self.links: list[Member] = []  # that would be parts of samples if they were files
+
+    def add(self, extent: Extent) -> None:
+        """Add a sample, which must lie behind those before it. Raises `ShardError` for a name that is no UTF-8."""
+        layout = _layout(extent)
+        for extension, _ in layout if layout not in self.layouts else ():
+            check_utf8(self.name, extension)
+        self.starts.append(extent.members[0].header)
+        self.layout_of.append(self.layouts.setdefault(layout, len(self.layouts)))
+        self.sizes.extend(member.size for member in extent.members)
+        self.end = extent.members[-1].end
+        self.in_samples += self.end - extent.members[0].header
+        for member in extent.members:
+            self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+
+    def table(self, size: int, fault: str, note: str = "") -> ShardTable:
+        """The rows of a shard of `size` bytes."""
+        rows = TarColumns(
+            np.array(self.starts, dtype="<u8").tobytes(),
+            self.end,
+            list(self.layouts),
+            np.array(self.layout_of, dtype="<u4").tobytes(),
+            np.array(self.sizes, dtype="<u8").tobytes(),
+            Links(len(self.links), encodable(self.links[0].name) if self.links else ""),
+        )
+        entry = ShardEntry(self.name, size, len(self.starts), self.digest.intdigest(), encodable(fault))
+        return rows.table(entry, note)
+
+
+def _layout(extent: Extent) -> LayoutParts:
+    ends = [extent.members[0].header, *(member.end for member in extent.members)]
+    gaps = [(member.payload - end) // BLOCK for member, end in zip(extent.members, ends, strict=False)]
+    return tuple(zip(extent.extensions, gaps, strict=True))
+
+
+def write_tar_idx(shard: Path, table: ShardTable) -> None:
+    """Writes `X.tar.idx`, unless the place is read-only: little-endian uint64 offsets of the samples, then of the end.
+
+    A file with other offsets is replaced only if it is older than its shard.
+    """
+    offsets = tar_idx(table)
+    path = shard.with_suffix(".tar.idx")
+    with contextlib.suppress(OSError):
+        if path.exists() and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
+            if path.read_bytes() != offsets:
+                log.warning("%s: other offsets than the shard's samples have; left as it is", path)
+            return
+        replace_file(path, [offsets])
+
+
+def tar_idx(table: ShardTable) -> bytes:
+    """The right content of `X.tar.idx`."""
+    rows = TarColumns.of(table)
+    return rows.starts + np.array([rows.end], dtype="<u8").tobytes()
+
+
+def tar_idx_fault(shard: Path, table: ShardTable) -> str:
+    """Why the offsets beside a shard are not those of its samples; empty if they are, or there are none."""
+    path = shard.with_suffix(".tar.idx")
+    expected = tar_idx(table)
+    try:
+        if path.stat().st_size != len(expected):
+            found = path.stat().st_size / _OFFSET - 1
+            return f"{path.name} has offsets of {found:g} samples, the shard has {len(expected) // _OFFSET - 1}"
+        found_offsets = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if found_offsets == expected:
+        return ""
+    first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
+    return f"{path.name} has another offset for sample {first} than the shard"
+
+
+TARS = FileFormat(
+    TAR,
+    TAR_FILES,
+    "savable_pipeline.data.shards.tar_format:TARS",
+    read_table,
+    is_as_indexed,
+    TarIndex,
+    whole=True,
+    no_rows=msgspec.msgpack.encode(TarColumns(b"")),
+    no_digest=xxh3_64().intdigest(),
+    for_others=".idx",
+    leave_beside=write_tar_idx,
+    fault_beside=tar_idx_fault,
+)
