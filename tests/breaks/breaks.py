@@ -241,7 +241,7 @@ STAGES = [
         _STAGES + "readers/join.py",
         "        samples = list(kept) if refs.tobytes() == known else self._joined(",
         "        samples = list(kept) if len(refs) == len(kept) else self._joined(",
-        ("tests/stages/readers",),
+        ("tests/stages/readers/test_join.py", "tests/system/test_exact_resume.py", "tests/system/test_stores.py"),
     ),
     Break(
         "filler-forgotten",
@@ -276,7 +276,7 @@ RUN = [
         _RUN + "loader/position.py",
         "            lanes |= given.skipped\n",
         "",
-        ("tests/run/loader/test_position.py", "tests/run/loader/test_loader_state.py", "tests/run/loader"),
+        ("tests/run/loader/test_stats_trace_skip.py", "tests/trainers/test_whole.py", "tests/trainers/test_device.py"),
     ),
     Break(
         "states-of-two-runs-merged",
@@ -334,7 +334,7 @@ RUN = [
         _RUN + "loader/position.py",
         '        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order, "decisions": self.decisions}\n',
         '        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order}\n',
-        ("tests/run/loader/test_deciding.py", "tests/run/loader"),
+        ("tests/run/loader/test_deciding.py", "tests/run/loader/test_epochs.py", "tests/system/test_exact_resume.py"),
     ),
     Break(
         "broken-off-batch-stays-in-flight",
@@ -373,7 +373,7 @@ RUN = [
         _RUN + "loader/position.py",
         "        return self.slot < self.end if self.pad else self.slot + self.step <= self.end\n",
         "        return self.slot < self.end\n",
-        ("tests/run/loader/test_epoch_end.py", "tests/run/loader/test_epochs.py", "tests/run/loader"),
+        ("tests/run/loader/test_ranks.py", "tests/run/loader/test_epoch_end.py", "tests/system/test_agreement.py"),
     ),
     Break(
         "shared-memory-of-a-fork-reused",
@@ -433,7 +433,7 @@ RUN = [
         "            before = self._pack(live, True)  # packed before `next`, which may change what `save_state` returned\n"
         "            batch = next(live.stage, _DRY)\n",
         "            batch = next(live.stage, _DRY)\n            before = self._pack(live, True)\n",
-        ("tests/run/engine/test_lane_runner.py", "tests/stages/test_own_stages.py", "tests/run/loader"),
+        ("tests/run/engine/test_lane_runner.py", "tests/run/loader/test_loader_state.py", "tests/stages/test_stage.py"),
     ),
     Break(
         "new-shards-join-a-begun-epoch",
