@@ -276,7 +276,7 @@ RUN = [
         _RUN + "loader/position.py",
         "            lanes |= given.skipped\n",
         "",
-        ("tests/run/loader/test_stats_trace_skip.py", "tests/trainers/test_whole.py", "tests/trainers/test_device.py"),
+        ("tests/run/loader/test_stats_trace_skip.py", "tests/trainers/test_trainer_loader.py", "tests/trainers/test_device.py"),
     ),
     Break(
         "states-of-two-runs-merged",
