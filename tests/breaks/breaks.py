@@ -7,7 +7,11 @@ adapt the edit and nothing else; when a break cannot be made any more, replace i
     python tools/house/breaks.py                 applies each in turn to a copy, and runs the tests
     python tools/house/breaks.py --only NAME
 
-`caught_by` is the test that found it when all were run last, "" if none did.
+`caught_by` is the test that found it first, "" if none of `tests` did, None if it has not been tried. Of the code at
+d039fef 51 were tried on those tests alone, not on the whole suite: 42 were caught and 9 were not, of which 5 met the
+limit of 600 s before all their tests had run (lag-forgets-skipped-slots, decisions-end-with-the-epoch,
+step-beyond-the-end, state-behind-the-batch-looked-at, idx-with-an-old-date); these but the last have other `tests`
+since, as has join-gives-samples-of-other-refs. 9 of data and conversion were not tried.
 """
 
 # ruff: noqa: E501  # the edits hold lines of code with their line ends
@@ -28,7 +32,7 @@ class Break:
     old: str
     new: str
     tests: tuple[str, ...]
-    caught_by: str = ""
+    caught_by: str | None = None
 
 
 _STAGES, _RUN, _DATA = "savable_pipeline/stages/", "savable_pipeline/run/", "savable_pipeline/data/"
@@ -62,7 +66,7 @@ STAGES = [
         "            self.avoid(sample.index, sample.epoch, reason_of(error))\n            self._forget_before",
         "            self._forget_before",
         ("tests/stages/test_on_error.py", "tests/stages/test_encode.py", "tests/run/engine/test_avoided_samples.py"),
-        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered[missing shard]",
+        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered",
     ),
     Break(
         "fan-out-seed-of-the-first",
@@ -242,6 +246,7 @@ STAGES = [
         "        samples = list(kept) if refs.tobytes() == known else self._joined(",
         "        samples = list(kept) if len(refs) == len(kept) else self._joined(",
         ("tests/stages/readers/test_join.py", "tests/system/test_exact_resume.py", "tests/system/test_stores.py"),
+        caught_by="",
     ),
     Break(
         "filler-forgotten",
@@ -251,6 +256,7 @@ STAGES = [
         "        self._restore_first(saved.first)\n",
         "",
         ("tests/stages/test_batcher.py", "tests/run/loader/test_epoch_end.py", "tests/run/loader/test_evaluation.py"),
+        caught_by="",
     ),
 ]
 
@@ -276,7 +282,12 @@ RUN = [
         _RUN + "loader/position.py",
         "            lanes |= given.skipped\n",
         "",
-        ("tests/run/loader/test_stats_trace_skip.py", "tests/trainers/test_trainer_loader.py", "tests/trainers/test_device.py"),
+        (
+            "tests/run/loader/test_stats_trace_skip.py",
+            "tests/trainers/test_trainer_loader.py",
+            "tests/trainers/test_device.py",
+        ),
+        caught_by="",
     ),
     Break(
         "states-of-two-runs-merged",
@@ -307,6 +318,7 @@ RUN = [
         "        if isinstance(found, Delivery):\n            lane.state,",
         "        if isinstance(found, Delivery) and not lane.sent:\n            lane.state,",
         ("tests/run/engine/test_workers.py", "tests/run/engine/test_pool.py", "tests/run/engine"),
+        caught_by="",
     ),
     Break(
         "policy-of-another-branch",
@@ -316,6 +328,7 @@ RUN = [
         "if stage.info.depth == status.depth and tag in stage.info.tags)\n",
         "if stage.info.depth == status.depth)\n",
         ("tests/run/engine/test_avoided_samples.py", "tests/run/engine"),
+        caught_by="",
     ),
     Break(
         "decided-after-what-was-made-ahead",
@@ -335,6 +348,7 @@ RUN = [
         '        kept: dict[str, Any] = {"growth": self.growth, "decisions": self.decisions}\n',
         '        kept: dict[str, Any] = {"growth": self.growth}\n',
         ("tests/run/loader/test_deciding.py", "tests/run/loader/test_epochs.py", "tests/system/test_exact_resume.py"),
+        caught_by="",
     ),
     Break(
         "broken-off-batch-stays-in-flight",
@@ -374,6 +388,7 @@ RUN = [
         "        return self.slot < self.end if self.pad else self.slot + self.step <= self.end\n",
         "        return self.slot < self.end\n",
         ("tests/run/loader/test_ranks.py", "tests/run/loader/test_epoch_end.py", "tests/system/test_agreement.py"),
+        caught_by="",
     ),
     Break(
         "shared-memory-of-a-fork-reused",
@@ -434,6 +449,7 @@ RUN = [
         "            batch = next(live.stage, _DRY)\n",
         "            batch = next(live.stage, _DRY)\n            before = self._pack(live, True)\n",
         ("tests/run/engine/test_lane_runner.py", "tests/run/loader/test_loader_state.py", "tests/stages/test_stage.py"),
+        caught_by="",
     ),
     Break(
         "new-shards-join-a-begun-epoch",
@@ -443,6 +459,7 @@ RUN = [
         "            epoch = begun[branch] + 1\n",
         "            epoch = begun[branch]\n",
         ("tests/run/loader/test_growth.py", "tests/system/test_growth.py"),
+        caught_by="tests/run/loader/test_growth.py::test_they_join_at_the_epoch_after_the_last_that_any_lane_has_begun",
     ),
 ]
 
@@ -456,6 +473,7 @@ DATA = [
         "            return False\n",
         "",
         ("tests/data/shards", "tests/data/stores/test_damage.py", "tests/system/test_bad_input.py"),
+        caught_by="tests/data/shards/test_indexing.py::test_an_index_with_any_byte_damaged_or_cut_off_is_noticed_before_it_is_used",
     ),
     Break(
         "global-header-before-a-members-own",
@@ -465,6 +483,7 @@ DATA = [
         "{**everywhere, **extended}\n",
         "{**extended, **everywhere}\n",
         ("tests/data/shards/test_tar.py", "tests/data/shards"),
+        caught_by="tests/data/shards/test_tar.py::test_a_global_pax_header_holds_for_what_has_none_of_its_own",
     ),
     Break(
         "idx-with-an-old-date",
@@ -474,6 +493,7 @@ DATA = [
         "            return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns\n",
         "            return FileVersion.of((self.root / self.form.companion(name)).stat()).written_ns\n",
         ("tests/data/stores/test_token_store.py", "tests/data/shards/test_indexing.py", "tests/data/stores"),
+        caught_by="",
     ),
     Break(
         "changed-shard-of-the-same-size",
@@ -483,6 +503,7 @@ DATA = [
         "        if (now.size, now.written_ns) != (was.size, was.written_ns):\n",
         "        if now.size != was.size:\n",
         ("tests/data/stores/test_pins.py", "tests/data/stores/test_files_overwritten.py", "tests/run/engine"),
+        caught_by="tests/data/stores/test_pins.py::test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given[0]",
     ),
     Break(
         "later-worker-reads-new-shards",
@@ -492,6 +513,7 @@ DATA = [
         "    return _with_media(dataset.first_shards(count), name, pinned)\n",
         "    return _with_media(dataset, name, pinned)\n",
         ("tests/system/test_shards_added_meanwhile.py", "tests/data/dataset"),
+        caught_by="tests/system/test_shards_added_meanwhile.py::test_a_loader_that_is_closed_and_goes_on[shuffled]",
     ),
     Break(
         "spoiled-blocks-of-the-cache",
@@ -501,6 +523,7 @@ DATA = [
         "        return bool((present & 1).all()) and all(self.is_right(shard, row, stop) for row, stop in runs(fresh))\n",
         "        return bool((present & 1).all()) and len(fresh) >= 0\n",
         ("tests/data/remote/test_cache_damage.py", "tests/data/remote/test_spoiled_cache.py", "tests/data/remote"),
+        caught_by="tests/data/remote/test_cache_damage.py::test_a_run_on_a_damaged_cache_gives_the_same_batches[tables]",
     ),
     Break(
         "evicted-while-it-was-read",
@@ -511,6 +534,7 @@ DATA = [
         "                                return found\n",
         "                            used[row] = USED\n                            return found\n",
         ("tests/data/remote/test_shard_cache.py", "tests/data/remote", "tests/data/dataset/test_remote_dataset.py"),
+        caught_by="tests/data/dataset/test_remote_dataset.py::test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again[False]",
     ),
     Break(
         "retries-end-although-bytes-come",
@@ -521,6 +545,7 @@ DATA = [
         "                    begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()\n",
         "",
         ("tests/data/remote/test_object_store.py", "tests/data/remote"),
+        caught_by="tests/data/remote/test_listing.py::test_a_listing_that_gets_farther_each_time_is_not_given_up",
     ),
     Break(
         "other-version-behind-a-weak-tag",
@@ -530,6 +555,7 @@ DATA = [
         "        if pin and version != pin:\n            raise _other_version(root, name)\n        done = start\n",
         "        done = start\n",
         ("tests/data/remote/test_object_store.py", "tests/data/remote"),
+        caught_by="tests/data/remote/test_index_parts.py::test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on[alike-version-raise]",
     ),
     Break(
         "token-for-another-host",
@@ -539,6 +565,7 @@ DATA = [
         '        token = build_hf_headers().get("authorization", "") if own else ""\n',
         '        token = build_hf_headers().get("authorization", "")\n',
         ("tests/data/remote/test_hub.py", "tests/data/remote/test_secrets.py"),
+        caught_by="tests/data/remote/test_hub.py::test_a_dataset_is_read_by_its_name_and_the_token_goes_to_the_hub_alone[.parquet]",
     ),
     Break(
         "line-changed-in-the-middle",
