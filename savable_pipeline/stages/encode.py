@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import index
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -388,14 +388,6 @@ def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> Puri
     return PurityCheck(encoder, share) if share else None
 
 
-@runtime_checkable
-class PassesOver(Protocol):
-    """An encoder's iterator that can leave out items without making them."""
-
-    def pass_over(self, parts: int) -> int:
-        """Go on behind this many more items, or the last; returns how many there were."""
-
-
 class FanOut:
     """The items of a sample that fans out, one by one; `given` counts those so far, a `Skip` too.
 
@@ -429,15 +421,12 @@ class FanOut:
         return self._next(made, rng)
 
     def pass_over(self, parts: int) -> bool:
-        """Go on behind this many items, unmade where the iterator can do so; False if there are fewer.
-
-        Raises `EncoderError`.
-        """
+        """Go on behind this many items, unmade where the iterator has `pass_over`; False if there are fewer."""
         assert self.made is not None
         made, rng = self.made
-        if parts and isinstance(made, PassesOver):
+        if parts and (pass_over := getattr(made, "pass_over", None)) is not None:
             try:
-                self.given = index(made.pass_over(parts))
+                self.given = index(pass_over(parts))
             except Exception as error:
                 raise EncoderError(error) from error
         else:

@@ -193,11 +193,6 @@ class HeldItems:
             given.append(self.remove(slot, last_fills=True))
         return given
 
-    @staticmethod
-    def listed(elements: list[Element]) -> list[Element]:
-        """Return the elements that were removed, as `exchange` returns them."""
-        return elements
-
     def _release(self, element: Element) -> None:
         if self._share is not None:
             self._share.release(element)
@@ -335,11 +330,6 @@ class HeldRefs:
         self._filled -= 1
         self._slots[at] = self._slots[self._filled]
         return given
-
-    @staticmethod
-    def listed(removed: list[Any]) -> RefArray:
-        """The refs that were removed: REF (n,)."""
-        return np.array(removed, REF)
 
 
 class SamplesAhead:

@@ -6,10 +6,11 @@ from functools import cached_property
 from typing import Any, overload
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.ref import RefArray
+from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import HeldItems, HeldRefs
@@ -95,7 +96,7 @@ class ShuffleBuffer(Stage):
         for _ in range(min(n, len(held))):
             last.append(held.remove((word(key, self._draws) >> 32) * len(held) >> 32, last_fills=True))
             self._draws += 1
-        return held.listed(last)
+        return last
 
     def save_state(self) -> State:
         """`refs`: the buffer's refs in order, those of samples in 12 bytes each (index uint64, epoch uint32); `draws`:
@@ -137,8 +138,7 @@ class _BufferOfSamples(ShuffleBuffer, TakesRefs):
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end of a finite source."""
-        refs: RefArray = self._given(n)
-        return refs
+        return np.asarray(self._given(n), REF)
 
     def restore_state(self, state: State) -> None:
         super().restore_state(state)

@@ -209,7 +209,11 @@ class Stage:
         return type(self).fetch is Stage.fetch
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """Return the ref of the element that this stage would make of its source's single element `ref`."""
+        """Return the ref of the element that this stage would make of a single element of its source.
+
+        Args:
+            ref: The ref of that element.
+        """
         return ref
 
     @property
@@ -242,7 +246,11 @@ class Stage:
             self.source.set_batch_size(rows, aligned=aligned and self.one_for_one)
 
     def name_branch(self, name: str) -> None:
-        """Become part of the source `name` of a `Blend`, with all upstream, before the first element."""
+        """Become part of a source of a `Blend`, with all upstream, before the first element.
+
+        Args:
+            name: The name of the source.
+        """
         for source in self.sources:
             source.name_branch(name)
         vars(self).pop("info", None)  # it is described again, with the name
@@ -250,7 +258,11 @@ class Stage:
     # Files that may change, and samples that end their worker.
 
     def verify(self, slot: int) -> None:
-        """Raise `ShardError` if a file that this stage read for the batch of a slot has changed."""
+        """Raise `ShardError` if a file that this stage read for a batch has changed.
+
+        Args:
+            slot: The slot of the batch.
+        """
 
     def stores_read(self) -> Iterable[RecordStore]:
         """Return the stores that this stage itself reads from, for a last look at the end of the lane."""
@@ -261,11 +273,21 @@ class Stage:
         return {}
 
     def can_skip(self, error: SavableError) -> bool:
-        """Whether a sample that killed its worker several times, as `error` describes, may be left out."""
+        """Whether a sample that killed its worker several times may be left out.
+
+        Args:
+            error: Describes it.
+        """
         return False
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Leave this sample out from now on, in this lane and in all that are restored from its state."""
+        """Leave a sample out from now on, in this lane and in all that are restored from its state.
+
+        Args:
+            index: The sample's index in its ref.
+            epoch: Its epoch.
+            reason: Why, for the counts.
+        """
 
 
 class SampleStage(Stage):

@@ -144,10 +144,16 @@ class Dues:
         """The dues of each source, which sum to `unit` times what was drawn since the first point."""
         return _dues(self._pieces[bisect_right(self._starts, count) - 1], count)
 
-    def open_at(self, count: int) -> tuple[list[int], list[int]]:
-        """The numbers of the sources that have a share, and the dues of each source."""
+    def furthest_behind(self, count: int, covered: Sequence[int]) -> int:
+        """The number of the source whose due is the most above what is covered of it, among those with a share."""
         piece = self._pieces[bisect_right(self._starts, count) - 1]
-        return piece.open, _dues(piece, count)
+        if piece.growth:
+            dues = _dues(piece, count)
+            behind = [dues[source] - covered[source] for source in piece.open]
+        else:  # the same, in half the time
+            dues, rates, x = piece.dues, piece.rates, count - piece.start
+            behind = [dues[source] + x * rates[source] - covered[source] for source in piece.open]
+        return piece.open[behind.index(max(behind))]
 
 
 def _dues(piece: _Piece, count: int) -> list[int]:

@@ -38,6 +38,7 @@ Counts: TypeAlias = Sequence[int]  # of each source
 _Given: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
 
 _KEPT = 1 << 16  # counts of single lanes that stay for the other lanes of the process
+_AT_ONCE = 4  # pieces are planned, which takes less time than one by one
 _PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
 
 
@@ -167,7 +168,7 @@ class Turns:
         """The numbers of the sources of the next `n` turns: int64 (n,); counts nothing as taken."""
         begin = self.taken - self._piece * self._draws.stride
         if begin + n > len(self._turns):
-            self._plan_pieces(-(-(begin + n - len(self._turns)) // self._draws.stride))
+            self._plan_pieces(max(_AT_ONCE, -(-(begin + n - len(self._turns)) // self._draws.stride)))
         return self._turns[begin : begin + n]
 
     def _plan_pieces(self, n: int) -> None:
@@ -220,27 +221,24 @@ class TokenTurns:
         self._dues = dues
         self._begin = begin
         self._lanes = lanes
+        self._token = dues.unit * lanes  # the due of a token
         self._lags = [lag * lanes for lag in lags]  # not in the state: they follow from the schedule
         self._covered = self._cover()
 
     def _cover(self) -> list[int]:
         """The dues that each source has covered, with what it had at the start and without its lag there."""
         there, lags = self._dues.at(self._begin), [lag * self._unit for lag in self._lags]
-        unit = self._dues.unit * self._lanes
-        return [a + count * unit - lag for a, count, lag in zip(there, self.counts, lags, strict=True)]
+        return [a + count * self._token - lag for a, count, lag in zip(there, self.counts, lags, strict=True)]
 
     def next(self) -> int:
         """The number of the source whose turn is next: the furthest behind its due, among those that have a share."""
-        candidates, dues = self._dues.open_at(self._begin + self.taken * self._lanes)
-        covered = self._covered
-        behind = [dues[source] - covered[source] for source in candidates]
-        return candidates[behind.index(max(behind))]
+        return self._dues.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
     def took(self, source: int, tokens: int) -> None:
         """Count an item of `tokens` tokens from the source."""
         self.counts[source] += tokens
         if self.taken:
-            self._covered[source] += tokens * self._dues.unit * self._lanes
+            self._covered[source] += tokens * self._token
         else:
             self._unit = tokens
             self._covered = self._cover()
@@ -287,11 +285,13 @@ def begin_turns(
 
 
 def _lags(rates: Sequence[int], lanes: int, place: int, phase: int) -> list[int]:
-    """How far each source is behind, in units of the dues: the lanes start at different steps of one sequence."""
+    """How far each source is behind, in units of the dues: the lanes start at different steps of one sequence.
+
+    As at the end of its first step: whoever is the furthest behind then has the turn.
+    """
     unit, common = sum(rates), gcd(*rates)
     shares = [rate // common for rate in rates]
     total = unit // common
     step = phase + place * total // lanes
-    due = [share * step for share in shares]
-    taken = nearest(due, total, [step if share else 0 for share in shares], step)
-    return [common * (d - count * total) for d, count in zip(due, taken, strict=True)]
+    taken = nearest([share * step for share in shares], total, [step if share else 0 for share in shares], step)
+    return [common * (share * (step + 1) - count * total) for share, count in zip(shares, taken, strict=True)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores import pins
+from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import thread_host
 from savable_pipeline.run.engine.thread_host import apart
 from savable_pipeline.stages.batch_difference import digest
@@ -356,7 +356,7 @@ def test_a_loader_whose_thread_is_slow_closes_without_it(
 
 
 def test_a_shard_that_is_overwritten_is_told_at_the_close(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "_LOOK_S", 10_000.0)
+    monkeypatch.setattr(shard_files, "_LOOK_S", 10_000.0)
     root: Path = make_shards([84])
     own = loader(partial(number_pipeline, str(root)), threads(2, prefetch=1))
     for _ in range(10):

@@ -88,7 +88,8 @@ def test_what_is_no_state_is_one_clear_line(checkpoints: list[Path], tmp_path: P
         path.write_bytes(b"no checkpoint")
     elif content == "damaged":
         state = read_checkpoint(checkpoints[0])
-        state["lane_00001"] = state["lane_00001"][:-1] + b"\0"
+        lane = state["lane_00001"]
+        state["lane_00001"] = lane[:-1] + bytes([lane[-1] ^ 1])
         torch.save(state, path)
     else:
         torch.save(content, path)

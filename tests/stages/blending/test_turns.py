@@ -17,7 +17,16 @@ from xxhash import xxh3_64_hexdigest
 import savable_pipeline as sp
 from savable_pipeline.core.weights import integer_weights, reduced
 from savable_pipeline.stages.blending.schedule import Dues, Schedule
-from savable_pipeline.stages.blending.turns import LaneDraws, TokenTurns, Turns, TurnsState, halves_around, nearest
+from savable_pipeline.stages.blending.turns import (
+    LaneDraws,
+    TokenTurns,
+    Turns,
+    TurnsState,
+    begin_turns,
+    halves_around,
+    nearest,
+)
+from savable_pipeline.stages.stage_info import StageInfo
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 
@@ -165,10 +174,16 @@ def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
 
 
 def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
-    schedule = Schedule([(0, {"a": 5, "b": 2}), (480, {"b": 1, "c": 30}), (960, {"c": 1}), (2000, {"a": 1, "c": 1})])
-    chosen = drawn(lanes_of(schedule, 12, stride=4), 200, 4)
-    found = [set(np.unique(chosen[:, begin:end]).tolist()) for begin, end in [(0, 40), (40, 80), (80, 164), (168, 200)]]
-    assert found == [{0, 1}, {1, 2}, {2}, {0, 2}]
+    draw = random.Random(3)
+    for _ in range(30):
+        lanes, stride = draw.randint(1, 4), draw.choice([1, 4])
+        schedule = random_schedule(draw, 40 * lanes * stride, constant=False)
+        dues = Dues(schedule, sorted(schedule.names))
+        chosen = drawn(lanes_of(schedule, lanes, stride=stride), 60 * stride, stride)
+        for piece in range(60):
+            now, then = (dues.at((piece + after) * lanes * stride) for after in (0, 1))
+            grows = {source for source in range(dues.sources) if then[source] > now[source]}
+            assert grows >= set(np.unique(chosen[:, piece * stride : (piece + 1) * stride]).tolist())
 
 
 # What it is made of.
@@ -264,6 +279,34 @@ def test_by_tokens_a_source_is_within_two_of_the_longest_items(weights: list[int
             abs(count - Fraction(turns.taken * weight, total)) <= 2 * 100
             for count, weight in zip(turns.counts, weights, strict=True)
         )
+
+
+def test_by_tokens_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
+    schedule, chosen = Schedule([(0, {"a": 9, "b": 1})], unit="tokens"), []
+    for index in range(96):
+        info = StageInfo(sp.Lane(index, 96, 5), 1, 0, True, frozenset(), frozenset())
+        turns = begin_turns(info, schedule, ["a", "b"], 0, stride=8)
+        assert isinstance(turns, TokenTurns)
+        chosen.append([])
+        for _ in range(40):
+            chosen[-1].append(turns.next())
+            turns.took(chosen[-1][-1], 1000)
+    assert max(np.sum(chosen, axis=0)) <= 24  # of 96 lanes, about 10 at a time
+
+
+def test_by_tokens_a_source_comes_only_while_it_has_a_share() -> None:
+    draw, behind_at_the_end = random.Random(3), 0
+    for _ in range(30):
+        points = [(0, {"a": 3, "b": 4, "c": 2}), (draw.randint(2_000, 4_000), {"a": 1, "b": 1}), (9_000, {"c": 1})]
+        dues = Dues(Schedule(points, unit="tokens"), ["a", "b", "c"])
+        turns = TokenTurns(dues, 0, 1, [0] * 3, weights=7)
+        while turns.taken < 12_000:
+            source, at = turns.next(), turns.taken
+            assert source in ({0, 1, 2} if at < points[1][0] else {0, 1} if at < 9_000 else {2})
+            turns.took(source, draw.randint(1, 500))
+            if at < points[1][0] <= turns.taken:
+                behind_at_the_end += dues.at(turns.taken)[2] > turns.counts[2] * dues.unit
+    assert behind_at_the_end > 5
 
 
 # Weights.
