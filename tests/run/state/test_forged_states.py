@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import resource
+import struct
 import sys
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.restoring import has_too_many
@@ -38,7 +40,7 @@ def plain_of(raw: bytes) -> Any:
 def sealed(plain: Any) -> bytes:
     """Plain values as an entry of a state, with the right checksum."""
     body = plain if isinstance(plain, bytes) else msgspec.msgpack.encode(plain)
-    return b"SAVL\x02\x00\x03\x00" + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+    return b"SAVL" + struct.pack("<HH", STATE, ORDER) + xxh3_64_intdigest(body).to_bytes(8, "little") + body
 
 
 def sealed_fingerprint(plain: Any) -> bytes:
