@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for package in ("savable_pipeline", "task_encoders") for path in sorted((ROOT / package).rglob("*.py"))]
-LONGEST_FILE, LONGEST_CLASS, LONGEST_FUNCTION = 500, 300, 40  # lines; of a class and a function those of code
+LONGEST_CLASS, LONGEST_FUNCTION = 300, 40  # lines of code
 STILL_LONGER = {  # functions, a little above what they have
     "packer.py:__init__": 48,
     "weighted_sources.py:__init__": 46,
@@ -59,11 +59,6 @@ def test_no_public_class_name_stands_twice() -> None:
 
 def test_no_file_reads_a_private_name_of_another() -> None:
     assert not [path.name for path in FILES if "noqa: SLF" in path.read_text()]
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in FILES}
-    assert not {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE}
 
 
 def test_no_class_and_no_function_is_too_long() -> None:
