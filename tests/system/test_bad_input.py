@@ -180,7 +180,7 @@ def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any,
         sp.merge_states([wrong])
 
 
-@pytest.mark.parametrize("version", [0, 3, "2", None])
+@pytest.mark.parametrize("version", [0, STATE + 1, str(STATE), None])
 def test_a_state_of_another_version(pipeline: Any, state: dict[str, Any], version: Any) -> None:
     saved = f"ORDER {ORDER} and STATE {'none' if version is None else repr(version)}"
     told = f"the state: saved with {saved}, but this release reads ORDER {ORDER} and STATE {STATE}: "

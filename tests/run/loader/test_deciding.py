@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Decided, read_records
 from savable_pipeline.run.loader.deciding import DecidingRun
@@ -551,7 +553,7 @@ def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
 
 def forged(body: Any) -> bytes:
     packed = msgspec.msgpack.encode(body)
-    return b"SAVL\x02\x00\x03\x00" + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+    return b"SAVL" + struct.pack("<HH", STATE, ORDER) + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
 
 
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: say what"])
