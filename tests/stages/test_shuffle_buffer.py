@@ -142,11 +142,18 @@ def test_a_size_below_one_is_refused() -> None:
         buffer(5, 0)
 
 
-@pytest.mark.parametrize("refs", [bytes(12 * 6), bytes(13), [[1, 0, 0]]])
-def test_a_state_of_another_size_is_a_mismatch(refs: object) -> None:
+@pytest.mark.parametrize(
+    ("refs", "said"),
+    [
+        (bytes(12 * 6), r"ShuffleBuffer\(size=5\): the state holds 6 refs"),
+        (bytes(13), "ShuffleBuffer: 13 bytes are no refs of 12 bytes each"),
+        ([[1, 0, 0]], "ShuffleBuffer: .* are no refs of 12 bytes each"),
+    ],
+)
+def test_a_state_of_another_size_is_a_mismatch(refs: object, said: str) -> None:
     stage = buffer(20, 5)
     state = stage.save_state()
-    with pytest.raises(sp.CheckpointMismatchError, match="ShuffleBuffer"):
+    with pytest.raises(sp.CheckpointMismatchError, match=said):
         stage.restore_state({**state, "refs": refs})
 
 
