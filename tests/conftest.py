@@ -23,8 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch is imported, here and in what tests start: a test has one core, whatever the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A machine may be busy with other things: no example is too slow.
-settings.register_profile("untimed", deadline=None)
+# A machine may be busy with other things: no example is too slow. What guards a change draws the same examples each
+# time; a long search draws others.
+settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=2000)  # `--hypothesis-profile long`: twenty times as many
 settings.load_profile("untimed")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -28,6 +28,7 @@ def short(item: int) -> bool:
     return item % 5 > 1
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 9))
 def test_samples_and_items_are_those_of_a_comprehension(
     tmp_path_factory: pytest.TempPathFactory, buffer: int, size: int, divisor: int

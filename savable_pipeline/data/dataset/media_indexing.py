@@ -30,7 +30,7 @@ from savable_pipeline.data.media.media_table import (
     is_touched,
     packed,
 )
-from savable_pipeline.data.shards.index import IndexedFiles, PlaceIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
@@ -111,9 +111,9 @@ def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress)
         write_index(path, map(table, sorted({*kept, *left})), KIND)
 
 
-def _table_at(path: Path) -> PlaceIndex | None:
+def _table_at(path: Path) -> BlobIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
-        return PlaceIndex(path, KIND)
+        return BlobIndex(path, KIND)
     return None
 
 
@@ -185,7 +185,7 @@ def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     """What of these shards the table at `path` lacks, and has as broken."""
-    table = PlaceIndex(path, KIND)
+    table = BlobIndex(path, KIND)
     numbers = table.numbers(indexed.entries.names)
     told = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
     whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]

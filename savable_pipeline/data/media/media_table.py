@@ -28,7 +28,7 @@ from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.byte_source import FileVersion
-from savable_pipeline.data.shards.index import IndexedFiles, PlaceIndex, Places
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, IndexedFiles
 from savable_pipeline.data.shards.indexing import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
@@ -58,7 +58,7 @@ class MediaTable:
 
     field = "media"
 
-    def __init__(self, path: Path, index: PlaceIndex, numbers: Rows) -> None:
+    def __init__(self, path: Path, index: BlobIndex, numbers: Rows) -> None:
         self.path, self._index, self._numbers = path, index, numbers
         self._known: dict[int, _ShardMedia] = {}
 
@@ -113,7 +113,7 @@ class MediaTable:
         number = int(self._numbers[shard])
         try:
             if self._index.is_whole(number):
-                return _ShardMedia(self._index.places(number), int(self._index.shards.samples[number]))
+                return _ShardMedia(self._index.blob(number), int(self._index.shards.samples[number]))
         except (ValueError, IndexError, UnicodeDecodeError):  # msgspec's errors are ValueErrors
             pass
         raise _unfit(self.path, f"what it says of {self._index.shards.names[number]} is damaged")
@@ -122,13 +122,13 @@ class MediaTable:
 class _ShardMedia:
     """What the table says of a shard of so many samples. Raises ValueError, IndexError if it does not fit itself."""
 
-    def __init__(self, places: Places, samples: int) -> None:
-        count, rows, name_bytes = (int(number) for number in places[:_HEAD])
+    def __init__(self, blob: FileBlob, samples: int) -> None:
+        count, rows, name_bytes = (int(number) for number in blob[:_HEAD])
         at_rows = _HEAD + -(-4 * (count + 1) // 8)
         at_names = at_rows + rows * ROW.itemsize // 8
-        self.begins = places[_HEAD:at_rows].view("<u4")[: count + 1]
-        self.rows: NDArray[Any] = places[at_rows:at_names].view(ROW)
-        encoded = places[at_names:].tobytes()
+        self.begins = blob[_HEAD:at_rows].view("<u4")[: count + 1]
+        self.rows: NDArray[Any] = blob[at_rows:at_names].view(ROW)
+        encoded = blob[at_names:].tobytes()
         self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
         self.first_row = 0  # of the shard in its store
         self._numbers = {name: number for number, name in enumerate(self.names)}
@@ -199,7 +199,7 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
     fault: ShardError | None = None
     for path in index_places(root, media_table_name(kind)):
         try:
-            index = PlaceIndex(path, KIND)
+            index = BlobIndex(path, KIND)
             return MediaTable(path, index, _numbers(index, shards))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
@@ -212,7 +212,7 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
     return None
 
 
-def _numbers(index: PlaceIndex, shards: ShardList) -> Rows:
+def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
     """The numbers of these shards in the index of a table. Raises ValueError if one is not there, or was another."""
     try:
         numbers = index.numbers(shards.names)

@@ -151,7 +151,7 @@ class TarLayout:
         if stop < self._ends[bisect.bisect_right(self._ends, row)]:
             return index.starts[row], index.starts[stop]
         layout = index.layout(last)
-        offset, size = index.place(last, len(layout.gaps) - 1, layout)
+        offset, size = index.extent(last, len(layout.gaps) - 1, layout)
         return index.starts[row], offset + padded(size)
 
     def lies_there(self, shard: int, fd: int, row: int) -> bool:

@@ -41,7 +41,7 @@ _RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # of the header RateLimit: seconds un
 _PLACES = 1024  # addresses that are kept
 
 
-class HubPlace(NamedTuple):
+class HubFile(NamedTuple):
     """Where the bytes of a file come from: an address, the token to send there if any, and the content's hash."""
 
     url: str
@@ -59,7 +59,7 @@ class Hub:
     def __init__(self, cache: Path, timeout_s: float) -> None:
         self._cache, self._timeout_s = cache, timeout_s
         self._listings: dict[str, Listing] = {}
-        self._places: dict[tuple[str, str], HubPlace] = {}
+        self._places: dict[tuple[str, str], HubFile] = {}
         self._asking: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
     def commit(self, dataset: str) -> str:
@@ -87,7 +87,7 @@ class Hub:
         """Size in bytes and hash of the content of a file; None if there is none."""
         return self.listing(root).find(name)
 
-    def place(self, root: str, name: str) -> HubPlace:
+    def file(self, root: str, name: str) -> HubFile:
         """Where the bytes of a file come from, asked for once until `forget`."""
         with self._asking[root, name]:
             found = self._places.get((root, name))
@@ -102,7 +102,7 @@ class Hub:
         """Forgets where a file's bytes come from, since that is no longer answered."""
         self._places.pop((root, name), None)
 
-    def _located(self, root: str, name: str) -> HubPlace:
+    def _located(self, root: str, name: str) -> HubFile:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
@@ -121,7 +121,7 @@ class Hub:
         target = urljoin(url, found.location)
         own = _origin(target) == _origin(constants.ENDPOINT)
         token = build_hf_headers().get("authorization", "") if own else ""
-        return HubPlace(target, token, content)
+        return HubFile(target, token, content)
 
     def _shared(self, address: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
         from huggingface_hub import constants

@@ -271,7 +271,7 @@ def newest_version(folder: Path, pointers: str, form: FileFormat) -> Version | N
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePlace:
+class RemoteFolder:
     """Where files behind a URL are read: the version `cached` in the cache of a `session`, which downloads it."""
 
     url: str
@@ -363,14 +363,14 @@ def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[i
     return session.stats(url, names, needed=True)
 
 
-def place_of_object(url: str, session: Session) -> tuple[RemotePlace, str]:
+def place_of_object(url: str, session: Session) -> tuple[RemoteFolder, str]:
     """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
     root, _, name = url.rpartition("/")
     size, stamp = session.stats(root, [name], needed=True)[name]
     folder = dataset_folder(session.cache, f"{url} object")
     with locked_folder(folder):
         cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
-    return RemotePlace(root, cached, session), stamp
+    return RemoteFolder(root, cached, session), stamp
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:

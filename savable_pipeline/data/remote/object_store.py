@@ -31,7 +31,7 @@ import obstore.exceptions
 import obstore.store
 
 from savable_pipeline.core.wording import clean_address, short_error
-from savable_pipeline.data.remote.hub import Hub, HubPlace
+from savable_pipeline.data.remote.hub import Hub, HubFile
 from savable_pipeline.data.remote.listing import SECOND_OF, Listing
 from savable_pipeline.data.remote.pace import Pace
 from savable_pipeline.data.shards.hub_address import is_hub
@@ -110,7 +110,7 @@ class ObjectStore:
         self._hub = Hub(cache, self._timeout_s)
         self.pace = Pace()
         self._open: dict[str, obstore.store.ObjectStore] = {}
-        self._signed: dict[HubPlace, obstore.store.ObjectStore] = {}
+        self._signed: dict[HubFile, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
         """Every object below `root`, with names relative to it. A listing that fails begins again."""
@@ -181,7 +181,7 @@ class ObjectStore:
         """
         done = start
         if is_hub(root):  # before the pace is measured: the Hub may have us wait for minutes
-            self._retried(f"{root}/{name}", lambda: self._hub.place(root, name))
+            self._retried(f"{root}/{name}", lambda: self._hub.file(root, name))
 
         def keep(chunk: memoryview, offset: int) -> None:
             nonlocal done
@@ -229,14 +229,14 @@ class ObjectStore:
 
     def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
         """The answer of the store that the Hub names for a file, and the hash of the content."""
-        place = self._hub.place(root, name)
-        if place not in self._signed:
+        file = self._hub.file(root, name)
+        if file not in self._signed:
             if len(self._signed) >= _SIGNED:
                 self._signed.clear()
-            headers = {"authorization": place.token} if place.token else {}
-            self._signed[place] = self._opened(place.url, {"default_headers": headers})
+            headers = {"authorization": file.token} if file.token else {}
+            self._signed[file] = self._opened(file.url, {"default_headers": headers})
         try:
-            return obstore.get(self._signed[place], "", options=options), place.content
+            return obstore.get(self._signed[file], "", options=options), file.content
         except Exception as error:
             if not isinstance(error, _MISSING) and not _is_final(error):
                 raise

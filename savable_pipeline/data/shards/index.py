@@ -6,7 +6,7 @@
 
     ends … counts   uint64 (shards,)   see `ShardList`; the names are in order; a checksum of each shard's rows, and how
                                        many these are
-    rows            what the format says of each shard: `PlaceIndex`; of tars see tar_format.py
+    rows            what the format says of each shard: `BlobIndex`; of tars see tar_format.py
 
 A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
 when the shard is opened: to open an index takes no time for its samples, and hardly any for its shards, whose numbers
@@ -43,7 +43,7 @@ from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.errors import ShardError
 
-Places: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
+FileBlob: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
 Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index from one offset to before another
 
 MAGIC = b"SAVIDX05"
@@ -92,14 +92,14 @@ class RowsWriter(Protocol):
 
 
 class PlaceWriter:
-    """The rows of a `PlaceIndex`."""
+    """The rows of a `BlobIndex`."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
-        self._places = new_file()
+        self._blob = new_file()
 
     def add(self, rows: bytes) -> tuple[int, int]:
         """See `RowsWriter.add`."""
-        self._places.write(rows)
+        self._blob.write(rows)
         return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
 
     def said(self) -> bytes:
@@ -108,7 +108,7 @@ class PlaceWriter:
 
     def write(self, file: BinaryIO) -> None:
         """See `RowsWriter.write`."""
-        write_aligned(file, blocks_of(self._places, "<u8"))
+        write_aligned(file, blocks_of(self._blob, "<u8"))
 
 
 class ShardIndex(ABC):
@@ -170,38 +170,38 @@ class ShardIndex(ABC):
         """The rows of one shard, which must be whole, to be written into another index."""
 
 
-class PlaceIndex(ShardIndex):
-    """The index of files of which a format wants to know some numbers each, `places`, uint64: a row is one of them."""
+class BlobIndex(ShardIndex):
+    """The index of files of which a format wants to know some numbers each, `blob`, uint64: a row is one of them."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path, kind)
-        places, end = array_at(path, self.view, self.begin, "Q", int(self.shard_rows[-1]))
-        self._places = np.frombuffer(places, "<u8")
+        blob, end = array_at(path, self.view, self.begin, "Q", int(self.shard_rows[-1]))
+        self._blob = np.frombuffer(blob, "<u8")
         self.check_end(path, end)
 
-    def places(self, number: int) -> Places:
+    def blob(self, number: int) -> FileBlob:
         """The places of a file: uint64 (any,)."""
-        return self._places[self.shard_rows[number] : self.shard_rows[number + 1]]
+        return self._blob[self.shard_rows[number] : self.shard_rows[number + 1]]
 
     def is_whole(self, number: int) -> bool:
         """See `ShardIndex.is_whole`."""
-        return check_of(self.places(number)) == int(self.checks[number])
+        return check_of(self.blob(number)) == int(self.checks[number])
 
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
         """See `ShardIndex.rows_from`."""
         first, last = int(self.shard_rows[shards.start]), int(self.shard_rows[shards.stop])
         start = self.begin + 8 * first
         raw = get(start, start + 8 * (last - first)) if last > first else b""
-        places = np.frombuffer(raw, "<u8")
+        blob = np.frombuffer(raw, "<u8")
         for shard in shards:
             rows = self.rows_of(shard)
-            if check_of(places[rows.start - first : rows.stop - first]) != self.checks[shard]:
+            if check_of(blob[rows.start - first : rows.stop - first]) != self.checks[shard]:
                 raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
         return [(start, raw)]
 
     def table(self, number: int) -> ShardTable:
         """See `ShardIndex.table`."""
-        return ShardTable(self.shards[number], self.places(number).tobytes())
+        return ShardTable(self.shards[number], self.blob(number).tobytes())
 
 
 def check_of(*columns: NDArray[Any]) -> int:
@@ -315,9 +315,9 @@ def _no_fault(path: Path, table: ShardTable) -> str:
     return ""
 
 
-def found_at(place: str) -> Any:
+def found_at(import_path: str) -> Any:
     """What lies at "package.module:NAME.name"."""
-    module, _, name = place.partition(":")
+    module, _, name = import_path.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
@@ -336,10 +336,10 @@ class FileFormat:
 
     name: str
     kind: ShardKind
-    place: str  # "package.module:NAME" of this object: another process finds it so
+    import_path: str  # "package.module:NAME" of this object: another process finds it so
     read: Callable[[ByteSource, str], ShardTable]
     is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
-    index: type[ShardIndex] = PlaceIndex
+    index: type[ShardIndex] = BlobIndex
     all_used: bool = True  # whether every byte of a file is read in an epoch
     whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
     no_rows: bytes = b""  # of a file that cannot be read
@@ -351,7 +351,7 @@ class FileFormat:
     fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
-        return found_at, (self.place,)
+        return found_at, (self.import_path,)
 
     @property
     def index_name(self) -> str:
@@ -394,7 +394,7 @@ class FileFormat:
 class IndexedFiles:
     """The files `names` of an index of this format, None: all. `root` has their metadata.
 
-    Those behind a URL are at `remote`, a `RemotePlace`. `tolerant`: the samples before a damage are taken. Sample `i`
+    Those behind a URL are at `remote`, a `RemoteFolder`. `tolerant`: the samples before a damage are taken. Sample `i`
     is the `i`-th when they are read one after the other.
     """
 
@@ -431,20 +431,20 @@ class IndexedFiles:
         """The shard of each of these samples."""
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
-    def place(self, shard: int) -> str:
+    def where(self, shard: int) -> str:
         """What messages call the file of a shard: its path or its URL."""
         return f"{self.address}/{self.entries.names[shard]}"
 
-    def places(self, shard: int) -> Places:
+    def blob(self, shard: int) -> FileBlob:
         """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
         if shard not in self._whole:
             self.check_rows(shard)
             self._whole.add(shard)
-        return self._place_index.places(int(self.numbers[shard]))
+        return self._blob_index.blob(int(self.numbers[shard]))
 
     @cached_property
-    def _place_index(self) -> PlaceIndex:
-        assert isinstance(self.index, PlaceIndex), self.form
+    def _blob_index(self) -> BlobIndex:
+        assert isinstance(self.index, BlobIndex), self.form
         return self.index
 
     def table(self, shard: int) -> ShardTable:

@@ -34,9 +34,9 @@ from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import (
     MAGIC,
     NUMBERS,
+    BlobIndex,
     FileFormat,
     Header,
-    PlaceIndex,
     ShardIndex,
     ShardTable,
     aligned,
@@ -59,7 +59,7 @@ def write_index(path: Path, tables: Iterable[ShardTable], form: FileFormat | str
 
     Raises ValueError unless they are in the order of their names.
     """
-    kind, index = (form, PlaceIndex) if isinstance(form, str) else (form.name, form.index)
+    kind, index = (form, BlobIndex) if isinstance(form, str) else (form.name, form.index)
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         rows = index.writer(lambda: stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
@@ -154,16 +154,16 @@ class ScannedTables:
             self._end = found[1]
         self._file.truncate(self._end)
 
-    def _read(self, place: int) -> tuple[ShardTable, int] | None:
-        """The table at a place, and the place after it; None if none is whole there."""
-        head = os.pread(self._file.fileno(), _HEAD.size, place)
+    def _read(self, offset: int) -> tuple[ShardTable, int] | None:
+        """The table at an offset, and the offset after it; None if none is whole there."""
+        head = os.pread(self._file.fileno(), _HEAD.size, offset)
         if len(head) < _HEAD.size:
             return None
         length, digest = _HEAD.unpack(head)
-        end = place + _HEAD.size + length
+        end = offset + _HEAD.size + length
         if end > os.fstat(self._file.fileno()).st_size:
             return None
-        encoded = os.pread(self._file.fileno(), length, place + _HEAD.size)
+        encoded = os.pread(self._file.fileno(), length, offset + _HEAD.size)
         if xxh3_64_intdigest(encoded) != digest:
             return None
         try:
@@ -291,7 +291,7 @@ def _scanned(
     root: Path, names: list[str], form: FileFormat, processes: int | None, each: EachShard | None
 ) -> Iterator[ShardTable]:
     """A table for each file, by `each`; without it in this process, and after some seconds in several."""
-    task = f"{form.place}.scan"
+    task = f"{form.import_path}.scan"
     if each is not None:
         yield from _scanned_elsewhere(root, each(task, root, names))
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 import os
 import re
 import shlex
@@ -66,25 +67,25 @@ class ShardKind:
     listing: str = ""  # a file in the folder that names them
     listed: Callable[[bytes], list[tuple[str, ...]]] = lambda listing: []  # the names that each may have; ValueError
 
-    def names(self, place: str, listing: bytes) -> list[tuple[str, ...]]:
+    def names(self, folder: str, listing: bytes) -> list[tuple[str, ...]]:
         """The names that each file may have which a `listing` names. Raises `ShardError` if it cannot be read."""
         try:
             return self.listed(listing)
         except ValueError as error:
-            raise ShardError(f"{place}/{self.listing}: {error}") from error
+            raise ShardError(f"{folder}/{self.listing}: {error}") from error
 
-    def names_in(self, place: str, listing: bytes, is_there: Callable[[str], bool], missing_too: bool) -> list[str]:
+    def names_in(self, folder: str, listing: bytes, is_there: Callable[[str], bool], missing_too: bool) -> list[str]:
         """Those of them that are there, sorted: of the names that each may have, the first that `is_there`.
 
         Raises `ShardError` also for a file that is not there, unless `missing_too`.
         """
         found = set()
-        for names in self.names(place, listing):
+        for names in self.names(folder, listing):
             written = max(names, key=len)  # compressed, where the others are what was unpacked
             name = next((name for name in names if is_inside(name) and is_there(name)), written)
             if not is_inside(name) or (name in found) or not (missing_too or is_there(name)):
                 fault = "twice" if name in found else "and not there; copy the whole folder"
-                raise ShardError(f"{place}/{name}: named by {self.listing}, {fault}", reason="missing shard")
+                raise ShardError(f"{folder}/{name}: named by {self.listing}, {fault}", reason="missing shard")
             found.add(name)
         return sorted(found)
 
@@ -182,9 +183,7 @@ def is_remote(shards: Shards) -> bool:
         raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
     for spec in remote:
         if spec.split("://")[0] not in SCHEMES:
-            raise ShardError(
-                f"{clean_address(spec)}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL"
-            )
+            raise ShardError(f"{clean_address(spec)}: not a URL of {', '.join(SCHEMES)}, where shards are read from")
         if has_user(spec):
             raise ShardError(
                 f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
@@ -215,13 +214,13 @@ def _is_there(spec: str) -> bool:
 
 def _path_of_url(spec: str) -> str:
     """The path of `file:///a`, `file://localhost/a` or `file:a`."""
-    place = spec.removeprefix("file:")
-    if place.startswith("//"):
-        host, slash, path = place[2:].partition("/")
+    address = spec.removeprefix("file:")
+    if address.startswith("//"):
+        host, slash, path = address[2:].partition("/")
         if host not in ("", "localhost"):
             raise ShardError(f"{spec}: names a file of the machine {host!r}; a path from / on begins with file:///")
-        place = slash + path
-    return unquote(place)
+        address = slash + path
+    return unquote(address)
 
 
 def _instead_of_pipe(spec: str) -> str:
@@ -315,6 +314,8 @@ def expand_braces(pattern: str) -> list[str]:
     if "{" not in pattern:
         return [pattern]
     numbers = sum(abs(int(last[:20]) - int(first[:20])) + 1 for first, last in _NUMBERS.findall(pattern))
+    flat = [] if re.search(r"\{[^{}]*\{", pattern) else re.findall(r"\{[^{}]*\}", pattern)
+    numbers = max(numbers, math.prod(group.count(",") + 1 for group in flat))
     names, characters = [], 0
     if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:  # all numbers of a range are made at once
         try:

@@ -28,9 +28,9 @@ from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (
     TAR,
+    BlobIndex,
     FileFormat,
     Header,
-    PlaceIndex,
     Read,
     ShardIndex,
     ShardTable,
@@ -160,7 +160,7 @@ class Layout:
 def open_index(path: Path) -> ShardIndex:
     """The index at `path`, of files of whichever format. Raises OSError, `ShardError`."""
     kind = kind_of(path)
-    return TarIndex(path) if kind == TAR else PlaceIndex(path, kind)
+    return TarIndex(path) if kind == TAR else BlobIndex(path, kind)
 
 
 def _said(path: Path, header: Header) -> TarSaid:
@@ -197,7 +197,7 @@ class TarIndex(ShardIndex):
         """The layout of the sample in `row`."""
         return self.layouts[self.layout_of[row]] if self.layout_of else self.layouts[0]
 
-    def place(self, row: int, member: int, layout: Layout) -> tuple[int, int]:
+    def extent(self, row: int, member: int, layout: Layout) -> tuple[int, int]:
         """Offset and size in bytes of member number `member` of the sample in `row`."""
         first = row * self.members if self.members else self.firsts[row]
         offset = self.starts[row] + layout.gaps[0]
@@ -293,7 +293,7 @@ class TarIndex(ShardIndex):
             found = of_samples(members(name, fd, self.starts[row]))
             for number, extension in enumerate(itertools.islice(layout.position, most)):
                 member, key, found_extension = next(found)
-                if found_extension != extension or (member.payload, member.size) != self.place(row, number, layout):
+                if found_extension != extension or (member.payload, member.size) != self.extent(row, number, layout):
                     return False
                 keys.add(key)
         except (ShardError, IndexError, OverflowError, StopIteration):

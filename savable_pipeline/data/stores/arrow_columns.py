@@ -116,7 +116,7 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        place = self._place(row)
+        place = self._byte_range(row)
         if place is None:
             return None
         begin, end = place
@@ -124,15 +124,15 @@ class BytesColumn:
 
     def head(self, row: int, size: int) -> bytes:
         """The first bytes of a row, at most `size`; none for null. Raises `BrokenColumnError`."""
-        begin, end = self._place(row) or (0, 0)
+        begin, end = self._byte_range(row) or (0, 0)
         end = min(end, begin + size)
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
-        return self._place(row) is not None
+        return self._byte_range(row) is not None
 
-    def _place(self, row: int) -> tuple[int, int] | None:
+    def _byte_range(self, row: int) -> tuple[int, int] | None:
         """Where the bytes of a row begin and end; None for null. Raises `BrokenColumnError`."""
         if self._has_nulls and not self.validity.of(row):
             return None
@@ -302,7 +302,7 @@ class MediaListColumn:
         """False, for that."""
         return False
 
-    def places(self, row: int) -> range:
+    def elements(self, row: int) -> range:
         """Where the elements of a row lie in `items`; none for null."""
         if not self._validity.of(row):
             return range(0)
@@ -332,7 +332,7 @@ class MediaListColumn:
 
     def _names_files(self, row: int) -> bool:
         try:
-            return any(self.items.file(place) is not None for place in self.places(row))
+            return any(self.items.file(place) is not None for place in self.elements(row))
         except BrokenColumnError:  # raised when the row is read
             return True
 

@@ -10,7 +10,7 @@ Of a file the footer says which batches it has, wherever they lie; of a stream t
     footer    flatbuffer: version, schema, dictionaries, record batches │ its length i32 │ "ARROW1"
               └ record batch   offset i64 │ bytes of metadata i32 │ 0 (4 bytes) │ bytes of its body i64
 
-Places of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
+Blob of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
 hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
 one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
 each batch; the end of each; the rows; the hashes.
@@ -37,7 +37,7 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable, listed
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import FileFormat, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.source import ARROW_FILES
@@ -63,9 +63,9 @@ _LARGEST_JSON = 1 << 26
 class Flatbuffer:
     """A table in a flatbuffer. Reading outside of the bytes raises struct.error."""
 
-    def __init__(self, data: bytes, place: int) -> None:
-        self._data, self._place = data, place
-        self._fields = place - self._at("<i", place)
+    def __init__(self, data: bytes, offset: int) -> None:
+        self._data, self._start = data, offset
+        self._fields = offset - self._at("<i", offset)
         if not 0 <= self._fields < len(data):
             raise struct.error("a table outside of the buffer")
         self._length = self._at("<H", self._fields)
@@ -82,32 +82,32 @@ class Flatbuffer:
     def number(self, field: int, kind: str) -> int:
         """A field that is an integer; 0 where it is left out."""
         offset = self._offset(field)
-        return self._at(kind, self._place + offset) if offset else 0
+        return self._at(kind, self._start + offset) if offset else 0
 
     def table(self, field: int) -> Flatbuffer:
         """A field that is a table."""
-        place = self._place + self._offset(field)
-        return Flatbuffer(self._data, place + self._at("<I", place))
+        offset = self._start + self._offset(field)
+        return Flatbuffer(self._data, offset + self._at("<I", offset))
 
     def structs(self, field: int, layout: str) -> list[tuple[Any, ...]]:
         """A field that is a vector of structs of this layout; none where it is left out."""
         if not self.has(field):
             return []
-        place = self._place + self._offset(field)
-        place += self._at("<I", place)
-        end = place + 4 + struct.calcsize(layout) * self._at("<I", place)
+        offset = self._start + self._offset(field)
+        offset += self._at("<I", offset)
+        end = offset + 4 + struct.calcsize(layout) * self._at("<I", offset)
         if end > len(self._data):
             raise struct.error("a vector outside of the buffer")
-        return list(struct.iter_unpack(layout, self._data[place + 4 : end]))
+        return list(struct.iter_unpack(layout, self._data[offset + 4 : end]))
 
     def _offset(self, field: int) -> int:
         at = 4 + 2 * field
         return self._at("<H", self._fields + at) if at + 2 <= self._length else 0
 
-    def _at(self, kind: str, place: int) -> int:
-        if place < 0:
+    def _at(self, kind: str, offset: int) -> int:
+        if offset < 0:
             raise struct.error("before the buffer")
-        found: int = struct.unpack_from(kind, self._data, place)[0]
+        found: int = struct.unpack_from(kind, self._data, offset)[0]
         return found
 
 
@@ -184,21 +184,21 @@ class Batches:
 
     schema: int  # the offset of its message, or of the footer
     in_footer: bool
-    begins: Places  # (batches,)
-    ends: Places  # (batches,)
-    rows: Places  # (batches,)
-    digests: Places  # (batches,)
+    begins: FileBlob  # (batches,)
+    ends: FileBlob  # (batches,)
+    rows: FileBlob  # (batches,)
+    digests: FileBlob  # (batches,)
 
 
-def batches_of(places: Places) -> Batches:
+def batches_of(blob: FileBlob) -> Batches:
     """The places of a file by their meaning."""
-    schema = int(places[0])
+    schema = int(blob[0])
     if schema >= _IN_FOOTER:
-        begins, ends, rows, digests = places[1:].reshape(4, -1)
+        begins, ends, rows, digests = blob[1:].reshape(4, -1)
         return Batches(schema - _IN_FOOTER, True, begins, ends, rows, digests)
-    count = (len(places) - 2) // 3
-    offsets = places[1 : count + 2]
-    rows, digests = places[count + 2 : 2 * count + 2], places[2 * count + 2 :]
+    count = (len(blob) - 2) // 3
+    offsets = blob[1 : count + 2]
+    rows, digests = blob[count + 2 : 2 * count + 2], blob[2 * count + 2 :]
     return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
@@ -209,22 +209,22 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
     except (MessageError, FooterError) as error:
         fault = f"{error}: {_CURE}"
-    places = _places(found)
+    blob = _blob(found)
     rows = sum(message.rows for message in found.batches)
-    digest = _digest(places, found.schema_digest)
+    digest = _digest(blob, found.schema_digest)
     return ShardTable(
-        ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
+        ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), blob.tobytes()
     )
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
-    assert isinstance(index, PlaceIndex), index
-    batches = batches_of(index.places(number))
+    assert isinstance(index, BlobIndex), index
+    batches = batches_of(index.blob(number))
     count = len(batches.rows)
     try:
         schema = read_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
-        if _digest(index.places(number), schema) != int(index.shards.digests[number]):
+        if _digest(index.blob(number), schema) != int(index.shards.digests[number]):
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
@@ -234,8 +234,8 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     return True
 
 
-def _digest(places: Places, schema: int | None) -> int:
-    return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
+def _digest(blob: FileBlob, schema: int | None) -> int:
+    return xxh3_64_intdigest(blob.tobytes() + str([] if schema is None else [schema]).encode())
 
 
 def read_message(file: ByteSource, offset: int) -> ArrowMessage:
@@ -371,7 +371,7 @@ def _unnamed(file: ByteSource, found: _Found) -> str:
     return ""
 
 
-def _places(found: _Found) -> Places:
+def _blob(found: _Found) -> FileBlob:
     begins, ends = [message.offset for message in found.batches], [message.end for message in found.batches]
     rows, digests = [message.rows for message in found.batches], [message.digest for message in found.batches]
     if found.footer is not None:

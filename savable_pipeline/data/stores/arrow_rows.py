@@ -19,7 +19,7 @@ from savable_pipeline.data.stores.arrow_columns import (
     extension_of,
 )
 
-Place: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
+PartSource: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
 
 
 class NoBytesError(ValueError):
@@ -81,9 +81,9 @@ class ArrowRows:
             if found is not None:
                 return found
         parts = dict(self.parts(row))
-        place = parts[find_part(extension, parts)]
-        data = self._constants[place] if place in self._constants else self._at(row, place)
-        assert data is not None, place
+        source = parts[find_part(extension, parts)]
+        data = self._constants[source] if source in self._constants else self._at(row, source)
+        assert data is not None, source
         return data
 
     def extensions(self, row: int) -> list[str]:
@@ -92,11 +92,11 @@ class ArrowRows:
             self._refuse(row)
         return [part for part, _ in self.parts(row)]
 
-    def parts(self, row: int) -> Iterator[tuple[str, Place]]:
-        """The parts of a row, and the place of each."""
+    def parts(self, row: int) -> Iterator[tuple[str, PartSource]]:
+        """The parts of a row, and the source of each."""
         for name in self._names:
-            column, place = self._column(row, name)
-            if column.has_part(place):
+            column, position = self._column(row, name)
+            if column.has_part(position):
                 yield (self._media_name(row, name) if name in self._media else name), name
             elif name in self._lists:
                 yield from self._elements(row, name)
@@ -116,13 +116,13 @@ class ArrowRows:
             for extension in [extension_of(path)]
         ]
 
-    def places(self, row: int) -> dict[Place, bytes]:
-        """The bytes at the places of a row that are not null."""
-        found: dict[Place, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
+    def values(self, row: int) -> dict[PartSource, bytes]:
+        """The bytes of the parts of a row that are not null, by their source."""
+        found: dict[PartSource, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
         for name in self._lists:
-            found |= {place: self._at(row, place) for _, place in self._elements(row, name)}
+            found |= {source: self._at(row, source) for _, source in self._elements(row, name)}
         found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
-        return {place: value for place, value in found.items() if value is not None}
+        return {source: value for source, value in found.items() if value is not None}
 
     def kept(self, row: int) -> KeptRow:
         """A row by itself, to be kept when these rows are given up."""
@@ -139,40 +139,40 @@ class ArrowRows:
         if fault := self.fault(row):
             raise NoBytesError(fault)
 
-    def _at(self, row: int, place: Place) -> bytes | None:
-        """The bytes at a place of a row."""
-        if isinstance(place, str):
-            return self.value(row, place)
-        column, places = self._list(row, place[0])
-        found: bytes | None = column.items.value(places[place[1]])
+    def _at(self, row: int, source: PartSource) -> bytes | None:
+        """The bytes at a source of a row."""
+        if isinstance(source, str):
+            return self.value(row, source)
+        column, elements = self._list(row, source[0])
+        found: bytes | None = column.items.value(elements[source[1]])
         return found
 
     def _column(self, row: int, name: str) -> tuple[Any, int]:
-        """The column with a row, and the row's place in it."""
+        """The column with a row, and the row's position in it."""
         batch = bisect_right(self._firsts, row) - 1
         return self._batches[batch][name], row - self._firsts[batch]
 
     def _list(self, row: int, name: str) -> tuple[Any, range]:
         """The column of lists with a row, and where the row's elements lie."""
         column, row = self._column(row, name)
-        return column, column.places(row)
+        return column, column.elements(row)
 
     def _named(self, name: str) -> int:
         """How many rows of a column name a file without its bytes."""
         return sum(len(batch[name].named) for batch in self._batches)
 
     def _is_null(self, row: int, name: str) -> bool:
-        column, place = self._column(row, name)
+        column, position = self._column(row, name)
         if isinstance(column, MediaListColumn):
-            return column.is_null(place) or any(map(_holds_nothing, repeat(column.items), column.places(place)))
-        return _holds_nothing(column, place) if isinstance(column, MediaColumn) else column.value(place) is None
+            return column.is_null(position) or any(map(_holds_nothing, repeat(column.items), column.elements(position)))
+        return _holds_nothing(column, position) if isinstance(column, MediaColumn) else column.value(position) is None
 
-    def _elements(self, row: int, name: str) -> Iterator[tuple[str, Place]]:
-        """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the place of each."""
-        column, places = self._list(row, name)
-        for i, place in enumerate(places):
-            if column.items.has_part(place):
-                yield self._part_name(name, column.items.extension(place), i), (name, i)
+    def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartSource]]:
+        """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the source of each."""
+        column, elements = self._list(row, name)
+        for i, element in enumerate(elements):
+            if column.items.has_part(element):
+                yield self._part_name(name, column.items.extension(element), i), (name, i)
 
     def _media_name(self, row: int, name: str) -> str:
         batch = bisect_right(self._firsts, row) - 1
@@ -186,11 +186,11 @@ class ArrowRows:
         """The paths in a column of a row that have no bytes; in a list, with the number of each."""
         found: list[tuple[int | None, str | None]]
         if name in self._media:
-            column, place = self._column(row, name)
-            found = [(None, column.file(place))]
+            column, position = self._column(row, name)
+            found = [(None, column.file(position))]
         else:
-            column, places = self._list(row, name)
-            found = [(i, column.items.file(place)) for i, place in enumerate(places)]
+            column, elements = self._list(row, name)
+            found = [(i, column.items.file(element)) for i, element in enumerate(elements)]
         return [(number, path) for number, path in found if path is not None]
 
     def _part_name(self, column: str, extension: str, number: int | None = None) -> str:
@@ -200,32 +200,32 @@ class ArrowRows:
         return short if alike == [column] and short not in self._names else f"{column}.{short}"
 
 
-def _holds_nothing(column: MediaColumn, place: int) -> bool:
-    return column.is_null(place) and column.file(place) is None
+def _holds_nothing(column: MediaColumn, position: int) -> bool:
+    return column.is_null(position) and column.file(position) is None
 
 
 class KeptRow:
-    """A row whose group was given up: its parts, and the bytes at their places."""
+    """A row whose group was given up: its parts, and their bytes."""
 
-    __slots__ = ("_fault", "_parts", "_places")
+    __slots__ = ("_fault", "_parts", "_values")
 
     def __init__(self, rows: ArrowRows, row: int) -> None:
-        self._places, self._parts, self._fault = rows.places(row), dict(rows.parts(row)), rows.fault(row)
+        self._values, self._parts, self._fault = rows.values(row), dict(rows.parts(row)), rows.fault(row)
 
     @property
     def size(self) -> int:
         """The bytes that it takes in memory, about."""
-        return 400 + sum(map(len, self._places.values()))
+        return 400 + sum(map(len, self._values.values()))
 
     def value(self, row: int, name: str) -> bytes | None:
         """See `ArrowRows.value`; there is only this row."""
-        return self._places.get(name)
+        return self._values.get(name)
 
     def read(self, row: int, extension: str) -> bytes:
         """See `ArrowRows.read`."""
         self._refuse()
-        found = self._places.get(extension) if extension in self._parts.values() else None
-        return self._places[self._parts[find_part(extension, self._parts)]] if found is None else found
+        found = self._values.get(extension) if extension in self._parts.values() else None
+        return self._values[self._parts[find_part(extension, self._parts)]] if found is None else found
 
     def extensions(self, row: int) -> list[str]:
         """See `ArrowRows.extensions`."""

@@ -64,8 +64,8 @@ class UnreadBatch:
 
     def holds(self, columns: list[Any]) -> bool:
         """Whether these arrays view the memory, and nothing else."""
-        places = [(self._place(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
-        return all(0 <= place <= place + size <= len(self.raw) for place, size in places)
+        blob = [(self._place(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
+        return all(0 <= place <= place + size <= len(self.raw) for place, size in blob)
 
     def buffers(self, columns: list[Any]) -> list[tuple[int, int]]:
         """Place and bytes of the buffers of these arrays that are read at once; what is not here is read by value.
@@ -236,10 +236,10 @@ class ArrowStore(ColumnarStore):
         batch = self._selected(_batch(unread.raw.data, file.schema))
         if not unread.holds(batch.columns):  # copied, to align it
             return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
-        places = unread.buffers(batch.columns)
-        size = max(_SMALL, sum(size for _, size in places))
+        blob = unread.buffers(batch.columns)
+        size = max(_SMALL, sum(size for _, size in blob))
         self._check_size(size)
-        for place, length in places:
+        for place, length in blob:
             unread.fill(place, length)
         return DecodedGroup([batch], size, unread)
 
@@ -261,7 +261,7 @@ class ArrowStore(ColumnarStore):
     def _opened(self, shard: int) -> _File:
         import pyarrow as pa
 
-        batches = batches_of(self.places(shard))
+        batches = batches_of(self.blob(shard))
         try:
             schema = self._schema(shard, batches)
         except (pa.ArrowException, MessageError, OSError) as error:
@@ -302,10 +302,10 @@ class ArrowStore(ColumnarStore):
         self.files.read_into(raw[: message.head], shard, begin)
         batch = _batch(raw.data, schema).select(wanted)
         address = raw.ctypes.data
-        places = [(buffer.address - address, buffer.size) for column in batch for buffer in column.buffers() if buffer]
-        if not all(0 <= place <= place + size <= len(raw) for place, size in places):  # copied, to align it
+        blob = [(buffer.address - address, buffer.size) for column in batch for buffer in column.buffers() if buffer]
+        if not all(0 <= place <= place + size <= len(raw) for place, size in blob):  # copied, to align it
             return memoryview(self.files.read(shard, begin, end - begin))
-        for place, size in places:
+        for place, size in blob:
             self.files.read_into(raw[place : place + size], shard, begin + place)
         return raw.data
 

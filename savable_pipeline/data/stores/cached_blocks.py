@@ -24,7 +24,7 @@ from savable_pipeline.core.files import is_out_of_handles
 from savable_pipeline.data.remote.cache_files import pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
-from savable_pipeline.data.remote.lookup import RemotePlace
+from savable_pipeline.data.remote.lookup import RemoteFolder
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.shard_cache import BLOCK, LEFT_OUT, USED, WANTED, ShardCache, runs
 from savable_pipeline.data.shards.index import IndexedFiles
@@ -47,9 +47,9 @@ class DownloadedFiles(ShardFiles):
 
     behind_url = True
 
-    def __init__(self, place: RemotePlace, numbers: Rows) -> None:
+    def __init__(self, remote: RemoteFolder, numbers: Rows) -> None:
         super().__init__()
-        self.place, self._cached, self._limit = place, place.cached, place.session.limit
+        self.remote, self._cached, self._limit = remote, remote.cached, remote.session.limit
         self._numbers = numbers  # of the files in the cache's index
         self._known_rows: set[int] = set()  # files whose rows in the index were compared with their checksum
         self._asked: Downloader | None = None  # the process that knows what was announced
@@ -93,11 +93,11 @@ class DownloadedFiles(ShardFiles):
 
     def name(self, shard: int) -> str:
         """The URL of a file."""
-        return f"{self.place.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
+        return f"{self.remote.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
     def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
         """The begin of a request for rows of the cache."""
-        return "rows", self.place.url, str(self._cached.folder), row, stop
+        return "rows", self.remote.url, str(self._cached.folder), row, stop
 
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
         """Raises `RemoteError` if the cache cannot have so many rows at once; so too after so many `tries`."""
@@ -122,7 +122,7 @@ class DownloadedFiles(ShardFiles):
         parts.check(np.array(fresh, dtype=np.int64))
         absent = parts.absent(numbers).tolist()
         if absent:
-            self._call("index_rows", self.place.url, str(self._cached.folder), absent)
+            self._call("index_rows", self.remote.url, str(self._cached.folder), absent)
         self._known_rows.update(fresh)
 
     def has_all_rows(self) -> bool:
@@ -131,16 +131,16 @@ class DownloadedFiles(ShardFiles):
         return parts is None or not len(parts.all_absent())
 
     def _call(self, kind: str, *arguments: Any) -> Any:
-        answer = self.place.session.call(kind, *arguments)
+        answer = self.remote.session.call(kind, *arguments)
         self._look_whom_was_asked()
         return answer
 
     def _prefetch(self, urgency: Urgency, *request: Any) -> None:
         self._look_whom_was_asked()
-        self.place.session.prefetch(urgency, *request)
+        self.remote.session.prefetch(urgency, *request)
 
     def _look_whom_was_asked(self) -> None:
-        found = self.place.session.connected()
+        found = self.remote.session.connected()
         if found is not self._asked:
             self._asked = found
             self._forget_announced()
@@ -155,17 +155,17 @@ class CachedBlocks(DownloadedFiles):
 
     def __init__(
         self,
-        place: RemotePlace,
+        remote: RemoteFolder,
         indexed: IndexedFiles | None = None,
         *,
         all_used: bool = False,
         looked_at: bool = True,
     ) -> None:
-        numbers = np.arange(len(place.cached.shards)) if indexed is None else indexed.numbers
-        super().__init__(place, numbers)
+        numbers = np.arange(len(remote.cached.shards)) if indexed is None else indexed.numbers
+        super().__init__(remote, numbers)
         self._indexed, self._looked_at = indexed, looked_at
         size = int(self._cached.shards.sizes[self._numbers].sum())
-        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.session.limit * PREFETCH_SHARE)
+        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= self._limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
         self._beside: set[Path] = set()  # that were found to be as they were downloaded
 
@@ -249,13 +249,13 @@ class CachedBlocks(DownloadedFiles):
 
     def beside(self, name: str) -> Path | None:
         """See `ShardFiles.beside`: a local copy, downloaded if it is not here."""
-        path = self.place.beside(name)
+        path = self.remote.beside(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
             if path not in self._beside and whole_version(path) is None:
-                stat = self._call("stat", self.place.url, name)
+                stat = self._call("stat", self.remote.url, name)
                 if stat is None:
                     return None
-                pin_whole(path, self._call("whole", self.place.url, name, stat[0], str(path)))
+                pin_whole(path, self._call("whole", self.remote.url, name, stat[0], str(path)))
             self._beside.add(path)
         return path
 

@@ -49,7 +49,7 @@ class CachedFiles(DownloadedFiles):
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
         super().__init__(found.remote, found.numbers)
-        self._url, self._found = self.place.url, found
+        self._url, self._found = self.remote.url, found
         fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
         self._kept = found.numbers[found.entries.samples > 0] if fits else None  # shards that may all be present
@@ -77,9 +77,9 @@ class CachedFiles(DownloadedFiles):
             self._found.check_rows(shard)
             self._checked.add(shard)
 
-    def long_parts(self, parts: MemberReader, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
+    def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> LongSamples:
         """See `ShardFiles.long_parts`."""
-        self._long = LongSamples(self, self._found, place)
+        self._long = LongSamples(self, self._found, extent)
         return self._long
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
@@ -164,12 +164,12 @@ class CachedFiles(DownloadedFiles):
         for block, rows_of_it in needed.items():
             self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
 
-    def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
+    def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
         if not self._is_long(row):
             return None
-        (offset, size), entry = place, self._found.entries[shard]
-        data = self._long.at_hand(shard, row, place) if size else b""
+        (offset, size), entry = extent, self._found.entries[shard]
+        data = self._long.at_hand(shard, row, extent) if size else b""
         if data is None:
             data = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
         return data
@@ -199,14 +199,14 @@ class CachedFiles(DownloadedFiles):
 
 
 class LongSamples:
-    """Reads parts of long samples of `found`, which `files` has at `files.place`; rows are those of the index."""
+    """Reads parts of long samples of `found`, which `files` has at `files.remote`; rows are those of the index."""
 
     def __init__(
         self, files: DownloadedFiles, found: IndexedFiles, locate: Callable[[int, str], tuple[int, int]]
     ) -> None:
         assert isinstance(found.index, TarIndex), found.index
         self._files, self._found, self._index, self._locate = files, found, found.index, locate
-        self._cached = files.place.cached
+        self._cached = files.remote.cached
         self._there: set[int] = set()  # rows that were seen to lie where the index says
         self.read_whole = False  # whether a part that is long itself was
 
@@ -225,14 +225,14 @@ class LongSamples:
         self._blocks.read_into(array, shard, offset)
         return array
 
-    def span(self, shard: int, row: int, place: tuple[int, int]) -> bytes:
-        """The bytes at `place`, (offset, size), of a shard. Raises `ShardError`, `RemoteError`."""
+    def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
+        """The bytes at `extent`, (offset, size), of a shard. Raises `ShardError`, `RemoteError`."""
         self._look(shard, row)
-        return self._blocks.read_on(shard, *place, self._cached.extent(row, row + 1)[1])
+        return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 
-    def at_hand(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
-        """The bytes at `place` if they are here, else None."""
-        return self.span(shard, row, place) if self._blocks.has(shard, *place) else None
+    def at_hand(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
+        """The bytes at `extent` if they are here, else None."""
+        return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
         """Has these samples downloaded if one was read as a whole."""
@@ -246,12 +246,12 @@ class LongSamples:
 
     @cached_property
     def _blocks(self) -> CachedBlocks:
-        place = self._files.place
+        extent = self._files.remote
         folder = self._cached.folder / LONG_FOLDER
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
-            place = replace(place, cached=held(folder))
-        return CachedBlocks(place, self._found, looked_at=False)
+            extent = replace(extent, cached=held(folder))
+        return CachedBlocks(extent, self._found, looked_at=False)
 
     def _look(self, shard: int, row: int) -> None:
         """Raises `ShardError` unless the first header of a sample says what the index does."""

@@ -63,7 +63,7 @@ class ColumnarStore(GroupedStore):
     @property
     def cure(self) -> str:
         """What to do about rows that name files without their bytes."""
-        source = self.place(0) if len(self.entries) == 1 else self.address
+        source = self.where(0) if len(self.entries) == 1 else self.address
         return (
             f"no file is opened that a row names: `savable convert {source} DST --files FOLDER` writes their bytes "
             "into shards; or leave the column out (columns=, --only)"
@@ -83,36 +83,36 @@ class ColumnarStore(GroupedStore):
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
         last = self._last
-        rows, place = last[2:] if last[1] == row and last[0] == shard else self.find(shard, row)
+        rows, position = last[2:] if last[1] == row and last[0] == shard else self.find(shard, row)
         try:
-            found: bytes = rows.read(place, extension)
+            found: bytes = rows.read(position, extension)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
-        rows, place = self.find(shard, row)
+        rows, position = self.find(shard, row)
         try:
-            found: list[str] = rows.extensions(place)
+            found: list[str] = rows.extensions(position)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
 
     def nulls(self, shard: int, row: int) -> list[str]:
         """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
-        rows, place = self.find(shard, row)
+        rows, position = self.find(shard, row)
         try:
-            found: list[str] = rows.nulls(place)
+            found: list[str] = rows.nulls(position)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
         """The files that a row names without their bytes. Raises `ShardError`."""
-        rows, place = self.find(shard, row)
+        rows, position = self.find(shard, row)
         try:
-            found: list[NamedFile] = rows.named_files(place)
+            found: list[NamedFile] = rows.named_files(position)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
@@ -125,9 +125,9 @@ class ColumnarStore(GroupedStore):
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`: of a column that is read."""
-        rows, place = self.find(shard, row)
+        rows, position = self.find(shard, row)
         try:
-            found: bytes | None = rows.value(place, name)
+            found: bytes | None = rows.value(position, name)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
@@ -149,14 +149,14 @@ class ColumnarStore(GroupedStore):
         from savable_pipeline.data.stores.arrow_columns import check_columns, check_names
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        check_columns(self.place(shard), (*wanted, *self.needed), known)
-        check_names(self.place(shard), known if self.wanted is None else self.wanted, known)
+        check_columns(self.where(shard), (*wanted, *self.needed), known)
+        check_names(self.where(shard), known if self.wanted is None else self.wanted, known)
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
         from savable_pipeline.data.stores.arrow_rows import NoBytesError
 
         if isinstance(error, NoBytesError):
-            return ShardError(f"{self.place(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
+            return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
     def _check_columns_of_first(self) -> None:

@@ -3,7 +3,7 @@
     image,caption
     a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     texts; an empty cell is null
 
-Places of a file in the index: the offset of each row below the header that is not blank, then the end of the file.
+Blob of a file in the index: the offset of each row below the header that is not blank, then the end of the file.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
             fault = str(error)
     if not (fault and begins):  # else the last row ends somewhere behind the fault
         begins.append(file.size)
-    places = np.frombuffer(begins, "<u8")
+    offsets = np.frombuffer(begins, "<u8")
     fault = encodable(f"{name}{fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
+    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, digest_of(file, offsets), fault), offsets.tobytes())
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:
@@ -197,7 +197,7 @@ class CsvStore(TableStore):
     def _headers(self, shard: int) -> _Header:
         found = self._known.get(shard)
         if found is None:
-            head = self.files.read(shard, 0, int(self.places(shard)[0]))
+            head = self.files.read(shard, 0, int(self.blob(shard)[0]))
             lines = _text_lines(head.removeprefix(codecs.BOM_UTF8))
             separator = separator_of(lines[0], self.entries.names[shard])
             with _wide_fields():
@@ -259,7 +259,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
 
 def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
     """The first rows that are samples, at most 1,000."""
-    count, begins = 0, store.places(0).tolist()
+    count, begins = 0, store.blob(0).tolist()
     for begin, raw in zip(begins, store.rows_in_order(0), strict=True):
         if raw and begin < begins[-1]:
             with contextlib.suppress(RecordError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from savable_pipeline.data.shards.index import IndexedFiles, Places, ShardTable
+from savable_pipeline.data.shards.index import FileBlob, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.shard_files import LocalFiles, StoreFile
@@ -28,7 +28,7 @@ class FileStore(RecordStore):
         self.found = found
         self.root, self.address, self.entries = found.root, found.address, found.entries
         self.firsts, self.endings = found.firsts, found.form.kind.suffixes
-        self.place = found.place
+        self.where = found.where
         self.files = self._open_files()
 
     def _open_files(self) -> LocalFiles | CachedBlocks:
@@ -51,10 +51,10 @@ class FileStore(RecordStore):
         """See `RecordStore.verify_given`."""
         self.files.verify_given()
 
-    def places(self, shard: int) -> Places:
+    def blob(self, shard: int) -> FileBlob:
         """What the index says of a file: uint64 (any,)."""
         self.files.fetch_rows(self.found.numbers[[shard]])
-        return self.found.places(shard)
+        return self.found.blob(shard)
 
     def table(self, shard: int) -> ShardTable:
         """See `IndexedFiles.table`."""
@@ -112,15 +112,15 @@ class FileStore(RecordStore):
             except UnicodeDecodeError:
                 fault = "holds bytes that are no UTF-8"
         raise ShardError(
-            f"{self.place(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or leave out "
-            "key=, so that keys are FILE:ROW",
+            f"{self.where(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or "
+            "leave out key=, so that keys are FILE:ROW",
             reason="no key",
         )
 
-    def damaged(self, shard: int, place: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
-        """The error for a file that does not hold at `place` what it should."""
+    def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
+        """The error for a file that does not hold at `where` what it should."""
         return ShardError(
-            f"{self.place(shard)}: {place}: {fault}; the file is damaged: put a good copy in its place, or leave its "
-            'samples out with on_error="skip"',
+            f"{self.where(shard)}: {where}: {fault}; the file is damaged: put a good copy in its place, or "
+            'leave its samples out with on_error="skip"',
             reason=reason,
         )

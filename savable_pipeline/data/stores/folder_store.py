@@ -42,7 +42,7 @@ class FolderStore(RecordStore):
     ) -> None:
         self.found, self.root, self.address, self.entries = found, found.root, found.address, found.entries
         found.check_rows(0)
-        self.table = FolderTable.of(found.places(0))
+        self.table = FolderTable.of(found.blob(0))
         self._sizes, self._times, self._firsts, self._ends = (
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )

@@ -240,7 +240,7 @@ class GroupedStore(FileStore):
         group = bisect_right(ends, row)
         first = ends[group - 1] if group else 0
         key, name = (self._me, shard, group), (shard, group)
-        rows, place = self.blocks.held(key), row - first
+        rows, position = self.blocks.held(key), row - first
         if rows is None and (rows := self.blocks.kept(key, row)) is not None:
             self.awaited.done(name, row)
             return rows, 0
@@ -248,8 +248,8 @@ class GroupedStore(FileStore):
             found = AwaitedOfGroup(self.awaited, name, first)
             rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
         self.awaited.done(name, row)
-        self._last = shard, row, rows, place
-        return rows, place
+        self._last = shard, row, rows, position
+        return rows, position
 
     def prefetch(self, indices: Rows) -> None:
         """Remembers which rows will be read: should their group be given up before, they are kept."""

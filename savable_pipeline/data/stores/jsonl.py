@@ -1,6 +1,6 @@
 """The format of JSONL files, a line of which is a sample, and the record store that reads them.
 
-Places of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
+Blob of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
 spaces too, lie at the end of the line before them.
 """
 
@@ -16,7 +16,7 @@ from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.file_store import FileStore
@@ -31,37 +31,37 @@ MARK = b"\xef\xbb\xbf"
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
-    fault, places = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
+    fault, offsets = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
-        fault, places = _check_last(file, _lines(file))
+        fault, offsets = _check_last(file, _lines(file))
     entry = ShardEntry(
-        name, file.size, len(places) - 1, digest_of(file, places), encodable(f"{name}: {fault}") if fault else ""
+        name, file.size, len(offsets) - 1, digest_of(file, offsets), encodable(f"{name}: {fault}") if fault else ""
     )
-    return ShardTable(entry, places.tobytes())
+    return ShardTable(entry, offsets.tobytes())
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
-    assert isinstance(index, PlaceIndex), index
+    assert isinstance(index, BlobIndex), index
     try:
-        return digest_of(file, index.places(number)) == int(index.shards.digests[number])
+        return digest_of(file, index.blob(number)) == int(index.shards.digests[number])
     except OSError:
         return False
 
 
-def digest_of(file: ByteSource, places: Places) -> int:
+def digest_of(file: ByteSource, offsets: FileBlob) -> int:
     """A hash of the places of lines, of the first of them, one in the middle and the last, and of what is before."""
-    digest = xxh3_64(places.tobytes())
-    digest.update(file.read_at(0, min(int(places[0]), _COMPARED)) if len(places) > 1 else b"")
-    lines = len(places) - 1
+    digest = xxh3_64(offsets.tobytes())
+    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
+    lines = len(offsets) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
-        begin, end = int(places[line]), int(places[line + 1])
+        begin, end = int(offsets[line]), int(offsets[line + 1])
         digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
         digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
     return digest.intdigest()
 
 
-def _lines(file: ByteSource) -> Places:
+def _lines(file: ByteSource) -> FileBlob:
     """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
     ends, blanks, offset, at_begin = [], [], 0, True
     file.expect([(0, file.size)])
@@ -94,31 +94,31 @@ def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
     return True
 
 
-def _check_last(file: ByteSource, places: Places) -> tuple[str, Places]:
+def _check_last(file: ByteSource, offsets: FileBlob) -> tuple[str, FileBlob]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
-    if len(places) < 2:
-        return "", places
-    begin, end = int(places[-2]), int(places[-1])
+    if len(offsets) < 2:
+        return "", offsets
+    begin, end = int(offsets[-2]), int(offsets[-1])
     if file.read_at(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
-        return "", places
+        return "", offsets
     last = file.read_at(begin, end - begin)
     if b"\n" in last:  # blank lines follow, so that it is whole: what is wrong with it is told when it is read
-        return "", places
+        return "", offsets
     try:
         decoded_json(without_mark(last, begin))
     except (ValueError, RecursionError) as error:
-        if not _may_be_jsonl(file, places):
-            return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", places[:-1]
+        if not _may_be_jsonl(file, offsets):
+            return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", offsets[:-1]
         fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
-        return fault, places[:-1]
-    return "", places
+        return fault, offsets[:-1]
+    return "", offsets
 
 
-def _may_be_jsonl(file: ByteSource, places: Places) -> bool:
+def _may_be_jsonl(file: ByteSource, offsets: FileBlob) -> bool:
     """Whether the first line is JSON, or the only one begins as an object or a list does."""
-    begin, end = int(places[0]), int(places[1])
+    begin, end = int(offsets[0]), int(offsets[1])
     first = without_mark(file.read_at(begin, min(end - begin, LONGEST_LINE)), begin)
-    if len(places) == 2:
+    if len(offsets) == 2:
         return first.lstrip()[:1] in (b"{", b"[")
     with contextlib.suppress(ValueError, RecursionError):
         decoded_json(first)
@@ -194,7 +194,7 @@ class JsonlStore(FileStore):
 
     def offset(self, shard: int, row: int) -> int:
         """The offset of the line in its file, in bytes."""
-        return int(self.places(shard)[row])
+        return int(self.blob(shard)[row])
 
     def part_offset(self, shard: int, row: int, extension: str) -> int:
         """The same: a field is a part of its line."""
@@ -204,19 +204,19 @@ class JsonlStore(FileStore):
         """The sizes of the lines, with their ends; None where the index is here in part."""
         if not self.files.has_all_rows():
             return None
-        sizes = [np.diff(self.places(shard).astype(np.int64)) for shard in range(len(self.entries))]
+        sizes = [np.diff(self.blob(shard).astype(np.int64)) for shard in range(len(self.entries))]
         return {LINE: np.concatenate(sizes)}
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The lines."""
-        places = self.places(shard).astype(np.int64, copy=False)
-        return places[rows], places[rows + 1]
+        offsets = self.blob(shard).astype(np.int64, copy=False)
+        return offsets[rows], offsets[rows + 1]
 
     def _line(self, shard: int, row: int) -> bytes:
         starts = self._starts.get(shard)
         if starts is None:
             self.files[shard]  # checks the file, and what the index says of it
-            starts = self._starts[shard] = self.places(shard).data
+            starts = self._starts[shard] = self.blob(shard).data
         begin, end = starts[row], starts[row + 1]
         if end - begin > LONGEST_LINE:
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")

@@ -168,7 +168,7 @@ class LeRobotStore(ParquetStore):
         first, end = (self._told(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
         begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
         if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
-            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.place(data)} does not have")
+            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
         stop = begin + end - first
         if not np.array_equal(self._rows(data, "index", begin, stop), np.arange(first, end)):
             raise self.damaged(data, f"row {begin}", f"it and those after it are not the frames {first} to {end}")

@@ -1,6 +1,6 @@
 """The format of Parquet files, and the record store that reads them.
 
-What their footers say is read without a thread, so that a fork is safe, and looked at: can it be true? Places of a file
+What their footers say is read without a thread, so that a fork is safe, and looked at: can it be true? Blob of a file
 in the index: for each row group its rows, then for each the bytes that it decodes to.
 """
 
@@ -154,14 +154,14 @@ class ParquetStore(ColumnarStore):
 
     def group_rows(self, shard: int) -> list[int]:
         """The rows of each row group of a file."""
-        places = self.places(shard)
-        rows: list[int] = places[: len(places) // 2].tolist()
+        blob = self.blob(shard)
+        rows: list[int] = blob[: len(blob) // 2].tolist()
         return rows
 
     def group_bytes(self, shard: int) -> list[int]:
         """The bytes that each row group of a file decodes to, as its footer says."""
-        places = self.places(shard)
-        sizes: list[int] = places[len(places) // 2 :].tolist()
+        blob = self.blob(shard)
+        sizes: list[int] = blob[len(blob) // 2 :].tolist()
         return sizes
 
     def row_groups(self, shard: int) -> tuple[list[int], int]:
@@ -206,16 +206,16 @@ class ParquetStore(ColumnarStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""
-        places = self._column_bytes.get(shard)
-        if places is None:
+        ranges = self._column_bytes.get(shard)
+        if ranges is None:
             metadata = self._file(shard).metadata
             groups = range(metadata.num_row_groups)
-            places = [
+            ranges = [
                 np.array(column_bytes(metadata.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups
             ]
-            self._column_bytes[shard] = places
+            self._column_bytes[shard] = ranges
         found = np.unique(np.searchsorted(self.group_ends(shard), rows, side="right"))
-        begins, ends = np.concatenate([places[group] for group in found]).T
+        begins, ends = np.concatenate([ranges[group] for group in found]).T
         return begins, ends
 
     def schema(self, shard: int) -> Any:

@@ -129,7 +129,7 @@ class Ranges:
             fault = "a link that leads out of the dataset's folder: put the file itself there, by `cp -L`"
         if fault:
             raise ShardError(
-                f"{self._store.place(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
+                f"{self._store.where(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
             )
         return number
 
@@ -233,7 +233,7 @@ def with_media(form: FileFormat, constant: str) -> FileFormat:
         form,
         name=f"{form.name}-ranges",
         kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *_ENDINGS)),
-        place=f"{__name__}:{constant}",
+        import_path=f"{__name__}:{constant}",
         read=read,
         is_as_indexed=is_as_indexed,
         all_used=False,  # of long files

@@ -26,7 +26,7 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import in_first_place, index_places
 from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
@@ -67,11 +67,11 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     began_ns: int  # when the first was listed
 
     @classmethod
-    def of(cls, places: Places) -> FolderTable:
+    def of(cls, blob: FileBlob) -> FolderTable:
         """The table in these places. Raises ValueError."""
-        return msgspec.msgpack.decode(places[1:].data.cast("B")[: int(places[0])], type=cls)
+        return msgspec.msgpack.decode(blob[1:].data.cast("B")[: int(blob[0])], type=cls)
 
-    def places(self) -> bytes:
+    def blob(self) -> bytes:
         """The table as places."""
         encoded = msgspec.msgpack.encode(self)
         return len(encoded).to_bytes(8, "little") + encoded + bytes(-len(encoded) % 8)
@@ -104,7 +104,7 @@ class FolderFormat(FileFormat):
         digest.update(table.sizes)
         size = int(np.frombuffer(table.sizes, "<i8").sum())
         entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
-        return ShardTable(entry, table.places())
+        return ShardTable(entry, table.blob())
 
 
 def _read(file: ByteSource, name: str) -> ShardTable:
@@ -146,7 +146,7 @@ def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, look
         known = _known(path, form)
         if known is None or not _stays(known, table, tolerant and not looked_at):
             write_index(path, [table], form.name)
-            known = PlaceIndex(path, form.name)
+            known = BlobIndex(path, form.name)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
     return in_first_place(root, form.index_name, make)
@@ -158,22 +158,22 @@ def is_known(root: Path) -> bool:
     return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name))
 
 
-def _known(path: Path, form: FileFormat) -> PlaceIndex | None:
+def _known(path: Path, form: FileFormat) -> BlobIndex | None:
     """The index that is there; None for a damaged one too."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        index = PlaceIndex(path, form.name)
+        index = BlobIndex(path, form.name)
         return index if index.is_whole(0) else None
     return None
 
 
-def _fresh(root: Path, path: Path, form: FileFormat) -> PlaceIndex | None:
+def _fresh(root: Path, path: Path, form: FileFormat) -> BlobIndex | None:
     index = _known(path, form) if path.exists() else None
-    return index if index is not None and FolderTable.of(index.places(0)).is_fresh(root) else None
+    return index if index is not None and FolderTable.of(index.blob(0)).is_fresh(root) else None
 
 
-def _stays(index: PlaceIndex, table: ShardTable, tolerant: bool) -> bool:
+def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
     """Whether an index stays that is there: it has this table, but for the time; or has files that are lost."""
-    ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.places(0))
+    ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
     if tolerant:
         here = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()

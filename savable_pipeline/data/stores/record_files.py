@@ -5,7 +5,7 @@
 
 The last is LitData's. Either may be compressed as a whole. Numbers are little-endian.
 
-Places of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
+Blob of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
 the bytes of its schema, the schema; then the offsets, or where the rows of Arrow are.
 
 The fields of a record are parts of a sample: values become the part `json`, everything else a part of its own.
@@ -33,7 +33,7 @@ from xxhash import xxh3_64
 from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.index import FileFormat, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
@@ -213,15 +213,15 @@ class RecordLayout:
     packed: str
     content: int | None
     schema: bytes
-    offsets: Places
+    offsets: FileBlob
 
 
-def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place: str) -> FileFormat:
+def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, position: str) -> FileFormat:
     """The format of such folders; `place` is where another process finds it."""
     return FileFormat(
         name,
         ShardKind(suffixes, listing=INDEX, listed=kind.names),
-        place,
+        position,
         functools.partial(read_listed, kind),
         functools.partial(is_as_listed, kind),
         beside=("", INDEX),
@@ -249,11 +249,11 @@ def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
 
 def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
-    assert isinstance(index, PlaceIndex), index
+    assert isinstance(index, BlobIndex), index
     if number in index.shards.faults:  # nothing is known of it, and nothing read
         return True
     entry = index.shards[number]
-    layout = layout_of(index.places(number), entry.samples)
+    layout = layout_of(index.blob(number), entry.samples)
     known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
     try:
         return _table(kind, file, _said(kind, file, entry.name) or known).entry.digest == entry.digest
@@ -287,25 +287,25 @@ def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     known = 0 if said.content is None else said.content + 1
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
     head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
-    places = np.concatenate([head, schema, more]).tobytes()
-    digest = xxh3_64(places)
+    blob = np.concatenate([head, schema, more]).tobytes()
+    digest = xxh3_64(blob)
     seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
     file.expect(seen)
     for offset, length in seen:
         digest.update(file.read_at(offset, length))
-    return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
+    return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), blob)
 
 
-def layout_of(places: Places, samples: int) -> RecordLayout:
+def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
     """What the index says of a file."""
-    what, packed, known, length = places[:4].tolist()
+    what, packed, known, length = blob[:4].tolist()
     begin = 4 + -(-length // 8)
     end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[what]
-    schema = places[4:begin].tobytes()[:length]
-    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, places[begin:end])
+    schema = blob[4:begin].tobytes()[:length]
+    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, blob[begin:end])
 
 
-def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Places]:
+def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
     """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
     try:
         if chunked and content.read_at(max(0, content.size - len(_ROWS)), len(_ROWS)) == _ROWS:
@@ -327,19 +327,19 @@ class RecordBlock:
     """The records of `data`: `offsets` are uint64 (records + 1,)."""
 
     data: bytes
-    offsets: Places
+    offsets: FileBlob
     schema: Schema
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def fields(self, place: int) -> list[Value | Blob]:
+    def fields(self, position: int) -> list[Value | Blob]:
         """The fields of a record. Raises `RecordError`."""
-        return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, place))
+        return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
-    def kept(self, place: int) -> RecordBlock:
+    def kept(self, position: int) -> RecordBlock:
         """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
-        data = record_in(ByteSource.of(self.data), self.offsets, place).read()
+        data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
     @property
@@ -348,9 +348,9 @@ class RecordBlock:
         return len(self.data) + self.offsets.nbytes
 
 
-def record_in(content: ByteSource, offsets: Places, place: int) -> ByteSource:
+def record_in(content: ByteSource, offsets: FileBlob, position: int) -> ByteSource:
     """The record at a place. Raises `RecordError` if it is not in the content."""
-    first, end = int(offsets[place]), int(offsets[place + 1])
+    first, end = int(offsets[position]), int(offsets[position + 1])
     return content.part(first, end - first)
 
 
@@ -367,16 +367,16 @@ class RecordTable:
         rows: int = self.table.num_rows
         return rows
 
-    def fields(self, place: int) -> list[Value | Blob]:
+    def fields(self, position: int) -> list[Value | Blob]:
         """See `RecordBlock.fields`."""
-        (row,) = self.table.slice(place, 1).to_pylist()
+        (row,) = self.table.slice(position, 1).to_pylist()
         blobs: list[Value | Blob] = []
         values = {name: _without_bytes(value, name, blobs) for name, value in row.items()}
         return [*blobs, *(Value(name, value) for name, value in values.items() if value is not _NOTHING)]
 
-    def kept(self, place: int) -> RecordTable:
+    def kept(self, position: int) -> RecordTable:
         """See `RecordBlock.kept`."""
-        return RecordTable(self.table.take([place]))
+        return RecordTable(self.table.take([position]))
 
     @property
     def size(self) -> int:

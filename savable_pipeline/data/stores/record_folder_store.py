@@ -81,7 +81,7 @@ class RecordFolderStore(GroupedStore):
         self._layouts: dict[int, RecordLayout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
         self.files.fetch_rows(found.numbers)  # at once
-        kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
+        kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
         for what, packed in kinds:  # a damaged index is told of later
@@ -121,8 +121,8 @@ class RecordFolderStore(GroupedStore):
         """
         layout = self._known(shard)
         if layout.what != RECORDS:
-            rows, place = self.find(shard, row)
-            found: list[Value | Blob] = rows.fields(place)
+            rows, position = self.find(shard, row)
+            found: list[Value | Blob] = rows.fields(position)
             return found
         self.awaited.done((shard, 0), row)
         content = ByteSource(partial(self.files.read, shard), int(self.entries.sizes[shard]))
@@ -155,7 +155,7 @@ class RecordFolderStore(GroupedStore):
             self._wrong[shard] = "" if algorithm is None else wrong_hash(hashes, algorithm, pieces)
         if self._wrong[shard]:
             raise ShardError(
-                f"{self.place(shard)}: damaged: {self._wrong[shard]}; copy it again, or leave its samples out with "
+                f"{self.where(shard)}: damaged: {self._wrong[shard]}; copy it again, or leave its samples out with "
                 'on_error="skip"'
             )
 
@@ -198,7 +198,7 @@ class RecordFolderStore(GroupedStore):
             )
         except ValueError as error:
             raise ShardError(
-                f'{self.place(shard)}: damaged: {error}; copy it again, or leave its samples out with on_error="skip"'
+                f'{self.where(shard)}: damaged: {error}; copy it again, or leave its samples out with on_error="skip"'
             ) from error
         return rows, rows.size
 
@@ -230,7 +230,7 @@ class RecordFolderStore(GroupedStore):
             self.found.check_rows(shard)
             if self._algorithm is not None:
                 self.validate(shard, self._algorithm)
-            layout = self._layouts[shard] = layout_of(self.places(shard), int(self.entries.samples[shard]))
+            layout = self._layouts[shard] = layout_of(self.blob(shard), int(self.entries.samples[shard]))
         return layout
 
     def _schema(self, layout: RecordLayout) -> Schema:
@@ -242,7 +242,7 @@ class RecordFolderStore(GroupedStore):
     def _broken_record(self, shard: int, row: int, error: RecordError) -> ShardError:
         reason, _, detail = str(error).partition(": ")
         return ShardError(
-            f'{self.place(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
+            f'{self.where(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
             reason=reason,
         )
 

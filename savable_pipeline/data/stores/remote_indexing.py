@@ -31,7 +31,7 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.cache_files import pin_whole, pinned_version, read_pin, whole_version
 from savable_pipeline.data.remote.cache_layout import open_parts
 from savable_pipeline.data.remote.lookup import (
-    RemotePlace,
+    RemoteFolder,
     Version,
     asked,
     hash_of,
@@ -109,7 +109,7 @@ class PartScans:
 
     def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
-        self._place = RemotePlace(found.root, self._cached, session)
+        self._place = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
@@ -220,7 +220,7 @@ def open_remote(
     anew: bool = False,
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
-) -> tuple[RemotePlace, Sequence[str]]:
+) -> tuple[RemoteFolder, Sequence[str]]:
     """The place in the cache of the files of these URLs, with their index, and their names; their metadata too.
 
     Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
@@ -246,7 +246,7 @@ def open_remote(
             found, cached = making.index_of(files, found, own)
         session.call("forget", str(cached.folder))  # another opening of it has perhaps left what was replaced since
         session.forget()
-        return RemotePlace(found.root, cached, session), found.names
+        return RemoteFolder(found.root, cached, session), found.names
 
 
 def index_remote(

@@ -50,7 +50,7 @@ class MemberReader(Protocol):
 
     def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
     def array(self, shard: int, row: int, extension: str, /) -> NDArray[np.uint8]: ...
-    def span(self, shard: int, row: int, place: tuple[int, int], /) -> bytes: ...
+    def span(self, shard: int, row: int, extent: tuple[int, int], /) -> bytes: ...
 
 
 class ShardFiles(OrderedDict[int, int], ABC):
@@ -170,7 +170,7 @@ class ShardFiles(OrderedDict[int, int], ABC):
     def request(self, rows: Rows) -> None:
         """Announces that these rows will be read next; a disk needs no word of it."""
 
-    def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
+    def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """The bytes (offset, size) of a sample too long to be downloaded for them; None: read them from the file."""
         return None
 
@@ -185,7 +185,7 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """Whether the index has the rows of all shards."""
         return True
 
-    def long_parts(self, parts: MemberReader, place: Callable[[int, str], tuple[int, int]]) -> MemberReader:
+    def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> MemberReader:
         """What reads parts of samples too long to be downloaded whole; `parts` where there are none."""
         return parts
 

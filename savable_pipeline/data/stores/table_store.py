@@ -141,17 +141,17 @@ class TableStore(FileStore):
 
     def offset(self, shard: int, row: int) -> int:
         """The offset of the row in its file, in bytes."""
-        return int(self.places(shard)[row])
+        return int(self.blob(shard)[row])
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The rows."""
-        places = self.places(shard).astype("<i8", copy=False)
-        return places[rows], places[rows + 1]
+        offsets = self.blob(shard).astype("<i8", copy=False)
+        return offsets[rows], offsets[rows + 1]
 
     def rows_in_order(self, shard: int) -> Iterator[bytes]:
         """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
         self.files[shard]
-        ends = [*self.places(shard).tolist(), int(self.entries.sizes[shard])]
+        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
         block, first = b"", 0
         for begin, end in itertools.pairwise(ends):
             if end > first + len(block):
@@ -189,7 +189,7 @@ class TableStore(FileStore):
         try:
             fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
-            parts = [(LINE, self.place(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
+            parts = [(LINE, self.where(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
             if fault := parts_fault("key", parts)[0]:
                 raise RecordError(fault)
         except RecordError as error:
@@ -201,19 +201,19 @@ class TableStore(FileStore):
     def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
         """The error for what is wrong with a row."""
         return ShardError(
-            f"{self.place(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
+            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
             'or leave its sample out with on_error="skip"',
             reason=str(error).partition(": ")[0],
         )
 
     def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
         """The bytes of a row, and where they begin."""
-        places = self._begins.get(shard)
-        if places is None:
+        offsets = self._begins.get(shard)
+        if offsets is None:
             self.files[shard]  # checks the file, and what the index says of it
-            places = self._begins[shard] = self.places(shard).data
-        begin = places[row]
-        return self.files.read(shard, begin, places[row + 1] - begin), begin
+            offsets = self._begins[shard] = self.blob(shard).data
+        begin = offsets[row]
+        return self.files.read(shard, begin, offsets[row + 1] - begin), begin
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
@@ -260,7 +260,7 @@ class TableStore(FileStore):
             descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
         except OSError as error:
             raise ShardError(
-                f"{path}: {error.strerror}; {self.place(shard)} names it", reason="missing file"
+                f"{path}: {error.strerror}; {self.where(shard)} names it", reason="missing file"
             ) from error
         found = os.fdopen(descriptor, "rb")
         if self._newest_ns is not None and os.fstat(found.fileno()).st_mtime_ns > self._newest_ns:
@@ -268,8 +268,8 @@ class TableStore(FileStore):
             if not self.found.tolerant:
                 self.found.index_path.unlink(missing_ok=True)
             raise ShardError(
-                f"{path}: written since {self.place(shard)}, which names it, was indexed; put the old file back, or "
-                "start again, which indexes the table again",
+                f"{path}: written since {self.where(shard)}, which names it, was indexed; put the old file back, "
+                "or start again, which indexes the table again",
                 reason="changed shard",
             )
         return found
@@ -300,9 +300,9 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
             begins = _element_begins(file.read_at(0, file.size))
         except msgspec.DecodeError as error:
             fault = f"not a whole list of objects: {error}"
-    places = np.array(begins, "<u8")
+    offsets = np.array(begins, "<u8")
     fault = encodable(f"{name}: {fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(places) - 1, digest_of(file, places), fault), places.tobytes())
+    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, digest_of(file, offsets), fault), offsets.tobytes())
 
 
 def _element_begins(data: bytes) -> list[int]:

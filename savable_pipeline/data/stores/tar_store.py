@@ -118,13 +118,13 @@ class TarRows:
         except IndexError:
             raise self.found.damaged("a shard") from None
 
-    def place(self, row: int, extension: str) -> tuple[int, int]:
+    def extent(self, row: int, extension: str) -> tuple[int, int]:
         """Offset and size in bytes of one part of a sample. Raises KeyError without the part."""
         layout = self.layout(row)
         member = layout.position.get(extension)
         if member is None:
             member = layout.position[find_part(extension, layout.position)]
-        return self.index.place(row, member, layout)
+        return self.index.extent(row, member, layout)
 
     def offset(self, shard: int, row: int) -> int:
         """The offset in bytes of a sample's first header in its shard."""
@@ -141,7 +141,7 @@ class TarRows:
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """The size in bytes of each part of a sample, by extension."""
         layout = self.layout(row)
-        return {extension: self.index.place(row, member, layout)[1] for extension, member in layout.position.items()}
+        return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.position.items()}
 
     def part_sizes(self) -> dict[str, Rows]:
         """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
@@ -158,7 +158,7 @@ class TarParts:
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
         index = rows.index
         self._files = files
-        self._place, self._starts, self._sizes = rows.place, index.starts, index.sizes
+        self._extent, self._starts, self._sizes = rows.extent, index.starts, index.sizes
         self._first: str | None = None  # the first extension of every sample, if all samples have the same parts
         if len(index.layouts) == 1:
             layout = index.layouts[0]
@@ -170,7 +170,7 @@ class TarParts:
         if extension == self._first:  # located without a call: calls cost half as much as the read
             offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
         else:
-            offset, size = self._place(row, extension)
+            offset, size = self._extent(row, extension)
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
@@ -179,7 +179,7 @@ class TarParts:
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises the errors of `read`."""
-        offset, size = self._place(row, extension)
+        offset, size = self._extent(row, extension)
         array, done = empty_bytes(size), -1
         if hasattr(os, "preadv"):
             with contextlib.suppress(OSError):
@@ -188,9 +188,9 @@ class TarParts:
             array[:] = np.frombuffer(self.read(shard, row, extension), np.uint8)
         return array
 
-    def span(self, shard: int, row: int, place: tuple[int, int]) -> bytes:
-        """The bytes at `place`, (offset, size), of a shard. Raises `ShardError`."""
-        return self._files.read(shard, *place)
+    def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
+        """The bytes at `extent`, (offset, size), of a shard. Raises `ShardError`."""
+        return self._files.read(shard, *extent)
 
     def key(self, shard: int, row: int, path: str) -> str:
         """The key of a sample, from the header of its first member; `path` is for errors. Raises `ShardError`."""
@@ -228,7 +228,7 @@ class TarStore:
         self.has_part = rows.has_part
         self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given
         parts = TarParts(rows, files)
-        long = files.long_parts(parts, rows.place)
+        long = files.long_parts(parts, rows.extent)
         self.read, self.array = files.guard(parts.read, long.read), files.guard(parts.array, long.array)
         self._span, self._key = files.guard(parts.span, long.span), files.guard(parts.key, parts.key)
 
@@ -251,7 +251,7 @@ class TarStore:
 
     def part_offset(self, shard: int, row: int, extension: str) -> int:
         """See `RecordStore.part_offset`."""
-        return self._rows.place(row, extension)[0]
+        return self._rows.extent(row, extension)[0]
 
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`; None where the index is here in part."""
@@ -267,15 +267,15 @@ class TarStore:
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
-        span, (begin, size) = self._span, self._rows.place(row, extension)
-        return ByteSource(lambda *place: span(shard, row, place), size, begin=begin).open()
+        span, (begin, size) = self._span, self._rows.extent(row, extension)
+        return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""
-        offset, size = self._rows.place(row, extension)
-        place = offset, min(size, limit)
-        head = self.files.peek(shard, row, place)
-        return self._span(shard, row, place) if head is None else head, size
+        offset, size = self._rows.extent(row, extension)
+        extent = offset, min(size, limit)
+        head = self.files.peek(shard, row, extent)
+        return self._span(shard, row, extent) if head is None else head, size
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member. Raises `ShardError`."""

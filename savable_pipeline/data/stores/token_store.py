@@ -5,7 +5,7 @@ Read are Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of
     .idx   "MMIDIDX" 0 0 │ version u64 = 1 │ type u8 │ sequences u64 │ documents u64 │ lengths i32 (sequences,)
            │ pointers i64 (sequences,): bytes in the .bin │ firsts i64 (documents,): sequences, the last one the end
 
-Places of a file in the index: what it is, the number of its type (0: to be given), the byte where tokens begin, tokens,
+Blob of a file in the index: what it is, the number of its type (0: to be given), the byte where tokens begin, tokens,
 documents, and tokens of a row (.npy of two dimensions).
 """
 
@@ -79,9 +79,9 @@ class Documents:
     dtype: str
 
 
-def layout_of(places: NDArray[np.uint64]) -> TokenLayout:
+def layout_of(blob: NDArray[np.uint64]) -> TokenLayout:
     """What the index says of a file."""
-    what, kind, begin, tokens, documents, row = places.tolist()
+    what, kind, begin, tokens, documents, row = blob.tolist()
     return TokenLayout(what, TYPES[kind], begin, tokens, documents, row)
 
 
@@ -93,12 +93,10 @@ def idx_of(file: ByteSource) -> Path | None:
 def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and layout of a file; damage is the entry's fault."""
     try:
-        places = _places(file)
+        blob = _blob(file)
     except TokenFileError as error:
         return TOKENS.unreadable(name, file.size, str(error))
-    return ShardTable(
-        ShardEntry(name, file.size, max(places[4], 0), digest_of(file)), np.array(places, "<u8").tobytes()
-    )
+    return ShardTable(ShardEntry(name, file.size, max(blob[4], 0), digest_of(file)), np.array(blob, "<u8").tobytes())
 
 
 def digest_of(file: ByteSource) -> int:
@@ -139,13 +137,13 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _update(digest: Any, file: ByteSource) -> None:
     size = file.size
     digest.update(str(size).encode())
-    places = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(places)
-    for offset, length in places:
+    samples = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
+    file.expect(samples)
+    for offset, length in samples:
         digest.update(file.read_at(offset, length))
 
 
-def _places(file: ByteSource) -> list[int]:
+def _blob(file: ByteSource) -> list[int]:
     size = file.size
     if file.name.endswith(".npy"):
         return _of_array(file, size)
@@ -285,12 +283,12 @@ class TokenStore(FileStore):
         return [(shard, entry) for shard, entry in enumerate(self.entries) if entry.samples]
 
     def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
-        layout = layout_of(self.places(shard))
+        layout = layout_of(self.blob(shard))
         if layout.what != FLAT or shard in self.entries.faults:
             return layout
         if dtype is None and not self._is_array(shard):
             raise ValueError(
-                f"{self.place(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
+                f"{self.where(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
             )
         if dtype is None:
             return layout
@@ -305,8 +303,8 @@ class TokenStore(FileStore):
         fault = lost or (self._cut(shard) if layout.what == FLAT else "")
         if fault:
             if not tolerant:
-                raise ShardError(f"{self.place(shard)}: {fault}")
-            log.warning("%s: %s; going on with the samples before the rest", self.place(shard), fault)
+                raise ShardError(f"{self.where(shard)}: {fault}")
+            log.warning("%s: %s; going on with the samples before the rest", self.where(shard), fault)
             entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
             if lost:
                 return entry
@@ -315,7 +313,7 @@ class TokenStore(FileStore):
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
         if layout.what == FLAT or (layout.what == ARRAY and not layout.row):
             raise ValueError(
-                f"{self.place(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
+                f"{self.where(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
             )
         return entry
 
@@ -361,7 +359,7 @@ class TokenStore(FileStore):
 
     def _check(self, shard: int) -> None:
         """Raises `ShardError` unless the file, and its `.idx`, are as they were indexed."""
-        place, file = self.place(shard), self.file(shard)
+        place, file = self.where(shard), self.file(shard)
         try:
             idx = idx_of(file) if self._layouts[shard].what == INDEXED and self.length is None else None
             if idx is not None:
@@ -380,8 +378,8 @@ class TokenStore(FileStore):
 
     def _rewritten(self, shard: int) -> ShardError:
         return ShardError(
-            f"{self.place(shard)}: it, or its .idx, was rewritten since it was indexed: start again to index it, or "
-            "put the old file back",
+            f"{self.where(shard)}: it, or its .idx, was rewritten since it was indexed: start again to index it, "
+            "or put the old file back",
             reason="changed shard",
         )
 

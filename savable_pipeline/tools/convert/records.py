@@ -67,7 +67,7 @@ class _Table:
     @cached_property
     def address(self) -> str:
         """The file that holds the rows, as parts name it."""
-        return self.store.place(0)
+        return self.store.where(0)
 
     def key(self, fields: dict[str, Any]) -> str:
         """The key in the fields of a row. Raises `RecordError`, also for that of a sample before it."""
@@ -132,13 +132,13 @@ class _Row(NamedTuple):
 def _rows(table: _Table, kind: str) -> Iterator[_Row]:
     """The rows that are not blank; of lines also those behind a fault, which are none of the store's."""
     store, lines = table.store, _LINES[kind]
-    places = store.places(0).tolist()
-    head = store.files.read(0, 0, places[0])
+    blob = store.blob(0).tolist()
+    head = store.files.read(0, 0, blob[0])
     table.digest.update(head)
     number, line = 0, 1 + lines(head)
-    for row, (begin, raw) in enumerate(zip(places, store.rows_in_order(0), strict=True)):
+    for row, (begin, raw) in enumerate(zip(blob, store.rows_in_order(0), strict=True)):
         table.digest.update(raw)
-        for part in [raw] if begin < places[-1] else io.BytesIO(raw) if kind == "jsonl" else ():
+        for part in [raw] if begin < blob[-1] else io.BytesIO(raw) if kind == "jsonl" else ():
             if without_mark(part, begin).strip():
                 number += 1
                 yield _Row(row, line if kind == "jsonl" else number, line if kind != "json" else number, part, begin)

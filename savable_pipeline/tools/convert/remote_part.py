@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.remote.lookup import RemotePlace, check_stamp, held, stamps_of
+from savable_pipeline.data.remote.lookup import RemoteFolder, check_stamp, held, stamps_of
 from savable_pipeline.data.remote.session import Session, scratch
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
@@ -119,7 +119,7 @@ def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     form = kind.form
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
     write_index(version / "index", tables, form)
-    place = RemotePlace(reader.url, held(version), session)
+    place = RemoteFolder(reader.url, held(version), session)
     files = IndexedFiles(form, place.index, place.index_path, None, folder, place)
     given = dict(reader.settings)
     unpacked_bytes = given.get("unpacked_bytes", UNPACKED_BYTES)

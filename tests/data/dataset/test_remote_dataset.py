@@ -105,12 +105,12 @@ def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> 
     child = os.fork()
     if not child:
         right = b'"id": 19' in dataset.read(0, 19, "json")
-        os.write(tell, f"{right} {files_of(dataset).place.session.connected().pid}".encode())
+        os.write(tell, f"{right} {files_of(dataset).remote.session.connected().pid}".encode())
         os._exit(0)
     right, downloader = os.read(told, 100).split()
     os.waitpid(child, 0)
     assert right == b"True"
-    assert int(downloader) != files_of(dataset).place.session.connected().pid
+    assert int(downloader) != files_of(dataset).remote.session.connected().pid
     assert b'"id": 18' in dataset.read(0, 18, "json")
 
 
@@ -415,7 +415,7 @@ def test_a_downloader_that_is_killed_is_replaced(
         got = batches(loader, 3)
         for _ in range(4):
             dataset = next(one for one in loader._run.local._shared.values() if isinstance(one, Dataset))
-            child = files_of(dataset).place.session.connected()._child.process
+            child = files_of(dataset).remote.session.connected()._child.process
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
             got += batches(loader, 3)
@@ -599,7 +599,7 @@ def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexe
     (sample,) = before.open_samples(all_refs(before)[:1])
     assert first_ids(before)[0] == 0  # all are here: what is being written is not evicted
     # It may fetch ahead once more, and tell of the other version.
-    files_of(before).place.session.connected()._child.kill()
+    files_of(before).remote.session.connected()._child.kill()
     rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
     evict(before, 0)
     other = open_any(f"{server.url}/shards/")

@@ -220,14 +220,14 @@ def test_odd_json_is_decoded_or_refused_as_by_pythons_own_decoder(raw: bytes) ->
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(JSON, strategies.booleans())
 def test_json_is_decoded_as_by_pythons_own_decoder(value: Any, ascii_only: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(strategies.from_regex(rb"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
 def test_a_number_is_decoded_as_by_pythons_own_decoder(raw: bytes) -> None:
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)

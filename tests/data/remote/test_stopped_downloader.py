@@ -35,7 +35,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
 def downloader_of(dataset: Dataset) -> Downloader:
     files: Any = dataset.store
     assert isinstance(files.files, DownloadedFiles)
-    return files.files.place.session.connected()
+    return files.files.remote.session.connected()
 
 
 def test_a_run_goes_on_with_another_one(server: ToyServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def contents(root: Path, index: TarIndex) -> dict[str, list[dict[str, bytes]]]:
         found[name] = []
         for row in index.rows_of(number):
             layout = index.layout(row)
-            places = {e: index.place(row, member, layout) for e, member in layout.position.items()}
+            places = {e: index.extent(row, member, layout) for e, member in layout.position.items()}
             found[name].append({e: raw[offset : offset + size] for e, (offset, size) in places.items()})
     return found
 
@@ -98,7 +98,7 @@ def test_a_member_over_four_gigabytes_has_its_size_in_eight_bytes(tmp_path: Path
         file.write(info.tobuf(tarfile.GNU_FORMAT))
         file.truncate(512 + size + 507 + 1024)  # a hole, which takes no space
     index = open_index(tmp_path, ["a.tar"])
-    assert index.place(0, 0, index.layout(0)) == (512, size)
+    assert index.extent(0, 0, index.layout(0)) == (512, size)
 
 
 ODD_ENDS = [

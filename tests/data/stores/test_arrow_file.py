@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.byte_source import opened
-from savable_pipeline.data.shards.index import PlaceIndex
+from savable_pipeline.data.shards.index import BlobIndex
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
 from savable_pipeline.tools.cli.main import app
@@ -87,7 +87,7 @@ def test_a_file_whose_schema_lies_in_the_footer_is_pinned(tmp_path: Path) -> Non
     as_polars(path)
     with opened(path) as file:
         write_index(tmp_path / "index", [read_table(file, path.name)], "arrow")
-        index = PlaceIndex(tmp_path / "index", "arrow")
+        index = BlobIndex(tmp_path / "index", "arrow")
         assert is_as_indexed(file, index, 0)
     raw = path.read_bytes()
     place = raw.rindex(b"txt")

@@ -170,9 +170,9 @@ def test_rows_that_are_kept_have_the_same_parts_and_faults() -> None:
 def test_sliced_and_fixed_lists_are_found_at_their_place() -> None:
     fixed = pa.array([[named("a.png", b"a"), named("b.png", b"b")], [named("c.png", b"c"), None]], pa.list_(MEDIA, 2))
     column = MediaListColumn(fixed[1:])
-    assert [column.items.value(place) for place in column.places(0)] == [b"c", None]
+    assert [column.items.value(place) for place in column.elements(0)] == [b"c", None]
     column = MediaListColumn(pa.array(LISTS, pa.list_(MEDIA))[3:])
-    assert [column.items.value(place) for place in column.places(0)] == [b"c", None, b"d"]
+    assert [column.items.value(place) for place in column.elements(0)] == [b"c", None, b"d"]
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [2, 1], [-1, 1]])
@@ -183,9 +183,9 @@ def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
     column = MediaListColumn(pa.Array.from_buffers(pa.list_(MEDIA), 1, buffers, children=[items]))
     offsets[:] = b"".join(end.to_bytes(4, "little", signed=True) for end in ends)  # pyarrow has looked at it before
     with pytest.raises(BrokenColumnError):
-        column.places(0)
+        column.elements(0)
     with pytest.raises(BrokenColumnError, match="lies outside"):
-        column.places(1)
+        column.elements(1)
 
 
 def picture(seed: int) -> bytes:

@@ -168,7 +168,7 @@ def test_a_downloader_that_is_killed_is_replaced(
         got = batches(loader, 3)
         for _ in range(4):
             dataset = next(one for one in loader._run.local._shared.values() if isinstance(one, Dataset))
-            child = files_of(dataset).place.session.connected()._child.process
+            child = files_of(dataset).remote.session.connected()._child.process
             child.kill()
             child.wait()
             killed.add(child.pid)

@@ -33,7 +33,7 @@ from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
         (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
         ([], "{http}/data/", r"a web server cannot be listed: name the files, as in .*/data/\{000\.\.099\}\.tar"),
         ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
-        ([], "ftp://b/a.jsonl", "shards can be read from s3, gs, az, http, https"),
+        ([], "ftp://b/a.jsonl", "not a URL of s3, gs, az, http, https"),
     ],
 )
 def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
