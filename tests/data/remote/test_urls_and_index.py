@@ -64,7 +64,7 @@ def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
     ("shards", "message"),
     [
         (["s3://b/a.tar", "/c.tar"], "need a reader each"),
-        ("ftp://h/a.tar", "from s3, gs, az, http, https, hf, not"),
+        ("ftp://h/a.tar", "not a URL of s3, gs, az, http, https, hf,"),
         ("https://h/a.tar?token=1", "a URL with a query"),
     ],
 )
