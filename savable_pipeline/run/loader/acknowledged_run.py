@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET, msgpack
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
@@ -110,8 +110,7 @@ class AcknowledgedRun(DecidingRun):
         """What a worker needs to make a batch again; for a filler, of the lane that comes next."""
         at, lanes = self.position, self.settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
-        lane = LaneState(slot % lanes, epoch, slot // lanes)
-        lane.growth, lane.decisions = at.growth or UNSET, at.decisions or UNSET
+        lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
     def _lost(self, flight: Flight) -> int:

@@ -27,10 +27,10 @@ class DecidingRun(Run):
             raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
         with self._process.moving():
             at, last = self.position, self.local.last_stage
-            arguments = (at.decisions, at.place, last, weights, exclude, max_length)
+            arguments = (at.facts.decisions, at.place, last, weights, exclude, max_length)
             decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
             after = at.decided(decisions)
-            self.local.grow(at.growth, decisions)
+            self.local.learn(after.facts)
             self.prefetcher.restart()
             self._ends.forget()
             self.position = after

@@ -22,7 +22,7 @@ from typing import TypeAlias, TypeVar
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.fresh_lanes import cuts_of
+from savable_pipeline.run.loader.fresh_lanes import chunk_sizes
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
@@ -107,7 +107,7 @@ class EpochEnds:
         """The position after a step whose batch is given, or skipped: of the next epoch if `epoch_slots` are over."""
         after = at.passed_over(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
-            after = after.begun_with(cuts_of(self._local.last_stage, at.epoch))
+            after = after.begun_with(chunk_sizes(self._local.last_stage, at.epoch))
         slots = self._settings.epoch_slots
         if slots is None or after.epoch_of(slots) == at.epoch_of(slots):
             return after

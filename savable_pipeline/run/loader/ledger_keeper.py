@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED
+from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.ledger.forgotten import check_not_forgotten
@@ -19,7 +19,7 @@ from savable_pipeline.run.ledger.records import (
     FORMAT,
     Acknowledged,
     Batch,
-    Decided,
+    Facts,
     LedgerSource,
     LedgerWriter,
     Numbers,
@@ -57,7 +57,7 @@ class LedgerKeeper:
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot given last
-        self._decided = 0, NOTHING_DECIDED  # the epoch, and what was decided, that lanes have their states of
+        self._facts = NO_FACTS  # that the file has noted
         self._fresh = True  # no state has been loaded, nothing skipped
         self._saved: Saved | None = None  # that the run has not gone on after, yet
 
@@ -74,10 +74,11 @@ class LedgerKeeper:
         if now >= self._due:
             self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
             self._note(writer)
-        if at.decisions and self._decided != (at.epoch, at.decisions):
-            self._decided = at.epoch, at.decisions
-            writer.forget_lanes()
-            writer.note(Decided(at.decisions))
+        if at.facts is not self._facts and at.facts != self._facts:
+            if at.facts.decisions != self._facts.decisions:
+                writer.forget_lanes()
+            self._facts = at.facts
+            writer.note(Facts(at.facts))
         self._note_saved(writer)
         samples = BatchSamples.of(delivery.samples)
         writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
@@ -134,7 +135,7 @@ class LedgerKeeper:
         if ranks.can_talk:
             number = ranks.agree(number, smallest=False)
         place = (at.lane_count, self._seed, at.epoch, at.slot)
-        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
+        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad)
         if not ranks.can_talk:
             return self._writer_of(start)
         try:
@@ -170,7 +171,7 @@ class LedgerKeeper:
     def begin_anew(self) -> None:
         """Close the file: what follows does not continue from its records."""
         self.close()
-        self._writer, self._decided, self._fresh = None, (0, NOTHING_DECIDED), False
+        self._writer, self._facts, self._fresh = None, NO_FACTS, False
 
 
 def _sources(last: Stage) -> list[LedgerSource]:

@@ -85,7 +85,9 @@ class Prefetcher:
             for job in asked:
                 if job not in self._again:
                     self._remakes += 1  # a lane for itself, that any worker may take
-                    self._again[job] = makers.ask(position.lane_count + self._remakes, job, "again")
+                    self._again[job] = makers.ask(
+                        position.lane_count + self._remakes, job, "again", position.facts.of_next_epoch
+                    )
             return makers.answer(self._again.pop(asked[0]))
         except BaseException:
             self.reset()
@@ -109,7 +111,8 @@ class Prefetcher:
         try:
             makers = self._start(position)
             tickets: dict[int, Any] = {
-                lane: makers.ask(lane, position.lanes[lane].state, "peek") for lane in position.unknown_lanes
+                lane: makers.ask(lane, position.lanes[lane].state, "peek", position.facts)
+                for lane in position.unknown_lanes
             }
             return {lane: makers.answer(ticket) for lane, ticket in tickets.items()}
         except BaseException:
@@ -143,14 +146,16 @@ class Prefetcher:
         try:
             makers = self._start(position)
             counts = dict.fromkeys(position.lanes, 0)
-            tickets: dict[int, Any] = {lane: makers.ask(lane, at.state, "peek") for lane, at in position.lanes.items()}
+            tickets: dict[int, Any] = {
+                lane: makers.ask(lane, at.state, "peek", position.facts) for lane, at in position.lanes.items()
+            }
             while tickets:
                 for lane, ticket in list(tickets.items()):
                     found = makers.answer(ticket)
                     del tickets[lane]
                     if found.more:
                         counts[lane] += 1
-                        tickets[lane] = makers.ask(lane, found.state, "skip")
+                        tickets[lane] = makers.ask(lane, found.state, "skip", position.facts)
             self.restart()
         except BaseException:
             self.reset()
@@ -182,7 +187,7 @@ class Prefetcher:
             unwanted = at.more is False or (position.final and slot >= position.end) or (want == "skip" and slot > last)
             if unwanted and len(self._requests) >= at_least:
                 return
-            self._requests.append(makers.ask(lane, at.state, want))
+            self._requests.append(makers.ask(lane, at.state, want, position.facts))
 
     # Workers, or this process in their place.
 

@@ -71,7 +71,9 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
-        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **self.local.kept)
+        self.position = Position.start(
+            epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, facts=self.local.facts
+        )
 
     def end_epoch(self) -> None:
         """Go to the place where StopIteration has been raised: the next iterator continues there."""
@@ -285,7 +287,7 @@ class Run:
             self.prefetcher.restart()
             if self._ledger is not None:
                 self._ledger.begin_anew()
-            self.local.grow(position.growth, position.decisions)
+            self.local.learn(position.facts)
             self.position = position
 
     def check_nothing_held(self) -> None:

@@ -296,8 +296,8 @@ class SavableLoader(Acknowledging):
         place = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
-        if position.decisions:
-            place += f"; decided {position.decisions}"
+        if position.facts.decisions:
+            place += f"; decided {position.facts.decisions}"
         return f"SavableLoader({shown}): {rank}, {place}\n{self._run.local.last_stage!r}"
 
 
