@@ -181,22 +181,38 @@ def _take_step(runs: Sequence[Run]) -> list[_Entry]:
     return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
 
 
+class _Asked(Exception):
+    """A rank has voted, and breaks its step off until the others have."""
+
+
 def _voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step, whose votes are taken together."""
-    steps = [run.taking() for run in runs]
-    taken: list[Any] = []
-    sent: int | None = None
-    while not taken:
-        votes = []
-        for step in steps:
+    """The batch of each rank in the next step, whose votes are taken together.
+
+    A step that is broken off gives nothing; taken again, it goes on with what the ranks have agreed on.
+    """
+    agreed: list[int] = []
+
+    def agree(vote: int) -> int:
+        if not known:
+            votes.append(vote)
+            raise _Asked
+        return known.pop()
+
+    while True:
+        votes: list[int] = []
+        taken: list[Any] = []
+        for run in runs:
+            known, before, run.agree = list(agreed), run.agree, agree
             try:
-                votes.append(next(step) if sent is None else step.send(sent))
-            except StopIteration as given:
-                taken.append(given.value)
+                taken.append(run.__next__())
+            except _Asked:
+                pass
+            finally:
+                run.agree = before
         assert not taken or not votes, "some ranks vote, others do not"
-        if votes:
-            sent = max(votes) if runs[0].settings.pad else min(votes)
-    return taken
+        if taken:
+            return taken
+        agreed = [max(votes) if runs[0].settings.pad else min(votes)]
 
 
 def _chain(

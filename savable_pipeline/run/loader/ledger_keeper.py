@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 from msgspec.structs import replace
 
@@ -27,6 +28,7 @@ from savable_pipeline.run.ledger.records import (
     Start,
     next_number,
 )
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -54,6 +56,7 @@ class LedgerKeeper:
         self._folder = Path(folder)
         self._seed = seed
         self._counters = counters
+        self._writing = Lock()  # other threads save
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot given last
@@ -81,19 +84,25 @@ class LedgerKeeper:
             writer.note(Facts(at.facts))
         self._note_saved(writer)
         samples = BatchSamples.of(delivery.samples)
-        writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+        with self._writing:
+            writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
 
     def given_again(
         self, at: Position, batch: int, samples: BatchSamples, rows: int, last: Stage, fingerprint: bytes
     ) -> None:
         """Write that these rows of a batch that was in flight are given again, at a position that does not move."""
         record = Batch.of(batch >> EPOCH_SHIFT, batch & SLOTS, samples)
-        self._open(at, last, fingerprint).note(replace(record, again=mask_bytes(rows) or b"\0"))
+        writer = self._open(at, last, fingerprint)
+        with self._writing:
+            writer.note(replace(record, again=mask_bytes(rows) or b"\0"))
 
-    def acknowledged(self, kind: str, reason: str, rows: Mapping[int, int]) -> None:
-        """Write that these rows of batches were acknowledged. The file `is_open`."""
-        assert self._writer is not None
-        self._writer.note(Acknowledged(kind, reason, {batch: mask_bytes(mask) for batch, mask in rows.items()}))
+    def acknowledged(self, table: Acknowledgements) -> None:
+        """Write what was acknowledged since the last call, if this start of the run has a file. In any thread."""
+        if self._writer is not None:
+            with self._writing:
+                for (kind, reason), rows in table.noted().items():
+                    masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
+                    self._writer.note(Acknowledged(kind, reason, masks))
 
     def saved(self, at: Position) -> None:
         """Record, with the next batch, that the state of this position was saved: a run killed meanwhile has none."""
@@ -104,11 +113,6 @@ class LedgerKeeper:
         if self._saved is not None:
             writer.note(self._saved)
             self._saved = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this start of the run has a file."""
-        return self._writer is not None
 
     def _note(self, writer: LedgerWriter) -> None:
         writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))

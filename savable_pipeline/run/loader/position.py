@@ -6,7 +6,7 @@ So a loader moves by one assignment, and a step that fails or is interrupted bef
 
 An epoch ends when its last batch is given:
 
-    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, told ── iter() ──▶ in an epoch
+    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, raised iter() ──▶ in an epoch
                                   (`previous`: the old one's end)        └───── iter(), without it ─────┘
 
 Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
@@ -66,7 +66,7 @@ class Position(msgspec.Struct, frozen=True):
     """The position of one rank; `lanes` holds this rank's lanes by number.
 
     After an epoch's last batch it is the start of the next epoch, with the old one's position as `previous`: until an
-    iterator begins the next epoch, which it can once StopIteration has been raised (`told`), or before.
+    iterator begins the next epoch, which it can once StopIteration has been raised (`stop_raised`), or before.
 
     `history` holds the last batches that were given, without those that were skipped.
     """
@@ -81,7 +81,7 @@ class Position(msgspec.Struct, frozen=True):
     final: bool = False  # whether the epoch ends there
     history: tuple[Given, ...] = ()
     previous: Position | None = None
-    told: bool = False
+    stop_raised: bool = False
     batches: int = 0  # given to this rank since the loader was made or loaded
     loaded: bool = False  # no iterator has begun since a state was loaded
     facts: RunFacts = NO_FACTS  # with which its lanes go on
@@ -240,11 +240,11 @@ class Position(msgspec.Struct, frozen=True):
 
     def ended(self) -> Position:
         """After StopIteration: an iterator that has ended stays so."""
-        return replace(self, previous=self.previous or self, told=True)
+        return replace(self, previous=self.previous or self, stop_raised=True)
 
     def begun(self) -> Position:
         """With an iterator that continues here."""
-        return replace(self, previous=None, told=False, loaded=False)
+        return replace(self, previous=None, stop_raised=False, loaded=False)
 
     def before(self, lag: int) -> Position:
         """The position `lag` batches ago.
@@ -252,7 +252,7 @@ class Position(msgspec.Struct, frozen=True):
         If no batch has been given since it was made or loaded, or its epoch was begun, it is the start, whatever `lag`.
         Raises ValueError if it is before the history.
         """
-        at = self.previous if lag and self.previous is not None and not self.told else self
+        at = self.previous if lag and self.previous is not None and not self.stop_raised else self
         since = at.batches - at.decided_at
         if not 0 <= lag <= min(len(at.history) or MAX_LAG, since):
             raise ValueError(

@@ -27,8 +27,8 @@ from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Facts, read_records
-from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.run.state.summary import summarize
@@ -99,9 +99,9 @@ def pipeline(
     return sp.Batcher(items, size=2)
 
 
-def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> DecidingRun:
+def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> Run:
     kept: dict[str, Any] = {"pipeline": partial(pipeline, folder, **how), "seed": 5, "lanes": LANES}
-    return DecidingRun(LoaderSettings(**kept, ranks=(rank, world_size), **(settings or {})))
+    return Run(LoaderSettings(**kept, ranks=(rank, world_size), **(settings or {})))
 
 
 def loader(folder: Path, *, settings: Any = None, **how: Any) -> sp.SavableLoader:
@@ -139,7 +139,7 @@ def straight(folder: Path, plan: Mapping[int, Any], slots: int, **how: Any) -> l
         return list(taken(one, plan, slots))
 
 
-def taken(one: DecidingRun, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
+def taken(one: Run, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
     while one.position.slot < slots:
         if one.position.slot in plan:
             assert one.decide(**plan[one.position.slot]) == one.position.slot
