@@ -14,6 +14,7 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -143,7 +144,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
             f"the ranks stand at different places, {places_found}: load one state into all of their loaders"
         )
     while runs[0].position.previous is None:
-        yield _voted_step(runs)
+        yield voted_step(runs)
     for run in runs:
         run.end_epoch()
 
@@ -175,44 +176,10 @@ def _take_step(runs: Sequence[Run]) -> list[_Entry]:
 
     At the end of an epoch, begin the next one.
     """
-    taken = _voted_step([iter(run) for run in runs])
+    taken = voted_step([iter(run) for run in runs])
     at = runs[0].position.previous or runs[0].position  # after the step
     first = at.slot - len(runs)
     return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
-
-
-class _Asked(Exception):
-    """A rank has voted, and breaks its step off until the others have."""
-
-
-def _voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step, whose votes are taken together.
-
-    A step that is broken off gives nothing; taken again, it goes on with what the ranks have agreed on.
-    """
-    agreed: list[int] = []
-
-    def agree(vote: int) -> int:
-        if not known:
-            votes.append(vote)
-            raise _Asked
-        return known.pop()
-
-    while True:
-        votes: list[int] = []
-        taken: list[Any] = []
-        for run in runs:
-            known, before, run.agree = list(agreed), run.agree, agree
-            try:
-                taken.append(run.__next__())
-            except _Asked:
-                pass
-            finally:
-                run.agree = before
-        assert not taken or not votes, "some ranks vote, others do not"
-        if taken:
-            return taken
-        agreed = [max(votes) if runs[0].settings.pad else min(votes)]
 
 
 def _chain(

@@ -25,8 +25,8 @@ from savable_pipeline import custom
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.stages.pipeline import PipelineFunction
-from savable_pipeline.testing import _voted_step
 
 LANES, WORLD_SIZES = 4, (1, 2, 4)
 Receipt = tuple[int, int]
@@ -146,7 +146,7 @@ class History:
 
     def _take(self, runs: Sequence[Run]) -> None:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
-        taken = voted_step(runs)
+        taken = voted_step([iter(run) for run in runs])
         again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
         for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
             receipts = [tuple(each) for each in receipts_of(run).tolist()]
@@ -273,11 +273,6 @@ class History:
         """Close the runs."""
         for run in self._runs:
             run.close()
-
-
-def voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step; they vote together."""
-    return _voted_step([iter(run) for run in runs])
 
 
 def receipts_of(run: Run) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from in_flight import history, voted_step
+from in_flight import history
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
@@ -26,6 +26,7 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError, State
 from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, savable_loader
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.summary import read_checkpoint, summarize
@@ -615,7 +616,7 @@ def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.Savable
 
 def taken(ranks: Sequence[sp.SavableLoader]) -> list[Any]:
     """The batches of the next step."""
-    return voted_step(list(map(run_of, ranks)))
+    return voted_step([iter(run_of(rank)) for rank in ranks])
 
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])

@@ -27,6 +27,7 @@ from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Facts, read_records
+from savable_pipeline.run.loader.decided import further
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -529,14 +530,15 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
 
 
 def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded() -> None:
-    none = NOTHING_DECIDED.then(0, weights={}, excluded={}, max_length=0)
-    many = none.then(0, weights={}, excluded={7: range(10_000)}, max_length=0)
+    none = further(NOTHING_DECIDED, 0, weights={}, excluded={}, max_length=0)
+    many = further(none, 0, weights={}, excluded={7: range(10_000)}, max_length=0)
     grown = len(msgspec.msgpack.encode(many)) - len(msgspec.msgpack.encode(none))
     assert 80_000 <= grown < 80_100
     assert many.numbers(7) == frozenset(range(10_000)) and not many.numbers(8)
-    tiny = none.then(0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
+    tiny = further(none, 0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
     assert tiny.weights[""]["a"] == 1 and tiny.weights[""]["c"] == 0 and tiny.weights[""]["b"] > (1 << 30) - 9
-    assert none.then(4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0).weights == {"": {"a": 7, "b": 3}}
+    tenths = further(none, 4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0)
+    assert tenths.weights == {"": {"a": 7, "b": 3}}
 
 
 def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
