@@ -14,6 +14,7 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -143,7 +144,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
             f"the ranks stand at different places, {places_found}: load one state into all of their loaders"
         )
     while runs[0].position.previous is None:
-        yield _voted_step(runs)
+        yield voted_step(runs)
     for run in runs:
         run.end_epoch()
 
@@ -175,28 +176,10 @@ def _take_step(runs: Sequence[Run]) -> list[_Entry]:
 
     At the end of an epoch, begin the next one.
     """
-    taken = _voted_step([iter(run) for run in runs])
+    taken = voted_step([iter(run) for run in runs])
     at = runs[0].position.previous or runs[0].position  # after the step
     first = at.slot - len(runs)
     return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
-
-
-def _voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step, whose votes are taken together."""
-    steps = [run.taking() for run in runs]
-    taken: list[Any] = []
-    sent: int | None = None
-    while not taken:
-        votes = []
-        for step in steps:
-            try:
-                votes.append(next(step) if sent is None else step.send(sent))
-            except StopIteration as given:
-                taken.append(given.value)
-        assert not taken or not votes, "some ranks vote, others do not"
-        if votes:
-            sent = max(votes) if runs[0].settings.pad else min(votes)
-    return taken
 
 
 def _chain(

@@ -9,17 +9,12 @@ Only what holds now is kept, and a digest of all that came before:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import msgspec
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.weights import Weight, integer_weights
 
-_PARTS = 1 << 30  # of all that a Blend gives, in weights that have no smaller integers
-_NUMBER = "<u8"
+NUMBER = "<u8"
 
 
 class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,32 +40,9 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     def __bool__(self) -> bool:
         return bool(self.digest)
 
-    def then(
-        self,
-        place: int,
-        *,
-        weights: Mapping[str, Mapping[str, Weight]],
-        excluded: Mapping[int, Iterable[int]],
-        max_length: int,
-    ) -> Decisions:
-        """These and further ones, which hold from `place` on; without weights or a length, those before hold on.
-
-        Raises ValueError for weights that are no numbers of at least 0, or all 0.
-        """
-        fresh = {branch: _bounded(integer_weights(dict(sorted(weights[branch].items())))) for branch in sorted(weights)}
-        numbers = {tag: _packed({*self.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
-        said = msgspec.msgpack.encode((self.digest, place, fresh, numbers, max_length))
-        return Decisions(
-            place,
-            xxh3_64_intdigest(said) >> 2 or 1,
-            dict(sorted({**self.weights, **fresh}.items())),
-            dict(sorted({**self.excluded, **numbers}.items())),
-            max_length or self.max_length,
-        )
-
     def numbers(self, tag: int) -> frozenset[int]:
         """The numbers of the samples of a source that were excluded."""
-        return frozenset(np.frombuffer(self.excluded.get(tag, b""), _NUMBER).tolist())
+        return frozenset(np.frombuffer(self.excluded.get(tag, b""), NUMBER).tolist())
 
     def __str__(self) -> str:
         said = [
@@ -86,15 +58,3 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NOTHING_DECIDED = Decisions()
-
-
-def _packed(numbers: Iterable[int]) -> bytes:
-    return np.array(sorted(numbers), _NUMBER).tobytes()
-
-
-def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
-    """Weights that sum to about 2^30 at most, each one above 0 at least 1: as floats follow a loss, they are huge."""
-    total = sum(weights.values())
-    if total <= _PARTS:
-        return dict(weights)
-    return {name: max(1, weight * _PARTS // total) if weight else 0 for name, weight in weights.items()}

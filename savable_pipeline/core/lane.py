@@ -5,16 +5,30 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (pinned_shards.py), or a commit of the Hub
-Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
-Cuts: TypeAlias = dict[str, int]  # by the reader's branch: the unit in which the lanes' shares of a pass are cut
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What the lanes of a worker have of it.
+
+    `shared`: values shared by all of them, see `Lane.shared`. `status`: memory where stages record what they work on,
+    for the report of a crash (status_page.py). `pinned`: the shards of the run, by dataset. `downloads`: whether
+    readers may download ahead; not in a lane that is only looked at.
+    """
+
+    shared: dict[Any, Any] = field(default_factory=dict)
+    status: memoryview | None = None
+    pinned: PinnedShards = field(default_factory=dict)
+    downloads: bool = True
 
 
 class ThreadValues(dict[Any, Any]):
@@ -37,14 +51,9 @@ class Lane:
         count: The number of lanes of the run.
         seed: The seed of the run.
         epoch: The number of the pass over the data.
-        shared: Values shared by all lanes of a process, see `shared()`. None: of this lane alone.
-        status: Memory where stages record what they work on, for the report of a crash.
         pad: Whether batches are padded with rows that do not count, and continue after the lane's end.
-        growth: The number of shards read in each epoch, by reader, where shards were added. None: none were.
-        cuts: The unit of the lanes' shares in a pass begun by other lanes, by reader. None: their own.
-        downloads: Whether readers may download ahead.
-        pinned: The shards of the run, by dataset. None: none yet.
-        decisions: What was decided for the rest of the run. None: nothing.
+        facts: What holds for all lanes of the run alike, such as what was decided.
+        worker: What the lane has of the worker that runs it. None: one of its own.
 
     Raises:
         ValueError: `index` is not in 0 … count - 1.
@@ -64,14 +73,9 @@ class Lane:
         seed: int = 0,
         *,
         epoch: int = 0,
-        shared: dict[Any, Any] | None = None,
-        status: memoryview | None = None,
         pad: bool = False,
-        growth: Growth | None = None,
-        cuts: Cuts | None = None,
-        downloads: bool = True,
-        pinned: PinnedShards | None = None,
-        decisions: Decisions | None = None,
+        facts: RunFacts = NO_FACTS,
+        worker: WorkerContext | None = None,
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
@@ -79,15 +83,10 @@ class Lane:
         self.count = count
         self.seed = seed
         self.epoch = epoch
-        self.status = status  # where stages record what they work on, for a report of a crash (see status_page.py)
-        self.unused: int | None = None  # samples read since the last batch; None without a loader
         self.pad = pad  # whether batches are padded with rows that do not count, and continue after the lane's end
-        self.growth: Growth = growth or {}  # the number of shards read in each epoch, where shards were added
-        self.cuts: Cuts = cuts or {}  # of a pass that other lanes began before, perhaps with other settings
-        self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
-        self.pinned: PinnedShards = {} if pinned is None else pinned
-        self.decisions = decisions or NOTHING_DECIDED
-        self._shared: dict[Any, Any] = {} if shared is None else shared
+        self.facts = facts
+        self.worker = WorkerContext() if worker is None else worker
+        self.unused: int | None = None  # samples read since the last batch; None without a loader
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}
 
@@ -122,11 +121,11 @@ class Lane:
         """Return a value that is made once for all lanes of a process; where threads are the workers, of a thread.
 
         Args:
-            key: Identifies the value among the lanes with the same `shared` dict.
+            key: Identifies the value among the lanes of the same `worker`.
             make: Makes the value when it is first asked for.
             by_threads: Whether the threads share it too: their calls of it may come at the same time.
         """
-        values = self._shared
+        values = self.worker.shared
         if by_threads and isinstance(values, ThreadValues):
             with values.lock:
                 values.setdefault(key, values.process.get(key) or values.process.setdefault(key, make()))
@@ -143,7 +142,7 @@ class Lane:
         Raises:
             ValueError: It cannot be copied.
         """
-        values = self._shared
+        values = self.worker.shared
         if not isinstance(values, ThreadValues) or getattr(value, "thread_safe", False):
             return value
         if ("own", id(value)) not in values:

@@ -163,7 +163,7 @@ class Encode(TakesItems):
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
-        ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
+        ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
@@ -247,7 +247,7 @@ class Encode(TakesItems):
 
     def _report_sample(self, sample: Sample) -> None:
         """Record this stage and sample on the worker's status page, for a report if the worker dies."""
-        status = self.lane.status
+        status = self.lane.worker.status
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
 

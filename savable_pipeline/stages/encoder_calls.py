@@ -109,7 +109,7 @@ class EncoderCalls:
 
     def _begun(self, key: int, number: int, info: StageInfo) -> Rng:
         """The random numbers of a call, for which the global generators are seeded and the stage is reported."""
-        status = info.lane.status
+        status = info.lane.worker.status
         if status is not None:
             status[0] = info.depth
         rng = Rng(key, (number, 0, 0))

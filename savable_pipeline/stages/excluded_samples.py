@@ -71,7 +71,7 @@ def read_exclude_file(
 def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
     """The samples of the source with this tag that a file, or a decision, excludes."""
     named = frozenset[int]() if file is None else file.numbers
-    decided = lane.decisions.excluded.get(tag)
+    decided = lane.facts.decisions.excluded.get(tag)
     if decided is None:
         return named
-    return latest_shared(lane, ("decided exclude", tag), decided, lambda: named | lane.decisions.numbers(tag))
+    return latest_shared(lane, ("decided exclude", tag), decided, lambda: named | lane.facts.decisions.numbers(tag))

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, overload
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.lane import Lane, WorkerContext
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.media.clips import Clips
 from savable_pipeline.stages.batcher import Batcher
@@ -84,7 +84,7 @@ class Pipeline:
     def __iter__(self) -> Iterator[Any]:
         """Give the elements of a single pass over the data, in one lane of the seed 0; files are closed at its end."""
         shared: dict[Any, Any] = {}
-        lane = Lane(shared=shared)
+        lane = Lane(worker=WorkerContext(shared=shared))
         try:
             with as_in_a_worker(set(KINDS)):
                 last = self.step.build(lane, one_pass=True)

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.loader.fresh_lanes import fresh_lane, known_cuts, with_cuts
+from savable_pipeline.run.loader.fresh_lanes import fresh_lane
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run
@@ -25,11 +25,9 @@ from savable_pipeline.run.state.flights import refuse_flights, without_flights
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,
-    common_decisions,
-    common_growth,
     lane_name,
-    lane_numbers,
     merge_states,
+    read_facts,
     read_lanes,
 )
 from savable_pipeline.trainers.checks import refuse_acknowledging
@@ -93,39 +91,37 @@ def complete_state(
         refuse_flights(each)
     wanted = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in wanted if lane_name(lane) not in state]
-    read = read_lanes(state, lane_numbers(state))
-    growth = common_growth(read.values())
-    decided = common_decisions(read.values())
-    known = read_lanes(last, missing).values() if last["epoch"] == state["epoch"] else ()
-    if missing and decided and (not known or any(lane.decided != decided for lane in known)):
+    facts = read_facts(state)
+    decided = facts.decisions
+    if missing and decided and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decided):
         raise CheckpointMismatchError(
             f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
         )
-    return {**without_flights(state), **_passed_over(loader, missing, last, growth, state, [*read.values()])}
+    read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
+    return {**without_flights(state), **_passed_over(loader, missing, last, state, facts)}
 
 
 def _passed_over(
-    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, state: Any, read: list[Any]
+    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], state: Mapping[str, Any], facts: RunFacts
 ) -> dict[str, bytes]:
-    """The states of these lanes at the slot of `state`, by name; the lanes that were `read` know how it is cut."""
+    """The states of these lanes at the slot of `state`, by name, in a run with these facts."""
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
     try:
         with as_in_a_worker(set(KINDS)):
-            cuts = known_cuts(read[0], local) if read and state["slot"] else {}
-            lanes = {lane: _lane_at(local, lane, last, growth, state["epoch"], state["slot"]) for lane in missing}
-            return {lane_name(lane): with_cuts(raw, cuts) for lane, raw in lanes.items()}
+            local.runner.facts = facts
+            return {lane_name(lane): _lane_at(local, lane, last, state["epoch"], state["slot"]) for lane in missing}
     finally:
         local.close()
 
 
-def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], growth: Growth, epoch: int, slot: int) -> bytes:
+def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
     """The state of a lane at a slot, from its last one, or from the start of the epoch if that one is of an earlier
     epoch.
     """
     lanes = last["lanes"]
-    done, raw = 0, fresh_lane(lane, epoch, growth)
+    done, raw = 0, fresh_lane(lane, epoch, local.runner.facts)
     if last["epoch"] == epoch:
         done = batches_before(last["slot"], lane, lanes)
         raw = last[lane_name(lane)]

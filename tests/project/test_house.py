@@ -33,7 +33,7 @@ MEASURE = runpy.run_path(str(ROOT / "tools/house/measure.py"))
 code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 406,
-    "savable_pipeline/core": 1048,
+    "savable_pipeline/core": 1042,
     "savable_pipeline/data": 13305,
     "savable_pipeline/run": 6652,
     "savable_pipeline/stages": 6246,

@@ -16,6 +16,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.core.on_error import Quarantine, is_of_environment
 from savable_pipeline.data.dataset.ref import REF
 from tests.conftest import write_tar
@@ -349,7 +350,7 @@ def test_the_note_says_which_stage_and_sample_is_at_work(make_shards: Any) -> No
             seen.append(("batch", status.tolist()[:1]))
             return items
 
-    lane = sp.Lane(status=status)
+    lane = sp.Lane(worker=WorkerContext(status=status))
     source = reader(make_shards([2]), lane, epochs=2)
     items = sp.Encode(sp.ShuffleBuffer(source, size=1), Watching(), check=0.0)
     list(sp.Batcher(sp.OnlinePacker(items, max_length=2), size=2))

@@ -97,7 +97,7 @@ class _History:
             return
         chosen = self._draw.choice(out)
         self._oracle.coming.append(chosen)
-        table: Any = self._loader.__savable_run__().table  # type: ignore[attr-defined]
+        table: Any = self._loader.__savable_run__().rows.table  # type: ignore[union-attr]
         waiting = len(table.waiting)
         if chosen[0] % self._ranks == self._rank:
             self._loader.again([chosen])

@@ -9,6 +9,7 @@ import numpy as np
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.ref import RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.selection import Selection, Subset
@@ -59,7 +60,9 @@ def known(name: str) -> tuple[Any, ...]:
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
     shared: dict[Any, Any] = {known("numbers"): NumberDataset(sizes)}
-    return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
+    return lambda lane: sp.TarShardReader(
+        "numbers", sp.Lane(lane, lanes, seed, worker=WorkerContext(shared=shared)), **settings
+    )
 
 
 def pairs(refs: RefArray) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.run.loader.ranks import Ranks
 from tests.conftest import write_numbered_shards
 from tests.support.processes import started
@@ -157,7 +158,7 @@ def test_it_can_be_loaded_with_the_new_shards(data: Path) -> None:
         state = made.state_dict()
     with loader(data) as made:
         made.load_state_dict(state, allow={"shards"})
-        assert len(made._run.local.last_stage.lane.growth[""]) == 2
+        assert len(made._run.local.last_stage.lane.facts.growth[""]) == 2
 
 
 def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
@@ -285,6 +286,10 @@ def skips_all_here(error: sp.SavableError) -> bool:
 def test_a_process_that_opens_the_folder_later_reads_what_the_run_began_with(data: Path, decides: Any) -> None:
     pinned: dict[str, bytes] = {}
     first, second = decides
-    began_with = sp.TarShardReader(data, sp.Lane(pinned=pinned), on_error=first).population
+    began_with = sp.TarShardReader(data, sp.Lane(worker=WorkerContext(pinned=pinned)), on_error=first).population
     add(data, 3)
-    assert sp.TarShardReader(data, sp.Lane(pinned=pinned), on_error=second).population == began_with == 21
+    assert (
+        sp.TarShardReader(data, sp.Lane(worker=WorkerContext(pinned=pinned)), on_error=second).population
+        == began_with
+        == 21
+    )

@@ -22,10 +22,10 @@ from report import Row
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
-from savable_pipeline.run.loader.deciding import DecidingRun
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 LANES, WORLD_SIZES = 4, (1, 2, 4)
@@ -126,10 +126,10 @@ class History:
     def _expected(self) -> dict[Receipt, Any]:
         return expected(self._settings, self._slots + 4 * LANES, self.oracle.plan)
 
-    def _started(self, world_size: int) -> list[AcknowledgedRun]:
+    def _started(self, world_size: int) -> list[Run]:
         self._passed = {rank: [] for rank in range(world_size)}
         self._whole = {rank: [] for rank in range(world_size)}
-        return [AcknowledgedRun(replace(self._settings, ranks=(rank, world_size))) for rank in range(world_size)]
+        return [Run(replace(self._settings, ranks=(rank, world_size))) for rank in range(world_size)]
 
     def step(self) -> None:
         """Each rank takes a batch, those asked for again before."""
@@ -139,17 +139,17 @@ class History:
 
     def _even(self) -> None:
         """Let ranks that were asked for rows again take these batches; not before ranks with their own files vote."""
-        least = min(len(run.table.waiting) for run in self._runs)
+        least = min(len(table_of(run).waiting) for run in self._runs)
         for run in self._runs:
-            while not self._own_files and len(run.table.waiting) > least:
+            while not self._own_files and len(table_of(run).waiting) > least:
                 self._take([run])
 
-    def _take(self, runs: Sequence[AcknowledgedRun]) -> None:
+    def _take(self, runs: Sequence[Run]) -> None:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
-        taken = voted_step(runs)
+        taken = voted_step([iter(run) for run in runs])
         again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
         for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
-            receipts = [tuple(each) for each in run.receipts.tolist()]
+            receipts = [tuple(each) for each in receipts_of(run).tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
             real = [each for each in receipts if each[0] >= 0]
             if not came_again:
@@ -161,7 +161,7 @@ class History:
             for receipt in real:
                 self.oracle.give(receipt)
             self._passed[run.ranks.rank] += real
-            self._whole[run.ranks.rank].append(run.receipts)
+            self._whole[run.ranks.rank].append(receipts_of(run))
             self.counts["batches"] += 1
 
     def _compare_again(self, place: tuple[int, int], batch: Any, receipts: list[Receipt]) -> None:
@@ -200,11 +200,11 @@ class History:
         kind = self._draw.choice(["done", "done", "done", "dropped", "again"])
         self._passed[rank] = [each for each in self._passed[rank] if each not in chosen]
         if kind == "again":
-            self._runs[rank].table.acknowledge(said, "again")
+            table_of(self._runs[rank]).acknowledge(said, "again")
             self.oracle.coming += chosen
             return
         where = self._runs[rank if self._draw.random() < 0.7 else self._draw.randrange(len(self._runs))]
-        where.table.acknowledge(said, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
+        table_of(where).acknowledge(said, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
         self.oracle.end(chosen)
         self.counts["rows"] += len(chosen)
 
@@ -220,7 +220,7 @@ class History:
         self.counts["excluded"] += len(chosen)
 
     def _check_open(self) -> None:
-        rows = sum(run.table.in_flight().rows for run in self._runs)
+        rows = sum(table_of(run).in_flight().rows for run in self._runs)
         assert rows == len(self.oracle.open), f"{rows} rows in flight, which are {len(self.oracle.open)}"
 
     def save(self) -> None:
@@ -275,12 +275,24 @@ class History:
             run.close()
 
 
+def receipts_of(run: Run) -> Any:
+    """Those of the batch given last."""
+    assert run.rows is not None
+    return run.rows.receipts(run.position)
+
+
+def table_of(run: Run) -> Acknowledgements:
+    """The rows in flight of a run."""
+    assert run.rows is not None
+    return run.rows.table
+
+
 @lru_cache
 def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int, int], Any]:
     """The batch of each slot, from a run without acknowledgements in which the same was decided."""
     found = {}
     left = list(plan)
-    with (run := DecidingRun(replace(settings, acknowledge=False, ranks=(0, 1)))):
+    with (run := Run(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
             while left and left[0][0] == run.position.place:
                 run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
@@ -293,23 +305,6 @@ def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int
 def _numbers(item: Any) -> set[int]:
     """The samples of an item or a pack."""
     return {item[0]} if isinstance(item[0], int) else {each[0] for each in item[0]}
-
-
-def voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step; they vote together."""
-    steps = [iter(run).taking() for run in runs]
-    sent: int | None = None
-    while True:
-        votes, taken = [], []
-        for step in steps:
-            try:
-                votes.append(next(step) if sent is None else step.send(sent))
-            except StopIteration as given:
-                taken.append(given.value)
-        assert not (votes and taken), "some ranks vote, others do not"
-        if taken:
-            return taken
-        sent = max(votes) if runs[0].settings.pad else min(votes)
 
 
 @lru_cache

@@ -100,7 +100,7 @@ def soak_pipeline(
     dying: Dying | None = None,
 ) -> custom.Stage:
     """Shuffle, encode, pack, batch; with `dying`, ending its process now and then."""
-    if dying is not None and dying.moment == "build" and lane.status is not None:
+    if dying is not None and dying.moment == "build" and lane.worker.status is not None:
         dying.die(f"lane {lane.index}")
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=20)
     items: custom.ItemStage = sp.Encode(samples, SoakEncoder(copies))
@@ -184,13 +184,13 @@ class DyingStage(custom.PassThrough, custom.BatchStage):
 
     def __next__(self) -> Any:
         batch = next(self.source)
-        if self._dying.moment != "write" or self.lane.status is None:
+        if self._dying.moment != "write" or self.lane.worker.status is None:
             return batch
         return DyingBatch(batch, self._dying, f"lane {self.lane.index}")
 
     def restore_state(self, state: State) -> None:
         super().restore_state(state)
-        if self._dying.moment == "restore" and self.lane.status is not None:
+        if self._dying.moment == "restore" and self.lane.worker.status is not None:
             self._dying.die(f"lane {self.lane.index}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.last_look import log_fault
@@ -19,6 +20,7 @@ class Ticket(NamedTuple):
     lane: int
     state: bytes
     want: RequestKind
+    facts: RunFacts
 
 
 class InProcess:
@@ -31,13 +33,13 @@ class InProcess:
         self._seeded: set[str] | None = None  # the global generators that the encoders seed
         self.fault = ""  # of delivered batches, found when it was closed
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> Ticket:
-        """Request the next batch of a lane whose position is `state`."""
-        return Ticket(lane, state, want)
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
+        """Request the next batch of a lane whose position is `state`, in a run with these facts."""
+        return Ticket(lane, state, want, facts)
 
     def answer(self, ticket: Ticket) -> Delivery:
         """Make the batch of a request. Raises what the lane's stages raise."""
-        lane, state, want = ticket
+        lane, state, want, self._runner.facts = ticket
         live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
             self._seeded = seeded_kinds(live)

@@ -6,15 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from msgspec import UNSET
 
-from savable_pipeline.core.decisions import Decisions
-from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
+from savable_pipeline.core.lane import Lane, PinnedShards, WorkerContext
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.in_vain import InVain, with_counts
@@ -56,7 +57,8 @@ class LaneRunner:
 
     A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
     Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run; those of a dataset opened for the first time are added.
+    the run; those of a dataset opened for the first time are added. `facts`, which may be set, are those with which
+    lanes are restored: a state comes from a lane with the same ones, so that a lane which runs here has them, too.
     """
 
     def __init__(
@@ -68,40 +70,18 @@ class LaneRunner:
         pinned: PinnedShards | None = None,
     ) -> None:
         self._job = job
-        self._shared = shared
-        self._status = status
-        self._pinned: PinnedShards = {} if pinned is None else pinned
+        self._worker = WorkerContext(shared, status, {} if pinned is None else pinned)
+        self.facts = NO_FACTS
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
         self._made = 0  # batches made; every 16th is timed
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
-    def build(
-        self,
-        lane: int,
-        epoch: int,
-        growth: Growth | None = None,
-        *,
-        cuts: Cuts | None = None,
-        downloads: bool = True,
-        decisions: Decisions | None = None,
-    ) -> tuple[Stage, Lane]:
+    def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
         """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
-        built = Lane(
-            lane,
-            self._job.lanes,
-            self._job.seed,
-            epoch=epoch,
-            shared=self._shared,
-            status=self._status,
-            pad=self._job.pad,
-            growth=growth,
-            cuts=cuts,
-            downloads=downloads,
-            pinned=self._pinned,
-            decisions=decisions,
-        )
-        stage = self._job.pipeline(built)
+        job, worker = self._job, self._worker if downloads else replace(self._worker, downloads=False)
+        built = Lane(lane, job.lanes, job.seed, epoch=epoch, pad=job.pad, facts=facts, worker=worker)
+        stage = job.pipeline(built)
         _check_last(stage, built)
         return stage, built
 
@@ -182,8 +162,9 @@ class LaneRunner:
         return live.stage if live is not None and live.state is state else None
 
     def _restore(self, saved: LaneState) -> _Live:
-        cuts = saved.cuts or {}
-        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=cuts, decisions=saved.decided)
+        if saved.facts != self.facts.digest:
+            raise StateError(f"lane {saved.lane}: its state was saved with other facts of the run than are known here")
+        stage, lane = self.build(saved.lane, saved.epoch, self.facts)
         if saved.stages is not None:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
@@ -223,8 +204,7 @@ class LaneRunner:
     def _pack(self, live: _Live, more: bool) -> bytes:
         live.collect()
         lane = live.lane
-        saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
-        saved.decisions = lane.decisions or UNSET
+        saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.facts.digest)
         several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
         saved.in_vain = live.in_vain if several or any(live.in_vain.values()) else UNSET
         return pack_state(saved)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from savable_pipeline import errors
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
@@ -39,7 +40,8 @@ class Request(msgspec.Struct, frozen=True):
     """A request to a worker, for a lane that is first restored from `state` unless that is None.
 
     `number`: 1, 2, … on its connection; the answer bears it too. `forget`: lanes that the worker may drop. `avoid`:
-    index and epoch of samples that the lane must leave out.
+    index and epoch of samples that the lane must leave out. `version`: that of the facts with which the lane is
+    restored. `facts`: these, if the last ones that the worker was sent have another; it keeps them.
     """
 
     number: int
@@ -48,6 +50,8 @@ class Request(msgspec.Struct, frozen=True):
     want: RequestKind
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
+    version: int = NO_FACTS.version
+    facts: RunFacts | None = None
 
 
 class WorkerStatus(NamedTuple):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.blame import can_skip, where
 from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host
@@ -50,6 +51,7 @@ class LaneAssignment:
     """A lane: the state that came with its last batch, and the worker that runs it."""
 
     state: bytes
+    facts: RunFacts  # of the run, which it is restored with
     worker: PoolWorker | None = None
     sent: int = 0  # requests in that worker's queue
     rebuild_s: float = 0.0
@@ -67,6 +69,7 @@ class PoolWorker:
     sent: int = 0  # requests in all
     answers: InOrder[Answer] = field(default_factory=InOrder)
     forget: list[int] = field(default_factory=list)  # lanes that have moved to another worker
+    version: int = NO_FACTS.version  # of the facts that it was sent last
     hung: str = ""  # if it was killed because of the timeout: a text that says so
     stack: str = ""
 
@@ -129,13 +132,13 @@ class Pool:
 
     # Requests.
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> int:
-        """Request the next batch of a lane whose position is `state`; returns a ticket for `answer`.
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
+        """Request the next batch of a lane whose position is `state`, in a run with these facts; returns a ticket.
 
-        Only the first request for a lane uses `state`; later ones continue after the lane's last request.
+        Only the first request for a lane uses `state` and `facts`; later ones continue after the lane's last request.
         """
         self._check_process()
-        self._lanes.setdefault(lane, LaneAssignment(state))
+        self._lanes.setdefault(lane, LaneAssignment(state, facts))
         self._ticket += 1
         request = PendingRequest(self._ticket, lane, want)
         self._requests[request.ticket] = request
@@ -176,9 +179,11 @@ class Pool:
 
     def _send(self, request: PendingRequest, worker: PoolWorker) -> None:
         lane = self._lanes[request.lane]
-        state = None
+        state = facts = None
         if worker is not lane.worker:
             state = lane.state
+            if (version := lane.facts.version) != worker.version:
+                facts, worker.version = lane.facts, version
             if lane.worker is not None:
                 lane.worker.forget.append(request.lane)
                 self.moves += 1
@@ -191,7 +196,8 @@ class Pool:
         back = {other for other in worker.forget if (at := self._lanes.get(other)) and at.worker is worker}
         forget = tuple(other for other in worker.forget if other not in back)
         worker.forget.clear()
-        worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, tuple(lane.avoid)))
+        avoid, version = tuple(lane.avoid), worker.version
+        worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, avoid, version, facts))
 
     def restart(self) -> None:
         """Forget all requests: answers that still arrive are dropped, and lanes begin at the states of new requests."""

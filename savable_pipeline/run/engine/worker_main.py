@@ -111,6 +111,9 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
     try:
         for lane in request.forget:
             runner.forget(lane)
+        if request.facts is not None:
+            runner.facts = request.facts
+        assert request.state is None or runner.facts.version == request.version
         if request.want == "again" and request.state is not None:
             found = remade(runner, request.state, request.avoid)
         else:

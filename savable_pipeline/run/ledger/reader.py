@@ -16,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.records import (
     SUFFIX,
     Acknowledged,
     Batch,
+    Facts,
     LaneAt,
     LedgerSource,
     Numbers,
@@ -39,13 +41,14 @@ _NEVER: Place = (1 << 62, 0)
 class GivenBatch:
     """A batch that was given to a rank. `lost`: the run was later resumed from a place before it.
 
-    `began`: the number of the start among all, alike for ranks that began together.
+    `began`: the number of the start among all, alike for ranks that began together. `facts`: those of the run then.
     """
 
     batch: Batch
     start: Start
     lost: bool
     began: int = 0
+    facts: RunFacts = NO_FACTS
 
     @property
     def step(self) -> int:
@@ -93,14 +96,18 @@ class LedgerFiles:
     def batches(self) -> Iterator[GivenBatch]:
         """All batches in the order in which they were given by each rank, file by file."""
         for file in self._files:
-            held: Batch | None = None
+            held: GivenBatch | None = None
+            facts = NO_FACTS
             for record in file.records():
+                if isinstance(record, Facts):
+                    facts = record.facts
                 if isinstance(record, Batch):
-                    if held is not None and (held.place, held.again) != (record.place, record.again):  # else broken off
-                        yield _given(held, file)
-                    held = record
+                    last = held and held.batch
+                    if held and last and (last.place, last.again) != (record.place, record.again):  # else broken off
+                        yield held
+                    held = GivenBatch(record, file.start, record.place >= file.cut, file.began, facts)
             if held is not None:
-                yield _given(held, file)
+                yield held
 
     def numbers(self) -> Iterator[tuple[Start, list[Numbers]]]:
         """The counters in each file, in the order of time; files of older releases have none."""
@@ -144,10 +151,6 @@ class LedgerFiles:
                     if place <= (epoch, slot) and place < file.cut and (best is None or record.slot >= best.slot):
                         best = record
         return best
-
-
-def _given(batch: Batch, file: _LedgerFile) -> GivenBatch:
-    return GivenBatch(batch, file.start, batch.place >= file.cut, file.began)
 
 
 def _rows_with(samples: BatchSamples, index: int) -> int:

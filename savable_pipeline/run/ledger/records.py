@@ -21,14 +21,13 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.decisions import Decisions
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.batch_samples import BatchSamples, Integers
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _HEAD = 8  # bytes of length and checksum
 _CONSTANT = 8  # in place of the bytes of a number: all numbers are equal
 
@@ -60,7 +59,6 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
     sources: list[LedgerSource]
     fingerprint: bytes
     pad: bool = False  # whether batches are filled up
-    growth: Growth = {}  # of the data, as a lane that begins an epoch has it
 
     @property
     def place(self) -> tuple[int, int]:
@@ -143,10 +141,10 @@ class Acknowledged(msgspec.Struct, array_like=True, frozen=True, tag=4):
     rows: dict[int, bytes]
 
 
-class Decided(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """What is decided for the rest of the run, as it holds for the batches after this record."""
+class Facts(msgspec.Struct, array_like=True, frozen=True, tag=5):
+    """What holds for all lanes of the run alike from the next record on; nothing before the first such record."""
 
-    decisions: Decisions
+    facts: RunFacts
 
 
 class Saved(msgspec.Struct, array_like=True, frozen=True, tag=6):
@@ -156,7 +154,7 @@ class Saved(msgspec.Struct, array_like=True, frozen=True, tag=6):
     slot: int
 
 
-Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged | Decided | Saved
+Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged | Facts | Saved
 _decode = msgspec.msgpack.Decoder(Record).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -263,8 +261,8 @@ class LedgerWriter:
         """Write the state of each lane again with its next batch."""
         self._since.clear()
 
-    def note(self, record: Numbers | Acknowledged | Batch | Decided | Saved) -> None:
-        """Write counters, what was acknowledged, decided or saved, or a batch given again. Raises `SavableError`."""
+    def note(self, record: Numbers | Acknowledged | Batch | Facts | Saved) -> None:
+        """Write counters, what was acknowledged or saved, facts, or a batch given again. Raises `SavableError`."""
         self._write(record)
 
     def _write(self, record: Record) -> None:

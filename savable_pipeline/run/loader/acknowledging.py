@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.deciding import Deciding
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 
 if TYPE_CHECKING:
@@ -19,11 +19,10 @@ class Acknowledging(Deciding):
     _run: Run
 
     @property
-    def _acknowledged(self) -> AcknowledgedRun:
-        run = self._run
-        if not isinstance(run, AcknowledgedRun):
+    def _rows(self) -> RowsInFlight:
+        if self._run.rows is None:
             raise ValueError("this loader keeps no account of rows in flight: make it with acknowledge=True")
-        return run
+        return self._run.rows
 
     def receipts(self) -> torch.Tensor:
         """Return the receipts of the rows of the batch given last; a batch that is a dict has them as "receipts" too.
@@ -54,7 +53,7 @@ class Acknowledging(Deciding):
             >>> bool((next(resumed) == first[0]).all()), resumed.receipts().tolist()
             (True, [[-1, -1], [0, 1]])
         """
-        return self._acknowledged.receipts
+        return self._rows.receipts(self._run.position)
 
     def done(self, receipts: Any) -> None:
         """Say that rows were trained on: they do not come again. In any order, from any thread.
@@ -67,7 +66,7 @@ class Acknowledging(Deciding):
         Raises:
             ValueError: These are no receipts, or the loader was made without `acknowledge=True`.
         """
-        self._acknowledged.table.acknowledge(receipts, "done")
+        self._rows.table.acknowledge(receipts, "done")
 
     def dropped(self, receipts: Any, reason: str) -> None:
         """Say that rows will not be trained on, such as stale ones: they do not come again, and are counted by reason.
@@ -79,7 +78,7 @@ class Acknowledging(Deciding):
         Raises:
             ValueError: As for `done`.
         """
-        self._acknowledged.table.acknowledge(receipts, "dropped", reason)
+        self._rows.table.acknowledge(receipts, "dropped", reason)
 
     def again(self, receipts: Any) -> None:
         """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
@@ -93,7 +92,7 @@ class Acknowledging(Deciding):
         Raises:
             ValueError: As for `done`.
         """
-        self._acknowledged.table.acknowledge(receipts, "again")
+        self._rows.table.acknowledge(receipts, "again")
 
     def in_flight(self) -> InFlight:
         """Return how many rows this rank was given and has not acknowledged, and the oldest.
@@ -106,4 +105,4 @@ class Acknowledging(Deciding):
         Raises:
             ValueError: The loader was made without `acknowledge=True`.
         """
-        return self._acknowledged.table.in_flight()
+        return self._rows.table.in_flight()

@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.decisions import Decisions
-from savable_pipeline.core.weights import Weight
+from savable_pipeline.core.decisions import NUMBER, Decisions
+from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.exclude_file import numbers_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -26,6 +29,8 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
+
+_PARTS = 1 << 30  # of all that a Blend gives, in weights that have no smaller integers
 
 Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
 
@@ -41,12 +46,49 @@ def decide(
     """What holds from `place` on in a pipeline with this last stage. Raises ValueError for what cannot be decided."""
     if weights is None and exclude is None and max_length is None:
         raise ValueError("decide: say what, as weights=, exclude= or max_length=")
-    return before.then(
+    return further(
+        before,
         place,
         weights={} if weights is None else _by_blend(weights, _blends(last)),
         excluded={} if exclude is None else _numbers(exclude, last),
         max_length=0 if max_length is None else _checked(max_length, _packers(last)),
     )
+
+
+def further(
+    before: Decisions,
+    place: int,
+    *,
+    weights: Mapping[str, Mapping[str, Weight]],
+    excluded: Mapping[int, Iterable[int]],
+    max_length: int,
+) -> Decisions:
+    """Decisions that hold from `place` on, and those `before`: without weights or a length, the old ones hold on.
+
+    Raises ValueError for weights that are no numbers of at least 0, or all 0.
+    """
+    fresh = {branch: _bounded(integer_weights(dict(sorted(weights[branch].items())))) for branch in sorted(weights)}
+    numbers = {tag: _packed({*before.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
+    said = msgspec.msgpack.encode((before.digest, place, fresh, numbers, max_length))
+    return Decisions(
+        place,
+        xxh3_64_intdigest(said) >> 2 or 1,
+        dict(sorted({**before.weights, **fresh}.items())),
+        dict(sorted({**before.excluded, **numbers}.items())),
+        max_length or before.max_length,
+    )
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    return np.array(sorted(numbers), NUMBER).tobytes()
+
+
+def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
+    """Weights that sum to about 2^30 at most, each one above 0 at least 1: as floats follow a loss, they are huge."""
+    total = sum(weights.values())
+    if total <= _PARTS:
+        return dict(weights)
+    return {name: max(1, weight * _PARTS // total) if weight else 0 for name, weight in weights.items()}
 
 
 def _blends(last: Stage) -> dict[str, WeightedSources]:

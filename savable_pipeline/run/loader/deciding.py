@@ -9,32 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from savable_pipeline.core.weights import Weight
-from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, decide
+from savable_pipeline.run.loader.decided import Excluded
 from savable_pipeline.run.loader.run import Run
-
-
-class DecidingRun(Run):
-    """A run whose trainer may change its course."""
-
-    def decide(
-        self,
-        weights: Mapping[str, Weight] | None = None,
-        exclude: Iterable[Excluded] | None = None,
-        max_length: int | None = None,
-    ) -> int:
-        """See `Deciding.decide`."""
-        if self.settings.restarts:
-            raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
-        with self._process.moving():
-            at, last = self.position, self.local.last_stage
-            arguments = (at.decisions, at.place, last, weights, exclude, max_length)
-            decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
-            after = at.decided(decisions)
-            self.local.grow(at.growth, decisions)
-            self.prefetcher.restart()
-            self._ends.forget()
-            self.position = after
-        return at.place
 
 
 class Deciding:
@@ -84,5 +60,4 @@ class Deciding:
         """
         run = self.__savable_run__()
         run.check_nothing_held()
-        assert isinstance(run, DecidingRun)
         return run.decide(weights, exclude, max_length)

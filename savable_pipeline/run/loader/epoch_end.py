@@ -16,13 +16,12 @@ again, in the last step of the round before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TypeAlias, TypeVar
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.fresh_lanes import cuts_of
+from savable_pipeline.run.loader.fresh_lanes import chunk_sizes
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
@@ -32,13 +31,9 @@ from savable_pipeline.run.loader.stats import Stats
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Voting: TypeAlias = Generator[int, int, T]
-"""Gives this rank's vote wherever the ranks must agree, is sent the result, and returns a T."""
-
 
 class EpochEnds:
-    """Finds out where the epochs of a run end, where need be with the votes of all ranks."""
+    """Finds out where the epochs of a run end, where need be by `vote`, which all ranks take part in."""
 
     def __init__(
         self,
@@ -47,7 +42,9 @@ class EpochEnds:
         prefetcher: Prefetcher,
         stats: Stats,
         losses: SourceLosses,
+        vote: Callable[[int], int],
     ) -> None:
+        self._vote = vote
         self._settings, self._local, self._prefetcher = settings, local, prefetcher
         self._stats, self._losses = stats, losses
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
@@ -98,7 +95,7 @@ class EpochEnds:
 
     def epoch_of(self, at: Position) -> int:
         """The epoch of the batch given last, until StopIteration or the next iterator; then the one that follows."""
-        slots, last = self._settings.epoch_slots, None if at.told else at.previous
+        slots, last = self._settings.epoch_slots, None if at.stop_raised else at.previous
         if slots is None or self._settings.restarts:
             return at.epoch if last is None else last.epoch
         return at.epoch_of(slots) - (last is not None)
@@ -107,7 +104,7 @@ class EpochEnds:
         """The position after a step whose batch is given, or skipped: of the next epoch if `epoch_slots` are over."""
         after = at.passed_over(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
-            after = after.begun_with(cuts_of(self._local.last_stage, at.epoch))
+            after = after.begun_with(chunk_sizes(self._local.last_stage, at.epoch))
         slots = self._settings.epoch_slots
         if slots is None or after.epoch_of(slots) == at.epoch_of(slots):
             return after
@@ -116,11 +113,11 @@ class EpochEnds:
     def _steps(self, slots: int, step: int) -> int:
         return -(-slots // step) if self._settings.pad else slots // step
 
-    def towards_step(self, at: Position) -> Voting[Position]:
+    def towards_step(self, at: Position) -> Position:
         """The position after one more thing is known of where the next step is. Raises `SavableError` if none is."""
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return self.next_epoch(at).begun()
-        if not at.changed and (end := (yield from self._known(at))) is not None:
+        if not at.changed and (end := self._known(at)) is not None:
             return at.ending_at(end)
         if at.unknown_lanes:  # they are asked before any batch of theirs is requested
             peeks = self._prefetcher.find_more(at)
@@ -128,14 +125,14 @@ class EpochEnds:
                 self._stats.count(found.counts)
                 self._losses.note(found.counts)
             return at.learned(peeks)
-        return at.agreed((yield proposed_end(at, self._prefetcher)))
+        return at.agreed(self._vote(proposed_end(at, self._prefetcher)))
 
-    def _known(self, at: Position) -> Voting[int | None]:
+    def _known(self, at: Position) -> int | None:
         """Where this epoch ends, if that can be known before its first batch."""
         end = self.counted(at.epoch)
         if end is None and self._settings.restarts and at.step > 1:
             # ranks may break their passes at different batches: they must not have to vote in the middle of one
-            self._ends[0] = end = yield self._count_lanes(at)
+            self._ends[0] = end = self._vote(self._count_lanes(at))
         return end
 
     def _count_lanes(self, at: Position) -> int:

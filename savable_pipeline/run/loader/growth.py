@@ -1,7 +1,7 @@
 """`NewShards`: lets shards that were added to a dataset join a run, at one epoch for all lanes.
 
     state of all lanes ──▶ the last epoch that the reader of any lane has begun: 4
-                       ──▶ (epoch 5, 12 shards) in the state of each lane, to stay there
+                       ──▶ (epoch 5, 12 shards) among the run's facts, to stay there
 
 Epochs already begun stay as they are; no lane has begun the epoch at which the shards join, so all lanes deal it alike.
 """
@@ -13,17 +13,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import UNSET
 from msgspec.structs import replace
 
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.data.dataset.shard_digests import Summary, begin_with, count
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.loader.fresh_lanes import with_facts
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.state.fingerprint import Fingerprint, FingerprintHere, check_shards, stage_field
 from savable_pipeline.run.state.lane_state import LaneState, pack_state
-from savable_pipeline.run.state.state_dict import common_growth, lane_name, lane_numbers, read_lanes
+from savable_pipeline.run.state.state_dict import FACTS, lane_name, lane_numbers, read_facts, read_lanes
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -62,15 +62,17 @@ class NewShards:
         """`state` with the epochs at which they join. Raises `CheckpointMismatchError` if it lacks lanes."""
         if not self._shards:
             return state
-        lanes = _all_lanes(state)
-        growth = self.growth_before | common_growth(lanes.values())
-        begun = _begun(lanes, growth, self._local)
+        lanes, facts = _all_lanes(state), read_facts(state)
+        growth = self.growth_before | facts.growth
+        begun = _begun(lanes, RunFacts(growth), self._local)
         for branch, (old, names) in self._shards.items():
             epoch = begun[branch] + 1
             growth[branch] = [pair for pair in growth[branch] if pair[0] < epoch] + [(epoch, old + len(names))]
             where = f"{branch}: " if branch else ""
             log.warning("%s%d new shards, from %s on: read from epoch %d on", where, len(names), names[0], epoch)
-        return {**state, **_with_growth(lanes, {name: pairs for name, pairs in growth.items() if len(pairs) > 1})}
+        facts = replace(facts, growth={name: pairs for name, pairs in growth.items() if len(pairs) > 1})
+        grown = {name: with_facts(state[name], facts) for name in map(lane_name, lanes)}
+        return {**state, **grown, FACTS: pack_state(facts)}
 
 
 def _readers(last: Stage) -> dict[str, RecordReader]:
@@ -150,17 +152,11 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
     return read_lanes(state, range(state["lanes"]))
 
 
-def _begun(lanes: Mapping[int, LaneState], growth: Growth, local: LocalLanes) -> dict[str, int]:
+def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:
     """The last epoch that any lane has begun of each reader, by its branch."""
     begun: dict[str, int] = {}
     for lane in lanes.values():
-        for reader in _readers(local.looked_at(lane, growth)).values():
+        for reader in _readers(local.looked_at(lane, facts)).values():
             branch = reader.info.branch
             begun[branch] = max(begun.get(branch, -1), reader.begun)
     return begun
-
-
-def _with_growth(lanes: Mapping[int, LaneState], growth: Growth) -> dict[str, bytes]:
-    """The lanes' states by name, with these pairs; whether a lane has another batch must be determined again."""
-    grown = {number: replace(lane, growth=growth or UNSET, more=None) for number, lane in lanes.items()}
-    return {lane_name(number): pack_state(lane) for number, lane in grown.items()}

@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 from msgspec.structs import replace
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED
+from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.ledger.forgotten import check_not_forgotten
@@ -19,7 +20,7 @@ from savable_pipeline.run.ledger.records import (
     FORMAT,
     Acknowledged,
     Batch,
-    Decided,
+    Facts,
     LedgerSource,
     LedgerWriter,
     Numbers,
@@ -27,6 +28,7 @@ from savable_pipeline.run.ledger.records import (
     Start,
     next_number,
 )
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -54,10 +56,11 @@ class LedgerKeeper:
         self._folder = Path(folder)
         self._seed = seed
         self._counters = counters
+        self._writing = Lock()  # other threads save
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot given last
-        self._decided = 0, NOTHING_DECIDED  # the epoch, and what was decided, that lanes have their states of
+        self._facts = NO_FACTS  # that the file has noted
         self._fresh = True  # no state has been loaded, nothing skipped
         self._saved: Saved | None = None  # that the run has not gone on after, yet
 
@@ -74,25 +77,32 @@ class LedgerKeeper:
         if now >= self._due:
             self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
             self._note(writer)
-        if at.decisions and self._decided != (at.epoch, at.decisions):
-            self._decided = at.epoch, at.decisions
-            writer.forget_lanes()
-            writer.note(Decided(at.decisions))
+        if at.facts is not self._facts and at.facts != self._facts:
+            if at.facts.decisions != self._facts.decisions:
+                writer.forget_lanes()
+            self._facts = at.facts
+            writer.note(Facts(at.facts))
         self._note_saved(writer)
         samples = BatchSamples.of(delivery.samples)
-        writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+        with self._writing:
+            writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
 
     def given_again(
         self, at: Position, batch: int, samples: BatchSamples, rows: int, last: Stage, fingerprint: bytes
     ) -> None:
         """Write that these rows of a batch that was in flight are given again, at a position that does not move."""
         record = Batch.of(batch >> EPOCH_SHIFT, batch & SLOTS, samples)
-        self._open(at, last, fingerprint).note(replace(record, again=mask_bytes(rows) or b"\0"))
+        writer = self._open(at, last, fingerprint)
+        with self._writing:
+            writer.note(replace(record, again=mask_bytes(rows) or b"\0"))
 
-    def acknowledged(self, kind: str, reason: str, rows: Mapping[int, int]) -> None:
-        """Write that these rows of batches were acknowledged. The file `is_open`."""
-        assert self._writer is not None
-        self._writer.note(Acknowledged(kind, reason, {batch: mask_bytes(mask) for batch, mask in rows.items()}))
+    def acknowledged(self, table: Acknowledgements) -> None:
+        """Write what was acknowledged since the last call, if this start of the run has a file. In any thread."""
+        if self._writer is not None:
+            with self._writing:
+                for (kind, reason), rows in table.noted().items():
+                    masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
+                    self._writer.note(Acknowledged(kind, reason, masks))
 
     def saved(self, at: Position) -> None:
         """Record, with the next batch, that the state of this position was saved: a run killed meanwhile has none."""
@@ -103,11 +113,6 @@ class LedgerKeeper:
         if self._saved is not None:
             writer.note(self._saved)
             self._saved = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this start of the run has a file."""
-        return self._writer is not None
 
     def _note(self, writer: LedgerWriter) -> None:
         writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
@@ -134,7 +139,7 @@ class LedgerKeeper:
         if ranks.can_talk:
             number = ranks.agree(number, smallest=False)
         place = (at.lane_count, self._seed, at.epoch, at.slot)
-        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
+        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad)
         if not ranks.can_talk:
             return self._writer_of(start)
         try:
@@ -170,7 +175,7 @@ class LedgerKeeper:
     def begin_anew(self) -> None:
         """Close the file: what follows does not continue from its records."""
         self.close()
-        self._writer, self._decided, self._fresh = None, (0, NOTHING_DECIDED), False
+        self._writer, self._facts, self._fresh = None, NO_FACTS, False
 
 
 def _sources(last: Stage) -> list[LedgerSource]:

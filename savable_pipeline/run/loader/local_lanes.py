@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from msgspec.structs import replace
+
+from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.core.lane import Growth, PinnedShards
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
@@ -27,8 +30,7 @@ class LocalLanes:
         self._example: Stage | None = None
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
-        self.growth: Growth = {}
-        self.decisions: Decisions = NOTHING_DECIDED
+        self.facts = NO_FACTS  # with which they are built
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
@@ -39,7 +41,7 @@ class LocalLanes:
         Building it opens the shards, and indexes them on first use.
         """
         if self._example is None:
-            self._example = self._built(self.growth, self.decisions)
+            self._example = self._built(self.facts)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
@@ -53,27 +55,23 @@ class LocalLanes:
         for file in self._exclude_files:
             file.verify()
 
-    def _built(self, growth: Growth, decisions: Decisions) -> Stage:
+    def _built(self, facts: RunFacts) -> Stage:
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane, 0, growth, decisions=decisions)[0]
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What lanes keep in each epoch that follows: arguments of `Position.start`."""
-        return {"growth": self.growth, "decisions": self.decisions}
+            return self.runner.build(self._example_lane, 0, facts)[0]
 
     def built_with(self, decisions: Decisions) -> Stage:
         """The last stage of a lane after these decisions. Raises ValueError if there can be none."""
-        return self._built(self.growth, decisions)
+        return self._built(replace(self.facts, decisions=decisions))
 
-    def grow(self, growth: Growth, decisions: Decisions = NOTHING_DECIDED) -> None:
-        """From now on inspect lanes whose data has grown in this way, after these decisions.
+    def learn(self, facts: RunFacts) -> None:
+        """From now on inspect lanes with these facts, but for chunk sizes.
 
         Raises `CheckpointMismatchError`, and changes nothing, if the data has no such shards, and ValueError if there
         can be no such lanes.
         """
-        if (growth, decisions) != (self.growth, self.decisions):
-            self._example, self.growth, self.decisions = self._built(growth, decisions), growth, decisions
+        facts = facts.of_next_epoch
+        if facts != self.facts:
+            self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
         """From now on read these shards, and of datasets of the Hub these commits; others as they are found."""
@@ -81,10 +79,16 @@ class LocalLanes:
         self.pinned.clear()
         self.pinned.update(pinned)
 
-    def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
-        """The last stage of a lane at a saved position, in data that has grown in this way: only for inspection."""
+    def grown(self, facts: RunFacts) -> Stage:
+        """The last stage of a lane whose data has grown as these facts say: only for inspection."""
+        if facts.growth == self.facts.growth:
+            return self.last_stage
+        return self.looked_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
+
+    def looked_at(self, saved: LaneState, facts: RunFacts) -> Stage:
+        """The last stage of a lane at a saved position, with these facts: only for inspection."""
         with as_in_a_worker(set(KINDS)):
-            stage, _ = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)
+            stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
             if saved.stages is not None:
                 with restoring(f"the state of lane {saved.lane}"):
                     stage.restore_state(saved.stages)

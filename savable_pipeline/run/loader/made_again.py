@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from msgspec import UNSET
 from msgspec.structs import replace
 
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
-from savable_pipeline.run.ledger.records import Start
 from savable_pipeline.run.loader.growth import NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.state.fingerprint import compare, fingerprint, unpack_fingerprint
@@ -41,33 +39,34 @@ def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot
     start = given.start
     lane = slot % start.lanes
     local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
-    growth = _growth(start, local)
+    facts = _facts(given, local)
     at = ledger.state_before(epoch, slot)
     before, saved = (
         (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
     )
-    state = pack_state(replace(saved, growth=growth or UNSET))
+    state = pack_state(replace(saved, facts=facts.digest))
     makers = InProcess(local.runner)
     for _ in range((slot - before) // start.lanes):
-        state = makers.answer(makers.ask(lane, state, "skip")).state
-    made = makers.answer(makers.ask(lane, state))
+        state = makers.answer(makers.ask(lane, state, "skip", facts)).state
+    made = makers.answer(makers.ask(lane, state, facts=facts))
     last = local.runner.at_position(lane, made.state)
     assert last is not None
     _check(BatchSamples.of(made.samples), given)
     return MadeBatch(made.batch, last, given)
 
 
-def _growth(start: Start, local: LocalLanes) -> Growth:
-    """For each epoch of this start of the run, how many of the current shards the lanes read.
+def _facts(given: GivenBatch, local: LocalLanes) -> RunFacts:
+    """The facts of the run at a batch, with the number of the current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
     """
+    start, facts = given.start, given.facts
     saved = unpack_fingerprint(start.fingerprint)
-    local.grow(start.growth)
+    local.learn(facts)
     here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
     new = NewShards(saved, here, local)
     compare(new.before, here)
-    return new.growth_before | start.growth
+    return replace(facts, growth=new.growth_before | facts.growth)
 
 
 def _check(made: BatchSamples, given: GivenBatch) -> None:

@@ -6,7 +6,7 @@ So a loader moves by one assignment, and a step that fails or is interrupted bef
 
 An epoch ends when its last batch is given:
 
-    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, told ── iter() ──▶ in an epoch
+    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, raised iter() ──▶ in an epoch
                                   (`previous`: the old one's end)        └───── iter(), without it ─────┘
 
 Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
-from savable_pipeline.core.lane import Cuts, Growth
+from savable_pipeline.core.decisions import Decisions
+from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_cuts, with_decisions
+from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_facts
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
-from savable_pipeline.run.state.lane_state import LaneState
-from savable_pipeline.run.state.state_dict import common_decisions, common_growth, lane_name
+from savable_pipeline.run.state.lane_state import LaneState, pack_state
+from savable_pipeline.run.state.state_dict import FACTS, lane_name
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
 
@@ -66,7 +66,7 @@ class Position(msgspec.Struct, frozen=True):
     """The position of one rank; `lanes` holds this rank's lanes by number.
 
     After an epoch's last batch it is the start of the next epoch, with the old one's position as `previous`: until an
-    iterator begins the next epoch, which it can once StopIteration has been raised (`told`), or before.
+    iterator begins the next epoch, which it can once StopIteration has been raised (`stop_raised`), or before.
 
     `history` holds the last batches that were given, without those that were skipped.
     """
@@ -81,36 +81,26 @@ class Position(msgspec.Struct, frozen=True):
     final: bool = False  # whether the epoch ends there
     history: tuple[Given, ...] = ()
     previous: Position | None = None
-    told: bool = False
+    stop_raised: bool = False
     batches: int = 0  # given to this rank since the loader was made or loaded
     loaded: bool = False  # no iterator has begun since a state was loaded
-    growth: Growth = {}  # of the data, since the run began; never changed
-    cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
+    facts: RunFacts = NO_FACTS  # with which its lanes go on
     changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
-    decisions: Decisions = NOTHING_DECIDED  # since the run began
     decided_at: int = -MAX_LAG  # how many batches had been given then; `lag` does not reach before
 
     @classmethod
-    def start(
-        cls,
-        epoch: int,
-        ranks: Ranks,
-        lane_count: int,
-        *,
-        pad: bool,
-        growth: Growth | None = None,
-        decisions: Decisions = NOTHING_DECIDED,
-    ) -> Position:
+    def start(cls, epoch: int, ranks: Ranks, lane_count: int, *, pad: bool, facts: RunFacts = NO_FACTS) -> Position:
         """The start of an epoch."""
-        fresh = {lane: fresh_lane(lane, epoch, growth, decisions) for lane in ranks.lanes(lane_count)}
-        lanes = {lane: LanePosition(state, None) for lane, state in fresh.items()}
-        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, growth=growth or {}, decisions=decisions)
+        facts = facts.of_next_epoch
+        lanes = {lane: LanePosition(fresh_lane(lane, epoch, facts), None) for lane in ranks.lanes(lane_count)}
+        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, facts=facts)
 
     @classmethod
     def saved(
         cls,
         state: Mapping[str, Any],
         read: Mapping[int, LaneState],
+        facts: RunFacts,
         ranks: Ranks,
         lane_count: int,
         *,
@@ -119,9 +109,7 @@ class Position(msgspec.Struct, frozen=True):
         """The position in a flat state dict; `read` holds this rank's lanes from it."""
         lanes = {lane: LanePosition(state[lane_name(lane)], found.more) for lane, found in read.items()}
         slot = state["slot"]
-        growth = common_growth(read.values())
-        at = cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
-        return replace(at, decisions=common_decisions(read.values()))
+        return cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, facts=facts)
 
     @property
     def own_slot(self) -> int:
@@ -209,9 +197,10 @@ class Position(msgspec.Struct, frozen=True):
 
     def decided(self, decisions: Decisions) -> Position:
         """Here, with these decisions from the next step on, as if it was saved and loaded with other settings."""
-        lanes = {lane: LanePosition(with_decisions(self._saved(lane), decisions), None) for lane in self.lanes}
+        facts = replace(self.facts, decisions=decisions)
+        lanes = {lane: LanePosition(with_facts(at.state, facts), None) for lane, at in self.lanes.items()}
         over = None if self.previous is None else replace(self.previous, decided_at=self.previous.batches)
-        at = replace(self, lanes=lanes, previous=over, decisions=decisions, end=self.slot, final=False)
+        at = replace(self, lanes=lanes, previous=over, facts=facts, end=self.slot, final=False)
         return replace(at, decided_at=self.batches) if self.history else at
 
     @property
@@ -219,9 +208,9 @@ class Position(msgspec.Struct, frozen=True):
         """The first slot of the next step as receipts name it, with its epoch."""
         return self.epoch << EPOCH_SHIFT | self.slot
 
-    def begun_with(self, cuts: Cuts) -> Position:
-        """In an epoch with these cuts of the lanes' shares."""
-        return replace(self, cuts=cuts)
+    def begun_with(self, sizes: ChunkSizes) -> Position:
+        """In an epoch whose lanes' shares are cut so."""
+        return replace(self, facts=replace(self.facts, chunk_sizes=sizes))
 
     def agreed(self, end: int) -> Position:
         """With the `end` that the ranks have agreed on: the epoch ends here unless it is beyond the known one."""
@@ -233,8 +222,7 @@ class Position(msgspec.Struct, frozen=True):
 
     def next_epoch(self, epoch: int) -> Position:
         """At the start of the epoch that follows, which the next iterator begins."""
-        kept: dict[str, Any] = {"growth": self.growth, "decisions": self.decisions}
-        start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
+        start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, facts=self.facts)
         return replace(start, previous=replace(self, previous=None), batches=self.batches)
 
     def rolled_over(self) -> Position:
@@ -252,11 +240,11 @@ class Position(msgspec.Struct, frozen=True):
 
     def ended(self) -> Position:
         """After StopIteration: an iterator that has ended stays so."""
-        return replace(self, previous=self.previous or self, told=True)
+        return replace(self, previous=self.previous or self, stop_raised=True)
 
     def begun(self) -> Position:
         """With an iterator that continues here."""
-        return replace(self, previous=None, told=False, loaded=False)
+        return replace(self, previous=None, stop_raised=False, loaded=False)
 
     def before(self, lag: int) -> Position:
         """The position `lag` batches ago.
@@ -264,7 +252,7 @@ class Position(msgspec.Struct, frozen=True):
         If no batch has been given since it was made or loaded, or its epoch was begun, it is the start, whatever `lag`.
         Raises ValueError if it is before the history.
         """
-        at = self.previous if lag and self.previous is not None and not self.told else self
+        at = self.previous if lag and self.previous is not None and not self.stop_raised else self
         since = at.batches - at.decided_at
         if not 0 <= lag <= min(len(at.history) or MAX_LAG, since):
             raise ValueError(
@@ -276,7 +264,7 @@ class Position(msgspec.Struct, frozen=True):
         for given in list(reversed(at.history))[:lag]:
             lanes |= given.skipped
             slot, lanes[given.lane] = given.step, given.before
-        return replace(at, slot=slot, lanes=lanes)
+        return replace(at, slot=slot, lanes=lanes, facts=at.facts if slot else at.facts.of_next_epoch)
 
     def flat(self, fingerprint: bytes) -> dict[str, Any]:
         """The state dict of the position."""
@@ -287,10 +275,6 @@ class Position(msgspec.Struct, frozen=True):
             "epoch": self.epoch,
             "slot": self.slot,
             "fingerprint": fingerprint,
-            **{lane_name(lane): self._saved(lane) for lane in sorted(self.lanes)},
+            FACTS: pack_state(self.facts),
+            **{lane_name(lane): self.lanes[lane].state for lane in sorted(self.lanes)},
         }
-
-    def _saved(self, lane: int) -> bytes:
-        """The state of a lane as it is saved."""
-        state = self.lanes[lane].state
-        return with_cuts(state, self.cuts) if 0 < self.slot <= lane else state

@@ -39,10 +39,10 @@ class Prefetcher:
         self._local = local
         self._slot = -1  # the next to hand out; -1 before the first
         self._epoch = 0  # that it is of
-        self._peeked: Delivery | None = None  # the batch of that slot
+        self._received: deque[Delivery] = deque()  # the batches of the slots from there on that have come
         self._again: dict[bytes, Any] = {}  # tickets of batches that are made again, by their `Remake`
         self._remakes = 0
-        self._requests: deque[Any] = deque()  # tickets of the slots from there on, without the one that was peeked at
+        self._requests: deque[Any] = deque()  # tickets of the slots after these
         self._host: Host | None = None
         self._makers: Pool | InProcess | None = None
         self._end_host: Callable[[], Any] = _nothing
@@ -58,7 +58,8 @@ class Prefetcher:
         """
         try:
             delivery = self._receive(position, want, last)
-            self._slot, self._peeked = self._slot + position.step, None
+            self._received.popleft()
+            self._slot += position.step
         except BaseException:
             self.reset()
             raise
@@ -67,15 +68,15 @@ class Prefetcher:
     def peek(self, position: Position) -> Delivery:
         """The batch that `next` will hand out. Raises what `next` raises."""
         try:
-            self._peeked = self._receive(position, "batch")
+            return self._receive(position, "batch")
         except BaseException:
             self.reset()
             raise
-        return self._peeked
 
     def put_back(self, position: Position, delivery: Delivery) -> None:
         """Hand this batch out again, when asked for the next slot of `position`."""
-        self._slot, self._epoch, self._peeked = position.own_slot, position.epoch, delivery
+        self._slot, self._epoch = position.own_slot, position.epoch
+        self._received.appendleft(delivery)
 
     def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
         """The batch of the first of these `Remake`s; others are requested with it. Raises what `next` raises."""
@@ -85,7 +86,9 @@ class Prefetcher:
             for job in asked:
                 if job not in self._again:
                     self._remakes += 1  # a lane for itself, that any worker may take
-                    self._again[job] = makers.ask(position.lane_count + self._remakes, job, "again")
+                    self._again[job] = makers.ask(
+                        position.lane_count + self._remakes, job, "again", position.facts.of_next_epoch
+                    )
             return makers.answer(self._again.pop(asked[0]))
         except BaseException:
             self.reset()
@@ -109,7 +112,8 @@ class Prefetcher:
         try:
             makers = self._start(position)
             tickets: dict[int, Any] = {
-                lane: makers.ask(lane, position.lanes[lane].state, "peek") for lane in position.unknown_lanes
+                lane: makers.ask(lane, position.lanes[lane].state, "peek", position.facts)
+                for lane in position.unknown_lanes
             }
             return {lane: makers.answer(ticket) for lane, ticket in tickets.items()}
         except BaseException:
@@ -143,14 +147,16 @@ class Prefetcher:
         try:
             makers = self._start(position)
             counts = dict.fromkeys(position.lanes, 0)
-            tickets: dict[int, Any] = {lane: makers.ask(lane, at.state, "peek") for lane, at in position.lanes.items()}
+            tickets: dict[int, Any] = {
+                lane: makers.ask(lane, at.state, "peek", position.facts) for lane, at in position.lanes.items()
+            }
             while tickets:
                 for lane, ticket in list(tickets.items()):
                     found = makers.answer(ticket)
                     del tickets[lane]
                     if found.more:
                         counts[lane] += 1
-                        tickets[lane] = makers.ask(lane, found.state, "skip")
+                        tickets[lane] = makers.ask(lane, found.state, "skip", position.facts)
             self.restart()
         except BaseException:
             self.reset()
@@ -159,12 +165,11 @@ class Prefetcher:
 
     def _receive(self, position: Position, want: RequestKind, last: int = -1) -> Delivery:
         makers = self._start(position)
-        if self._peeked is not None:
-            return self._peeked
-        if not self._requests or self._slot < last:
-            self._request(makers, position, want, last, at_least=1)
-        delivery: Delivery = makers.answer(self._requests.popleft())
-        return delivery
+        if not self._received:
+            if not self._requests or self._slot < last:
+                self._request(makers, position, want, last, at_least=1)
+            self._received.append(makers.answer(self._requests.popleft()))
+        return self._received[0]
 
     def _request(
         self, makers: Pool | InProcess, position: Position, want: RequestKind, last: int = -1, at_least: int = 0
@@ -175,14 +180,14 @@ class Prefetcher:
         """
         most = max(at_least, self._settings.workers.prefetch * self._settings.num_workers)
         while len(self._requests) < most:
-            ahead = len(self._requests) + (self._peeked is not None)
+            ahead = len(self._requests) + len(self._received)
             slot = self._slot + ahead * position.step
             lane = slot % position.lane_count
             at = position.lanes[lane]
             unwanted = at.more is False or (position.final and slot >= position.end) or (want == "skip" and slot > last)
             if unwanted and len(self._requests) >= at_least:
                 return
-            self._requests.append(makers.ask(lane, at.state, want))
+            self._requests.append(makers.ask(lane, at.state, want, position.facts))
 
     # Workers, or this process in their place.
 
@@ -230,7 +235,7 @@ class Prefetcher:
 
     def restart(self) -> None:
         """Forget all requests; the workers keep running."""
-        self._slot, self._peeked, self._requests, self._again = -1, None, deque(), {}
+        self._slot, self._received, self._requests, self._again = -1, deque(), deque(), {}
         if self._makers is not None:
             try:
                 self._makers.restart()
@@ -242,7 +247,7 @@ class Prefetcher:
         """End the workers and forget all requests."""
         makers, end = self._makers, self._end_makers
         self._makers, self._end_makers = None, _nothing
-        self._slot, self._peeked, self._requests, self._again = -1, None, deque(), {}
+        self._slot, self._received, self._requests, self._again = -1, deque(), deque(), {}
         if makers is not None:
             self._restarts = makers.restarts
             self._moves += makers.moves
@@ -271,7 +276,7 @@ class Prefetcher:
         """Counters: ready batches, batches that the trainer views, worker restarts, moved lanes."""
         makers = self._makers
         return {
-            "ready_batches": (self._peeked is not None) + (makers.ready if makers else 0),
+            "ready_batches": len(self._received) + (makers.ready if makers else 0),
             "viewed_batches": makers.viewed if makers else 0,
             "restarts": makers.restarts if makers else self._restarts,
             "moved_lanes": self._moves + (makers.moves if makers else 0),

@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.named_object import refuse_while_importing
+from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.epoch_end import EpochEnds, Voting, proposed_end
+from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, decide
+from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
 from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.own_process import OwnProcess
@@ -25,26 +27,27 @@ from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
+from savable_pipeline.run.loader.rows_in_flight import Flights, RowsInFlight, open_rows_lost, rows_lost
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.loader.trace import SampleIds, Trace, source_names, traced_rows
-from savable_pipeline.run.state.state_dict import merge_states
+from savable_pipeline.run.state.flights import read_acks, read_flights, without_flights
+from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-T = TypeVar("T")
-
 
 class Run:
     """An iterator over this rank's batches. Only `position` changes, by one assignment a step.
 
-    `agree` takes this rank's vote and returns the smallest or largest of all ranks'; by default it asks the others.
-    `pinned` are the shards that it must read; by default those that it finds. Raises ValueError for ranks that do not
-    divide the lanes, or a pipeline that cannot be sent to workers.
+    `agree`, which may be exchanged, takes this rank's vote and returns the smallest or largest of all ranks'; None asks
+    the others. `rows` are those that the trainer acknowledges, None without `acknowledge=True`. `pinned` are the shards
+    that it must read; by default those that it finds. Raises ValueError for ranks that do not divide the lanes, or a
+    pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -58,20 +61,24 @@ class Run:
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.prefetcher = Prefetcher(settings, local)
         self.stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
-        self._asks_ranks = agree is None
-        self._agree = agree or partial(self.ranks.agree, smallest=not settings.pad)
+        self.agree = agree
         self.states = States(settings, self.ranks, local)
         self._losses = SourceLosses(local)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
+        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses, self._vote)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
+        self.rows = RowsInFlight(settings, self.ranks, local) if settings.acknowledge else None
+        if self.rows is not None:
+            self.stats.others = self.rows.table.numbers
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
         self.begin_epoch(0)
         self.prefetcher.begin_workers(len(self.position.lanes))
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
-        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **self.local.kept)
+        self.position = Position.start(
+            epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, facts=self.local.facts
+        )
 
     def end_epoch(self) -> None:
         """Go to the place where StopIteration has been raised: the next iterator continues there."""
@@ -107,18 +114,16 @@ class Run:
         return self
 
     def __next__(self) -> Any:
-        if self.position.previous is not None:
-            if self._ends.is_finite and not self.position.told:
-                self.prefetcher.look()
-            self.end_epoch()
-            raise StopIteration
-        if not self._is_settled:
-            return self._led(self.taking())
         try:
             self._process.claim()
             started = time.perf_counter()
-            delivery, after = self._advance("batch", 1)
-            batch = self._prepare(delivery, after, started)
+            if self.rows is not None and self._comes_again(self.rows):
+                batch, after = self._take_again(self.rows, started)
+            else:
+                if self.position.previous is not None:
+                    self._stop()
+                delivery, after = self._step("batch", 1)
+                batch = self._prepare(delivery, after, started)
         except BaseException:
             self._process.release()
             raise
@@ -127,30 +132,77 @@ class Run:
         self.position = after
         return batch
 
-    def taking(self) -> Voting[Any]:
-        """Take the next batch."""
-        started = time.perf_counter()
-        delivery, after = yield from self._step("batch", 1)
-        batch = self._prepare(delivery, after, started)
-        self.position = after  # last, as in `__next__`: a step that fails or is interrupted before this gives nothing
-        return batch
+    def _stop(self) -> NoReturn:
+        if self._ends.is_finite and not self.position.stop_raised:
+            self.prefetcher.look()
+        self.end_epoch()
+        raise StopIteration
 
     def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
         """The batch as the trainer gets it, at the position `after`: record it, and request the next ones."""
+        rows = self.rows
+        if rows is not None:
+            try:
+                rows.wait(delivery.made_of.rows if delivery.made_of else 0)
+            except BaseException:
+                self.prefetcher.put_back(self.position, delivery)
+                raise
         self._losses.check(delivery.counts, after)
-        batch = delivery.batch
         if self.settings.ids or self._ledger is not None:
             delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
-        if self.settings.ids:
-            batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
-        if self.settings.pin_memory:
-            batch = pinned(batch)
+        batch = self._finished(delivery)
         if after.previous is None or after.slot:  # an endless run continues where its epoch is over
             self.prefetcher.prefetch(after)
         if self._ledger is not None:
             self._ledger.given(self.position, delivery, self.local.last_stage, self.states.packed)
         self.stats.add(time.perf_counter() - started, delivery)
+        if rows is not None:
+            batch = rows.give(self.position, delivery, batch)
+            self._note_acknowledged()
         return batch
+
+    def _finished(self, delivery: Delivery) -> Any:
+        """The batch with the ids of its samples, and in page-locked memory, where the settings say so."""
+        batch = delivery.batch
+        if self.settings.ids:
+            batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
+        return pinned(batch) if self.settings.pin_memory else batch
+
+    # Batches that come again, and take no slot.
+
+    def _comes_again(self, rows: RowsInFlight) -> bool:
+        """Whether the next batch is one that comes again: of them the ranks give equally many after a load."""
+        rows.table.settle(self.position.batches)
+        if self.position.stop_raised:
+            return False
+        if not rows.is_agreed:
+            if self.agree is not None or self.ranks.can_talk:
+                own = len(rows.table.waiting)
+                rows.table.fill_up(abs(self._vote(own if self.settings.pad else -own)))
+            rows.is_agreed = True
+        return bool(rows.table.waiting)
+
+    def _take_again(self, rows: RowsInFlight, started: float) -> tuple[Any, Position]:
+        """The first of the batches that come again, as the trainer gets it, and the position after it."""
+        self._check_once()
+        self.local.verify_excluded()
+        at, flight = self.position, rows.table.waiting[0]
+        delivery = self.prefetcher.again(at, rows.remakes(at))
+        rows.wait((flight.to_come & flight.open).bit_count())
+        samples = BatchSamples.of(delivery.samples)
+        batch, given = rows.give_again(at, delivery, self._finished(delivery))
+        if self._ledger is not None and flight.rows:
+            kept = delivery.made_of.kept if delivery.made_of else ()
+            last = self.local.last_stage
+            self._ledger.given_again(at, flight.batch, samples.in_rows(kept), given, last, self.states.packed)
+        self._note_acknowledged()
+        self.stats.add(time.perf_counter() - started, replace(delivery, samples=()))
+        return batch, at.given_again()
+
+    def _note_acknowledged(self) -> None:
+        """Write to the ledger what was acknowledged, if it has a file open."""
+        if self.rows is not None and self._ledger is not None:
+            self._ledger.acknowledged(self.rows.table)
 
     @cached_property
     def _sample_ids(self) -> SampleIds:
@@ -163,7 +215,7 @@ class Run:
     def skip(self, slots: int) -> None:
         """See `SavableLoader.skip`."""
         self.check_whole_steps(slots)
-        if self.position.told:
+        if self.position.stop_raised:
             self.position = self.position.begun()
         if slots and self._ledger is not None:
             self._ledger.skipping(self.position, self.local.last_stage, self.states.packed)
@@ -171,7 +223,8 @@ class Run:
             slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
         over = self.position.previous  # the epoch whose last batch was given, but whose iterator has not ended yet
         while slots and self.position.previous is over:
-            _, self.position = self._led(self._step("skip", slots))
+            with self._process.moving():
+                _, self.position = self._step("skip", slots)
             slots -= self.ranks.world_size
 
     def check_whole_steps(self, slots: int) -> None:
@@ -179,57 +232,44 @@ class Run:
         if slots < 0 or slots % self.ranks.world_size:
             raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
 
-    def _led(self, voting: Voting[T]) -> T:
-        """What `voting` returns, with the votes of all ranks. Raises `SavableError` if another thread is in a step."""
-        try:
-            self._process.claim()
-            vote = next(voting)
-            while True:
-                vote = voting.send(self._agree(vote))
-        except StopIteration as returned:
-            result: T = returned.value
-            del self._process.thread["id"]  # no call, as in `__next__`
-            return result
-        except BaseException:
-            self._process.release()
-            raise
+    def _vote(self, vote: int) -> int:
+        """The smallest or largest of all ranks' votes."""
+        return self.ranks.agree(vote, smallest=not self.settings.pad) if self.agree is None else self.agree(vote)
 
-    def _step(self, want: RequestKind, slots: int) -> Voting[tuple[Delivery, Position]]:
+    def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """This rank's batch of the next step, and the position after it; the next `slots` will be requested likewise.
 
         Whether the epoch continues after the step is determined before its batch is given, and stored at once: if the
         rest of the step fails and it is taken again, the ranks do not vote again.
         """
-        if not self._process.checked:
-            self._check_ranks()
-        while self._ends.is_finite and not self.position.has_step:
-            self.position = yield from self._ends.towards_step(self.position)
+        self._check_once()
+        at = self.position
+        if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps: nothing is to be determined
+            return self._advance(want, slots)
+        while not self.position.has_step:
+            self.position = self._ends.towards_step(self.position)
         delivery, after = self._advance(want, slots)
-        if self._ends.is_finite and not after.has_step:
-            if after.must_vote:
-                end = yield proposed_end(after, self.prefetcher)
-                self.position = self.position.agreed(end)
-                after = self._ends.after(self.position, want, delivery)
-            if after.is_over:
-                after = self._ends.next_epoch(after)
-        return delivery, after
+        if after.must_vote:
+            try:
+                end = self._vote(proposed_end(after, self.prefetcher))
+            except BaseException:
+                if want == "batch":
+                    self.prefetcher.put_back(self.position, delivery)
+                raise
+            self.position = self.position.agreed(end)
+            after = self._ends.after(self.position, want, delivery)
+        return delivery, self._ends.next_epoch(after) if after.is_over else after
 
-    def _check_ranks(self) -> None:
+    def _check_once(self) -> None:
         """Raise ValueError or `SavableError` where this rank must not iterate, or not with the data that it has."""
+        if self._process.checked:
+            return
         refuse_while_importing()
         self._process.check()
         self.ranks.check_world()
-        if self._asks_ranks and self.ranks.can_talk:
+        if self.agree is None and self.ranks.can_talk:
             check_same_data(self.ranks, self.states.fingerprint)
         self._process.checked = True
-
-    @property
-    def _is_settled(self) -> bool:
-        """Whether the ranks need not vote in the next step, nor does the epoch end: most steps, the short way."""
-        if not self._process.checked:
-            return False
-        at = self.position
-        return not self._ends.is_finite or at.slot + 2 * at.step <= at.end
 
     def _advance(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """This rank's batch of the next step, which is in the epoch, and the position after it."""
@@ -244,6 +284,7 @@ class Run:
 
     def close(self) -> None:
         """See `SavableLoader.close`."""
+        self._note_acknowledged()
         if self._ledger is not None:
             self._ledger.close()
         fault = self.prefetcher.close()
@@ -265,19 +306,33 @@ class Run:
         return self.state_at(self.position, lag)
 
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
-        """The state dict at a position where this run was, or `lag` batches before."""
+        """The state dict at a position where this run was, or `lag` batches before, with what is in flight."""
+        if lag and self.rows is not None:
+            raise ValueError("lag must be 0 with acknowledge=True: its state has each row that is not acknowledged")
         before = position.before(lag)
         self.prefetcher.verify_given()
         if self._ledger is not None:
             self._ledger.saved(before)
-        return self.states.flat(before)
+        state = self.states.flat(before)
+        if self.rows is None:
+            return state
+        self._note_acknowledged()
+        return state | self.rows.entries(before, state)
 
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
     ) -> dict[str, Any]:
         """The state with the lanes of all ranks, on each of them, here or at `position` as `state_at`. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
-        return merge_states(ranks.gather(self.state_at(self.position if position is None else position, lag)))
+        own = self.state_at(self.position if position is None else position, lag)
+        return self.joined(own, ranks.gather(own))
+
+    def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of all ranks, of which this one has just saved `own`; it learns what the others acknowledged."""
+        merged = merge_states(states)
+        if self.rows is not None and self.ranks.world_size > 1:
+            self.rows.table.agree(read_flights(own), read_flights(merged), read_acks(own))
+        return merged
 
     def return_to(self, position: Position) -> None:
         """Stand at a position where this run was: what was given or passed over since then comes again."""
@@ -285,7 +340,7 @@ class Run:
             self.prefetcher.restart()
             if self._ledger is not None:
                 self._ledger.begin_anew()
-            self.local.grow(position.growth, position.decisions)
+            self.local.learn(position.facts)
             self.position = position
 
     def check_nothing_held(self) -> None:
@@ -306,16 +361,49 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
         with self._process.moving():
+            flights: Flights = {}
+            if self.rows is not None:
+                check_flat(state)
+                flights, state = read_flights(state), without_flights(state)
             loaded = self.states.loaded(state, allow)
+            lost = rows_lost(self.local.last_stage, flights)
+            self._note_acknowledged()
             self.prefetcher.begin_anew()
             self._ends.forget()
             self._losses.load(state)
             if self._ledger is not None:
                 self._ledger.begin_anew()
             self.position = loaded
+            if self.rows is not None:
+                self.rows.load(loaded, flights, lost, whole=len(lane_numbers(state)) == self.settings.lanes)
+
+    def decide(
+        self,
+        weights: Mapping[str, Weight] | None = None,
+        exclude: Iterable[Excluded] | None = None,
+        max_length: int | None = None,
+    ) -> int:
+        """See `Deciding.decide`. Rows in flight of which all is excluded are closed."""
+        if self.settings.restarts:
+            raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
+        with self._process.moving():
+            at, last = self.position, self.local.last_stage
+            arguments = (at.facts.decisions, at.place, last, weights, exclude, max_length)
+            decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
+            after = at.decided(decisions)
+            self.local.learn(after.facts)
+            self.prefetcher.restart()
+            self._ends.forget()
+            self.position = after
+            if self.rows is not None:
+                self.rows.table.settle(after.batches)
+                self.rows.table.lose(partial(open_rows_lost, self.local.last_stage))
+        return at.place
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""
+        if self.rows is not None and not lag and (again := self.rows.traced(self.position)) is not None:
+            return again
         given = self.position.given(lag)
         rows = traced_rows(self.local.last_stage, BatchSamples.of(given.samples))
         return Trace(self.ranks.slot(given.step), given.lane, rows)

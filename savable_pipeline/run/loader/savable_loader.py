@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledging import Acknowledging
-from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.ranks import RanksLike
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
@@ -92,7 +90,7 @@ class SavableLoader(Acknowledging):
         workers: Workers = Workers(),  # noqa: B008  # immutable
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._run = (AcknowledgedRun if acknowledge else DecidingRun)(LoaderSettings(**arguments))
+        self._run = Run(LoaderSettings(**arguments))
 
     @property
     def epoch(self) -> int:
@@ -296,8 +294,8 @@ class SavableLoader(Acknowledging):
         place = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
-        if position.decisions:
-            place += f"; decided {position.decisions}"
+        if position.facts.decisions:
+            place += f"; decided {position.facts.decisions}"
         return f"SavableLoader({shown}): {rank}, {place}\n{self._run.local.last_stage!r}"
 
 

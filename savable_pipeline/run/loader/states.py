@@ -12,10 +12,7 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import left_of
-from savable_pipeline.run.loader.fresh_lanes import (
-    may_be_cut_otherwise,
-    with_decisions,
-)
+from savable_pipeline.run.loader.fresh_lanes import may_be_cut_otherwise, with_facts
 from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
@@ -34,8 +31,8 @@ from savable_pipeline.run.state.flights import refuse_flights
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import (
     check_flat,
-    common_decisions,
     lane_name,
+    read_facts,
     read_lanes,
     refuse_spans,
 )
@@ -104,12 +101,12 @@ class States:
         checked_allow(allowed - {NEW_SHARDS}, saved, here)
         with restoring("the state"):
             loaded = self._read(state, saved, here, allowed)
-            if loaded.growth and self._settings.restarts:
+            if loaded.facts.growth and self._settings.restarts:
                 raise CheckpointMismatchError(
                     "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which "
                     "has none of them: begin a new loader"
                 )
-            self._local.grow(loaded.growth, loaded.decisions)
+            self._local.learn(loaded.facts)
         return loaded
 
     def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
@@ -123,13 +120,13 @@ class States:
                 "another copy of the checkpoint"
             )
         state = new.join(state) if new else state
-        lanes = read_lanes(state, self._ranks.lanes(self._settings.lanes))
-        decided = common_decisions(lanes.values())
-        if decided and (left := left_of(decided, self._local.last_stage, differing)) != decided:
-            state = {**state, **{name: with_decisions(state[name], left) for name in map(lane_name, lanes)}}
-            lanes = read_lanes(state, lanes)
-        differs = bool(differing and state["slot"]) or changed or may_be_cut_otherwise(state, lanes, self._local)
-        pad = self._settings.pad
-        loaded = Position.saved(state, lanes, self._ranks, self._settings.lanes, pad=pad)
+        lanes, facts = read_lanes(state, self._ranks.lanes(self._settings.lanes)), read_facts(state)
+        decided, last = facts.decisions, self._local.last_stage
+        if decided and (left := left_of(decided, last, differing)) != decided:
+            facts = replace(facts, decisions=left)
+            state = {**state, **{name: with_facts(state[name], facts) for name in map(lane_name, lanes)}}
+            lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
+        differs = bool(differing) or changed or may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
+        loaded = Position.saved(state, lanes, facts, self._ranks, self._settings.lanes, pad=self._settings.pad)
         # with larger batches, say, a lane of which some was left may have no batch
-        return loaded.with_changes() if differs else loaded
+        return loaded.with_changes() if differs and state["slot"] else loaded

@@ -5,20 +5,19 @@
 A loader's state is a flat dict of them, which `torch.load(weights_only=True)` reads and torch.distributed.checkpoint
 reshards:
 
-    "order" │ "state" │ "lanes" │ "epoch" │ "slot" │ "fingerprint" bytes │ "lane_00000" bytes │ "lane_00001" bytes │ …
+    "order" │ "state" │ "lanes" │ "epoch" │ "slot" │ "fingerprint" bytes │ "facts" bytes │ "lane_00000" bytes │ …
 
-`slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py.
+`slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py,
+"facts" a `RunFacts`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
-from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.core.state_numbers import ORDER, STATE, check_numbers
 from savable_pipeline.errors import StateError
@@ -28,16 +27,13 @@ _NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
 _HEAD = len(_NUMBERED) + 8
 _DEEPEST = 200  # a stage is a level or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
-_Cut: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LaneState(msgspec.Struct):
     """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
 
-    `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
-    its first batch of a pass that others have begun: what they read by is in their own `stages`. `decisions` are absent
-    where there are none. `in_vain`: in_vain.py, absent where all is known to have given something, as the one source of
-    a lane with batches.
+    `facts`: the digest of the `RunFacts` with which it was made. `in_vain`: in_vain.py, absent where all is known to
+    have given something, as the one source of a lane with batches.
     """
 
     lane: SavedCount
@@ -45,20 +41,8 @@ class LaneState(msgspec.Struct):
     batches: SavedCount = 0
     more: bool | None = None  # whether another batch will come; None if not known yet
     stages: dict[str, Any] | None = None
-    growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
-    cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
-    decisions: Decisions | msgspec.UnsetType = msgspec.UNSET
+    facts: SavedCount = 0
     in_vain: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.UNSET
-
-    @property
-    def grown(self) -> Growth:
-        """`growth`, empty where it is absent."""
-        return {} if self.growth is msgspec.UNSET else self.growth
-
-    @property
-    def decided(self) -> Decisions:
-        """`decisions`, none where they are absent."""
-        return NOTHING_DECIDED if self.decisions is msgspec.UNSET else self.decisions
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
@@ -81,7 +65,7 @@ def checksum(packed: Any) -> bytes:
     return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 
-def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
+def unpack_state(raw: Any, kind: type[T], name: str) -> T:
     """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or has other numbers."""
     if not isinstance(raw, bytes | bytearray):
         raise StateError(f"{name}: a state is bytes, not {type(raw).__name__}")
@@ -93,7 +77,7 @@ def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
     body = raw[_HEAD:]
     if xxh3_64_intdigest(body) != int.from_bytes(raw[len(_NUMBERED) : _HEAD], "little"):
         raise StateError(f"{name}: damaged: the checksum does not match; use another copy of the checkpoint")
-    return decoded(body, kind, name)
+    return decoded(bytes(body), kind, name)
 
 
 def decoded(body: bytes, kind: type[T], name: str) -> T:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.state_numbers import check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
@@ -32,6 +31,8 @@ from savable_pipeline.run.state.restoring import restoring
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
 _LARGEST = 1 << 62  # of these
+FACTS = "facts"
+_DECIDE_ALIKE = "each rank calls decide with the same arguments between the same two steps"
 
 
 def lane_name(lane: int) -> str:
@@ -83,10 +84,11 @@ def _check_flat(state: Mapping[str, Any]) -> None:
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
     """The states of the lanes `wanted`, each checked to belong to the flat dict's slot and epoch.
 
-    Raises `CheckpointMismatchError` for a lane that is missing or was saved at another step, `StateError` for a damaged
-    one.
+    Raises `CheckpointMismatchError` for a lane that is missing, or was saved at another step or with other facts,
+    `StateError` for a damaged one.
     """
     lanes, slot, epoch = state["lanes"], state["slot"], state["epoch"]
+    facts = read_facts(state)
     read = {}
     for lane in wanted:
         name = lane_name(lane)
@@ -103,32 +105,33 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
                 f"{name}: its batch {found.batches} of epoch {found.epoch} (lane {found.lane}), but slot {slot} of "
                 f"epoch {epoch} needs batch {expected}: were the ranks' states saved at different steps?"
             )
+        if found.facts != facts.digest:
+            raise CheckpointMismatchError(
+                f"{name} does not agree with the state on what was decided, or on the shards that joined (the state: "
+                f"{facts.decisions or 'nothing decided'}): load the same state on all ranks; {_DECIDE_ALIKE}"
+            )
         read[lane] = found
     return read
 
 
-def common_growth(lanes: Iterable[LaneState]) -> Growth:
-    """The shards that were added in the run. Raises `CheckpointMismatchError` if the lanes do not agree."""
-    found = [lane.grown for lane in lanes]
-    if any(growth != found[0] for growth in found):
+def read_facts(state: Mapping[str, Any]) -> RunFacts:
+    """What holds for all lanes of a flat dict. Raises `StateError` if it is damaged."""
+    return unpack_state(state.get(FACTS), RunFacts, FACTS)
+
+
+def _check_alike(state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` unless two states to merge have the same facts."""
+    facts, others = read_facts(state), read_facts(merged)
+    if facts.growth != others.growth:
         raise CheckpointMismatchError(
-            "the lanes of the state do not agree on the epochs at which shards joined: load the same state on all ranks"
+            "the ranks do not agree on the epochs at which shards joined: load the same state on all ranks"
         )
-    return found[0] if found else {}
-
-
-def common_decisions(lanes: Iterable[LaneState]) -> Decisions:
-    """What was decided in the run. Raises `CheckpointMismatchError` if the lanes do not agree."""
-    first: LaneState | None = None
-    for lane in lanes:
-        first = first or lane
-        if lane.decided != first.decided:
-            said = [f"lane {each.lane}: {each.decided or 'nothing'}" for each in (first, lane)]
-            raise CheckpointMismatchError(
-                f"the lanes do not agree on what was decided ({'; '.join(said)}): each rank calls decide with the same "
-                "arguments between the same two steps"
-            )
-    return NOTHING_DECIDED if first is None else first.decided
+    if facts.decisions != others.decisions:
+        found = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
+        said = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in found)
+        raise CheckpointMismatchError(f"the ranks do not agree on what was decided ({said}): {_DECIDE_ALIKE}")
+    if facts != others:
+        raise CheckpointMismatchError("the states to merge differ in facts; save all at one step")
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -154,7 +157,6 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
     """
     merged: dict[str, Any] = {}
-    lanes: dict[int, LaneState] = {}
     for state in states:
         check_flat(state)
         with restoring("the state"):
@@ -165,12 +167,12 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                     )
             if merged and not are_of_one_run(state["fingerprint"], merged["fingerprint"]):
                 raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")
-            lanes.update(read_lanes(state, lane_numbers(state)))
+            if merged:
+                _check_alike(state, merged)
+            read_lanes(state, lane_numbers(state))
         merged.update(state)
     if not merged:
         raise ValueError("merge_states needs at least one state")
-    common_growth(lanes.values())
-    common_decisions(lanes.values())
     return with_acks_applied(merged)
 
 

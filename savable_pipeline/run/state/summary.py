@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import SLOTS, read_flights
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers
+from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers, read_facts
 
 _MARKS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
 
@@ -82,17 +83,20 @@ def _summarized(state: Mapping[str, Any]) -> StateSummary:
     decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
     return StateSummary(
         numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
-        settings=fingerprint.fields | _decided(decoded.values()) | _in_flight(state),
+        settings=fingerprint.fields | _said(read_facts(state)) | _in_flight(state),
         environment=fingerprint.environment,
         lanes={lane: _row(found, stages) for lane, found in decoded.items()},
         lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
     )
 
 
-def _decided(lanes: Iterable[LaneState]) -> dict[str, str]:
-    """What was decided since, as a setting; where ranks differ, all of it."""
-    said = dict.fromkeys(str(lane.decided) for lane in lanes if lane.decided)
-    return {"decided": "; ".join(said)} if said else {}
+def _said(facts: RunFacts) -> dict[str, str]:
+    """The facts of the run, as settings: the shards that joined, by reader, and what was decided."""
+    found = {}
+    for branch, pairs in facts.growth.items():
+        joined = ", ".join(f"{shards} shards from epoch {epoch}" for epoch, shards in pairs)
+        found[f"{branch}/growth" if branch else "growth"] = joined
+    return found | ({"decided": str(facts.decisions)} if facts.decisions else {})
 
 
 def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
@@ -137,9 +141,6 @@ def shown(field: str, value: Any) -> str:
     """A saved value as short text."""
     if isinstance(value, bytes):
         return str(len(value) // REF.itemsize) if field.endswith(".refs") else f"{len(value)} bytes"
-    if field.endswith(".growth"):
-        with contextlib.suppress(TypeError, ValueError):
-            return ", ".join(f"{shards} shards from epoch {epoch}" for epoch, shards in value)
     if field.endswith(".packs"):
         with contextlib.suppress(TypeError, IndexError, KeyError):  # those of a user's own stage
             lengths = [sum(item[1] for item in pack) for pack in value]

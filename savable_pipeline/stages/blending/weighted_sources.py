@@ -153,7 +153,7 @@ class WeightedSources(Stage):
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
-        decided = next(iter(self.sources)).lane.decisions.weights.get(name, {})
+        decided = next(iter(self.sources)).lane.facts.decisions.weights.get(name, {})
         self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
         self._end_sources(self._ended)
         vars(self).pop("info", None)

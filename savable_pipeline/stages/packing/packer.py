@@ -127,7 +127,7 @@ class OnlinePacker(TakesItems):
 
     @cached_property
     def _packing(self) -> Packing:
-        max_length = self.lane.decisions.max_length or self.max_length
+        max_length = self.lane.facts.decisions.max_length or self.max_length
         if callable(self.policy):
             return ByFunction(self.policy, max_length=max_length, open_packs=self.open_packs)
         return make_packing(

@@ -102,7 +102,7 @@ class Join(TakesRefs):
         return self.lane.shared(("join", id(store)), lambda: self._checked(name, store))
 
     def _checked(self, name: str, store: Samples) -> Samples:
-        return _without_twins(name, store.pinned(self.lane.pinned))
+        return _without_twins(name, store.pinned(self.lane.worker.pinned))
 
     def describe(self) -> StageInfo:
         """The source's: as deep, so that stages after it draw the random numbers that they would without it."""

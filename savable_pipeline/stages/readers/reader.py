@@ -44,7 +44,6 @@ class _ReaderState(msgspec.Struct):
     position: SavedCount
     lane: dict[str, SavedCount]
     cut: SavedCount = 0
-    growth: list[tuple[EpochNumber, EpochNumber]] = []
 
 
 class _TakesLane(TakesRefs):
@@ -157,7 +156,7 @@ class RecordReader(_TakesLane):
         self.block_size = BLOCK if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # of a batch downstream
-        self._begin_with(lane.growth.get("", ()))
+        self._begin_with(lane.facts.growth.get("", ()))
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
         """Go to the beginning, in a dataset to which shards were added in this way."""
@@ -174,7 +173,7 @@ class RecordReader(_TakesLane):
         """Go to the beginning of the pass, cut as other lanes have begun it, if some have; else in the best unit."""
         settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
-        begun = self.lane.cuts.get(self.branch)
+        begun = self.lane.facts.chunk_sizes.get(self.branch)
         self._shares = shares if begun is None else shares.cut_by(begun)
         self._move_to(shares.first_epoch, 0)
 
@@ -241,7 +240,7 @@ class RecordReader(_TakesLane):
             self.count_faults()  # once an epoch
         self._ahead = self._refs(start, stop)
         self._used = 0
-        if not self.lane.downloads:
+        if not self.lane.worker.downloads:
             return True
         if not ahead:
             self.dataset.prefetch(self._ahead)
@@ -267,7 +266,7 @@ class RecordReader(_TakesLane):
 
         Refs of a restored buffer are scattered: readahead on a disk would cost one system call per ref.
         """
-        if self.lane.downloads if self.dataset.prefetch_refs else self._deals:
+        if self.lane.worker.downloads if self.dataset.prefetch_refs else self._deals:
             self.dataset.prefetch(refs)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
@@ -282,17 +281,13 @@ class RecordReader(_TakesLane):
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
         `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
-        `growth`, if shards were added: see growth.py.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
-        more = {"cut": self._shares.cut, "growth": self.samples.pairs}
-        return {**state, **{name: value for name, value in more.items() if value}}
+        return {**state, "cut": self._shares.cut} if self._shares.cut else state
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
-        if saved.growth and not self.samples.pairs:  # by hand, in a lane that no loader made
-            self._begin_with(saved.growth)
         self._shares = self._shares.cut_by(saved.cut)
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
@@ -330,7 +325,7 @@ class RecordReader(_TakesLane):
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
         self.dataset.names[self.tag] = name
-        self._begin_with(self.lane.growth.get(name, ()))
+        self._begin_with(self.lane.facts.growth.get(name, ()))
 
     @property
     def begun(self) -> int:

@@ -68,7 +68,7 @@ class ReaderData:
         # a function is another object in another process, where a run must find its shards by the same name
         same = how["on_error"] == "raise", how["quarantine"]
         pinned_as = self.pinned_as or repr((self.kind, self.named, *same, *self.options))
-        return lane.shared(named, lambda: pin(self.open(**how), pinned_as, lane.pinned)), named
+        return lane.shared(named, lambda: pin(self.open(**how), pinned_as, lane.worker.pinned)), named
 
     @classmethod
     def of_files(
@@ -79,7 +79,7 @@ class ReaderData:
         def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
             source = source_at(files, kind, lane, cache)
             if source.session is not None:  # the run may have another commit of the Hub pinned since
-                source = replace(source, files=at_commit(files, lane.pinned, source.session))
+                source = replace(source, files=at_commit(files, lane.worker.pinned, source.session))
             return open_source(source, tolerant, unlistable, **settings)
 
         return cls(kind, files, partial(dataset_of, opened), options)
@@ -94,7 +94,7 @@ class ReaderData:
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None)) -> Source:
     """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
     known = "source", files, kind, cache
-    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.pinned, cache=cache))
+    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.worker.pinned, cache=cache))
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:

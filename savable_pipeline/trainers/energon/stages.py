@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.lane import Lane, WorkerContext
 from savable_pipeline.data.dataset.ref import RefArray
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
@@ -109,7 +109,7 @@ class EnergonPipeline:
         A pack counts as a sample, and where there are groups a batch does.
         """
         size = 1 if self.encoder.groups else self.batch_size or 1
-        samples = _first_of(self(Lane(count=lanes, seed=seed, downloads=False)))
+        samples = _first_of(self(Lane(count=lanes, seed=seed, worker=WorkerContext(downloads=False))))
         counts = [count for lane in range(lanes) if (count := _samples_of(samples, lane)) is not None]
         if lanes == 1 or len(counts) < lanes:
             total = sum(leaf.samples for leaf in self.encoder.sources.leaves.values())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names
 from savable_pipeline.errors import ShardError
@@ -220,7 +221,7 @@ def test_an_exclude_that_names_nothing_is_told_once_with_the_names(
 ) -> None:
     shared: dict[Any, Any] = {}
     for lane in range(3):
-        sp.TarShardReader(prepared, sp.Lane(lane, 3, shared=shared), split="train")
+        sp.TarShardReader(prepared, sp.Lane(lane, 3, worker=WorkerContext(shared=shared)), split="train")
     assert [record.getMessage() for record in caplog.records] == [
         f"{prepared}: `exclude` names what is not in b.tar: dir/k4",
         f"{prepared}: `exclude` names what is not there: gone.tar/k",

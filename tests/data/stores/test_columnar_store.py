@@ -18,6 +18,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from tests.support.toy_samples import plain_png
@@ -155,7 +156,9 @@ def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -
 def test_lanes_of_a_process_share_the_decoded_row_groups(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"id": range(400)}), rows=100)
     shared: dict[Any, Any] = {}
-    readers = [custom.ParquetReader(path, sp.Lane(i, 4, shared=shared), epochs=1) for i in range(4)]
+    readers = [
+        custom.ParquetReader(path, sp.Lane(i, 4, worker=WorkerContext(shared=shared)), epochs=1) for i in range(4)
+    ]
     assert sorted(sample.json("id") for reader in readers for sample in reader) == list(range(400))
     assert readers[0].dataset is readers[3].dataset
     assert readers[0].dataset.store.blocks.decoded == 4  # type: ignore[attr-defined]

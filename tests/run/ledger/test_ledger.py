@@ -177,7 +177,7 @@ def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
     """Files of two ranks, each of one batch: number, rank and the first slot of the start."""
     folder.mkdir()
     for each, (number, rank, slot) in enumerate(starts):
-        begun = Start(1, number, rank, 2, 4, 7, 0, slot, [], b"")
+        begun = Start(records.FORMAT, number, rank, 2, 4, 7, 0, slot, [], b"")
         batch = Batch.of(0, slot + rank, BatchSamples.of(()))
         (folder / f"{each}.ledger").write_bytes(framed(begun) + framed(batch))
 
@@ -424,7 +424,7 @@ def test_a_forged_column_is_refused() -> None:
 
 def test_a_forged_number_of_items_takes_no_memory(folder: Path) -> None:
     folder.mkdir()
-    start = Start(1, 1, 0, 1, 1, 0, 0, 0, [], b"")
+    start = Start(records.FORMAT, 1, 0, 1, 1, 0, 0, 0, [], b"")
     forged = Batch(0, 0, 1 << 60, b"\x09\x00", b"\x09\x00", b"\x09\x00")
     (folder / "0.ledger").write_bytes(framed(start) + framed(forged))
     with pytest.raises(sp.SavableError, match="not a ledger that can be read"):
@@ -544,7 +544,8 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
             state = own.state_dict()
         lengths.append(len(given))
     ledger = LedgerFiles(folder)
-    assert ledger.starts[2].growth["a"][-1][1] == 4 and set(ledger.starts[2].growth) == {"a", "b"}
+    growth = list(ledger.batches())[-1].facts.growth
+    assert growth["a"][-1][1] == 4 and set(growth) == {"a", "b"}
     for epoch, slot in random.Random(1).sample(sorted(given), 25):
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
 

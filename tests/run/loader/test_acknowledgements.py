@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from in_flight import history, voted_step
+from in_flight import history
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
-from savable_pipeline.run.loader import acknowledged_run, acknowledgements, run, savable_loader
-from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
+from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, savable_loader
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.summary import read_checkpoint, summarize
@@ -58,10 +60,14 @@ def loader(pipeline: Any, **settings: Any) -> sp.SavableLoader:
     return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": LANES, "acknowledge": True, **settings})
 
 
-def run_of(own: sp.SavableLoader) -> AcknowledgedRun:
-    found = own.__savable_run__()
-    assert isinstance(found, AcknowledgedRun)
-    return found
+def run_of(own: sp.SavableLoader) -> Run:
+    return own.__savable_run__()
+
+
+def table_of(own: sp.SavableLoader) -> Acknowledgements:
+    rows = run_of(own).rows
+    assert rows is not None
+    return rows.table
 
 
 def bare(batch: Any) -> str:
@@ -415,7 +421,7 @@ def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_th
         other.done(second)
         assert other.in_flight() == (0, None) and _open(own.state_dict()) == {1: [0, 1, 2, 3]}
         own.done(own.receipts())
-        assert not run_of(own).table._handed and not run_of(other).table._handed
+        assert not table_of(own)._handed and not table_of(other)._handed
 
 
 def test_receipts_after_a_load_are_those_of_the_batch_that_was_given_after_it(shards: str) -> None:
@@ -537,7 +543,7 @@ def test_a_state_of_an_earlier_place_has_what_was_given_before_it_whatever_was_s
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(shards: str, every: int) -> None:
     pipeline = partial(number_pipeline, shards)
-    modules = [acknowledged_run, acknowledgements, run, savable_loader]
+    modules = [rows_in_flight, acknowledgements, run, savable_loader]
     for how in ("new", "again", "loaded"):
         for at in range(1, 100_000, every):
             own = loader(pipeline, lanes=2)
@@ -594,7 +600,7 @@ def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_state_that_loads_
 
 
 def coming(own: sp.SavableLoader) -> bool:
-    return bool(run_of(own).table.waiting)
+    return bool(table_of(own).waiting)
 
 
 def saying(say: Any) -> Any:
@@ -610,7 +616,7 @@ def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.Savable
 
 def taken(ranks: Sequence[sp.SavableLoader]) -> list[Any]:
     """The batches of the next step."""
-    return voted_step(list(map(run_of, ranks)))
+    return voted_step([iter(run_of(rank)) for rank in ranks])
 
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])

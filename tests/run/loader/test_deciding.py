@@ -26,12 +26,12 @@ from savable_pipeline import custom
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
-from savable_pipeline.run.ledger.records import Decided, read_records
-from savable_pipeline.run.loader.deciding import DecidingRun
+from savable_pipeline.run.ledger.records import Facts, read_records
+from savable_pipeline.run.loader.decided import further
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.state.lane_state import LaneState, unpack_state
-from savable_pipeline.run.state.state_dict import lane_name, merge_states
+from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.run.state.summary import summarize
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.pipeline import upstream
@@ -100,9 +100,9 @@ def pipeline(
     return sp.Batcher(items, size=2)
 
 
-def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> DecidingRun:
+def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> Run:
     kept: dict[str, Any] = {"pipeline": partial(pipeline, folder, **how), "seed": 5, "lanes": LANES}
-    return DecidingRun(LoaderSettings(**kept, ranks=(rank, world_size), **(settings or {})))
+    return Run(LoaderSettings(**kept, ranks=(rank, world_size), **(settings or {})))
 
 
 def loader(folder: Path, *, settings: Any = None, **how: Any) -> sp.SavableLoader:
@@ -140,7 +140,7 @@ def straight(folder: Path, plan: Mapping[int, Any], slots: int, **how: Any) -> l
         return list(taken(one, plan, slots))
 
 
-def taken(one: DecidingRun, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
+def taken(one: Run, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
     while one.position.slot < slots:
         if one.position.slot in plan:
             assert one.decide(**plan[one.position.slot]) == one.position.slot
@@ -160,7 +160,7 @@ def over_ranks(folder: Path, plan: Mapping[int, Any], slots: int, draw: random.R
                     rank.load_state_dict(state)
             for _ in range(draw.randrange(1, 6)):
                 slot = len(found)
-                if slot in plan and (not slot or ranks[0].position.decisions.place < slot):
+                if slot in plan and (not slot or ranks[0].position.facts.decisions.place < slot):
                     assert {rank.decide(**plan[slot]) for rank in ranks} == {slot}
                 found += [batch for _, batch in sorted((rank.position.own_slot, next(rank)) for rank in ranks)]
             state = merge_states(rank.state_dict() for rank in ranks)
@@ -200,8 +200,8 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
                 os.kill(pids[slot % len(pids)], signal.SIGKILL)  # one may not have started again
             assert next(made) == batch
     (file,) = tmp_path.glob("*.ledger")
-    noted = [record.decisions for record in read_records(file) if isinstance(record, Decided)]
-    assert [each.place for each in noted] == sorted(plan)
+    noted = [record.facts.decisions for record in read_records(file) if isinstance(record, Facts)]
+    assert sorted({each.place for each in noted if each}) == sorted(plan)
     ledger = sp.Ledger(tmp_path)
     assert all(ledger.batch(partial(pipeline, shards), slot=slot) == expected[slot] for slot in range(0, 24, 3))
 
@@ -259,7 +259,7 @@ def io_of(state: Any) -> Any:
 
 
 def sp_decisions(made: sp.SavableLoader) -> Decisions:
-    return made.__savable_run__().position.decisions
+    return made.__savable_run__().position.facts.decisions
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -530,14 +530,15 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
 
 
 def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded() -> None:
-    none = NOTHING_DECIDED.then(0, weights={}, excluded={}, max_length=0)
-    many = none.then(0, weights={}, excluded={7: range(10_000)}, max_length=0)
+    none = further(NOTHING_DECIDED, 0, weights={}, excluded={}, max_length=0)
+    many = further(none, 0, weights={}, excluded={7: range(10_000)}, max_length=0)
     grown = len(msgspec.msgpack.encode(many)) - len(msgspec.msgpack.encode(none))
     assert 80_000 <= grown < 80_100
     assert many.numbers(7) == frozenset(range(10_000)) and not many.numbers(8)
-    tiny = none.then(0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
+    tiny = further(none, 0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
     assert tiny.weights[""]["a"] == 1 and tiny.weights[""]["c"] == 0 and tiny.weights[""]["b"] > (1 << 30) - 9
-    assert none.then(4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0).weights == {"": {"a": 7, "b": 3}}
+    tenths = further(none, 4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0)
+    assert tenths.weights == {"": {"a": 7, "b": 3}}
 
 
 def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
@@ -545,10 +546,10 @@ def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
         next(one)
         one.decide(exclude=["s000001"])
         state = one.state_dict()
-    body = msgspec.msgpack.decode(state[lane_name(0)][16:])
+    body = msgspec.msgpack.decode(state["facts"][16:])
     body["decisions"]["excluded"] = {1: b"odd"}
-    with pytest.raises(StateError, match="8 bytes each"):
-        unpack_state(forged(body), LaneState, "lane 0")
+    with loader(shards) as other, pytest.raises(StateError, match="8 bytes each"):
+        other.load_state_dict({**state, "facts": forged(body)})
 
 
 def forged(body: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -120,27 +121,38 @@ def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_ta
 def votes_of_step(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the ranks vote in a step that fails at first; taken again, they do not vote."""
     monkeypatch.setattr(run, "pinned", fails)
-    steps = [one.taking() for one in runs]
     sent, votes = None, 0
-    while asked := [vote for step in steps if (vote := asked_by(step, sent)) is not None]:
+    while asked := [vote for one in runs if (vote := asked_by(one, sent)) is not None]:
         assert len(asked) == len(runs), "all ranks vote or none"
         sent, votes = min(asked), votes + 1
     monkeypatch.setattr(run, "pinned", lambda batch: batch)
     for one in runs:
-        assert asked_by(one.taking(), None) is None, "the ranks would not be in step"
+        assert asked_by(one, None) is None, "the ranks would not be in step"
     return votes
+
+
+class Asked(Exception):
+    pass
 
 
 def fails(batch: Any) -> Any:
     raise RuntimeError("no memory")
 
 
-def asked_by(step: Any, sent: int | None) -> int | None:
-    """The vote that a step asks for; None if it has been taken or has failed."""
-    try:
-        return step.send(sent)  # type: ignore[no-any-return]
-    except (StopIteration, RuntimeError):
-        return None
+def asked_by(one: Run, sent: int | None) -> int | None:
+    """The vote that a run's next step asks for; None if it has been taken or has failed."""
+    known, asked = [sent], []
+
+    def agree(vote: int) -> int:
+        if (found := known.pop() if known else None) is None:
+            asked.append(vote)
+            raise Asked
+        return found
+
+    one.agree = agree
+    with contextlib.suppress(RuntimeError, Asked):
+        next(one)
+    return asked[0] if asked else None
 
 
 def test_a_known_length_needs_no_vote(counted: Any) -> None:

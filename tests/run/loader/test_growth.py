@@ -12,12 +12,13 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.shards.index import FileFormat
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.run.state.state_dict import lane_name
-from savable_pipeline.run.state.summary import shown, summarize
+from savable_pipeline.run.state.state_dict import lane_name, read_facts
+from savable_pipeline.run.state.summary import summarize
 from tests.conftest import write_numbered_shards, write_tar
 
 LANES = 4
@@ -68,8 +69,8 @@ def after(steps: int, **how: Any) -> dict[str, Any]:
 
 
 def growth_in(state: dict[str, Any]) -> list[Any]:
-    """What each lane of a state says of the growth."""
-    return [unpack_state(state[lane_name(lane)], LaneState, "").grown for lane in range(state["lanes"])]
+    """What a state says of the growth."""
+    return read_facts(state).growth
 
 
 def refusal(made: sp.SavableLoader, state: dict[str, Any], allow: Any = ("shards",)) -> str:
@@ -85,22 +86,20 @@ def test_they_join_at_the_epoch_after_the_last_that_any_lane_has_begun(data: Pat
     add(data, 2)
     made = loader(data)
     made.load_state_dict(state, allow="shards")
-    assert growth_in(made.state_dict()) == [{"": [(0, 2), (4, 3)]}] * LANES
+    assert growth_in(made.state_dict()) == {"": [(0, 2), (4, 3)]}
     next(made)
     made.load_state_dict(made.state_dict())  # the same, said to people
-    begun = next(row for row in summarize(made.state_dict()).lanes.values() if "TarShardReader.growth" in row)
-    told = shown("TarShardReader.growth", begun["TarShardReader.growth"])
-    assert told == "2 shards from epoch 0, 3 shards from epoch 4"
+    assert summarize(made.state_dict()).settings["growth"] == "2 shards from epoch 0, 3 shards from epoch 4"
     later = loader(data)
     later.load_state_dict(made.state_dict())  # no word is needed from now on
-    assert growth_in(later.state_dict()) == [{"": [(0, 2), (4, 3)]}] * LANES
+    assert growth_in(later.state_dict()) == {"": [(0, 2), (4, 3)]}
     add(data, 3, 4)
     again = loader(data)
     again.load_state_dict(later.state_dict(), allow="shards")  # before the first have joined: all at one epoch
-    assert growth_in(again.state_dict()) == [{"": [(0, 2), (4, 5)]}] * LANES
+    assert growth_in(again.state_dict()) == {"": [(0, 2), (4, 5)]}
     for _ in range(4 * 20):
         next(again)
-    assert set(map(str, growth_in(again.state_dict()))) == {str({"": [(0, 2), (4, 5)]})}
+    assert growth_in(again.state_dict()) == {"": [(0, 2), (4, 5)]}
 
 
 def test_before_the_first_batch_they_are_there_from_the_start(data: Path) -> None:
@@ -122,11 +121,11 @@ def test_each_source_of_a_blend_has_its_own_epoch(data: Path) -> None:
         shutil.copy(data.parent / "all" / "0003.tar", data / name)
     made = loader(data, make=blended)
     made.load_state_dict(state, allow={"shards"})
-    assert growth_in(made.state_dict()) == [{"a": [(0, 1), (4, 2)], "b": [(0, 2), (1, 3)]}] * LANES
+    assert growth_in(made.state_dict()) == {"a": [(0, 1), (4, 2)], "b": [(0, 2), (1, 3)]}
     shutil.copy(data.parent / "all" / "0004.tar", data / "b")
     again = loader(data, make=blended)
     again.load_state_dict(made.state_dict(), allow={"shards"})
-    assert growth_in(again.state_dict()) == [{"a": [(0, 1), (4, 2)], "b": [(0, 2), (1, 4)]}] * LANES
+    assert growth_in(again.state_dict()) == {"a": [(0, 1), (4, 2)], "b": [(0, 2), (1, 4)]}
 
 
 def test_the_word_is_for_later_too_and_does_nothing_where_no_shard_is_new(data: Path) -> None:
@@ -148,7 +147,7 @@ def test_it_takes_the_state_of_all_lanes(data: Path) -> None:
     assert "this is a rank's own part, 2 of 4 lanes" in told
     assert "global_state_dict()" in told
     later.load_state_dict(sp.merge_states(states), allow={"shards"})
-    assert len(growth_in(sp.merge_states([later.state_dict(), _of_rank(data, states, 0)]))) == LANES
+    assert growth_in(sp.merge_states([later.state_dict(), _of_rank(data, states, 0)]))
 
 
 def _of_rank(data: Path, states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
@@ -162,12 +161,16 @@ def test_ranks_that_grew_otherwise_do_not_go_together(data: Path) -> None:
     add(data, 2)
     grown = loader(data)
     grown.load_state_dict(state, allow={"shards"})
+    facts = RunFacts({"": [(0, 2), (9, 3)]})
     lane = unpack_state(grown.state_dict()["lane_00002"], LaneState, "")
-    other = msgspec.structs.replace(lane, growth={"": [(0, 2), (9, 3)]})
-    mixed = {**grown.state_dict(), "lane_00002": pack_state(other)}
-    assert "the lanes of the state do not agree" in refusal(loader(data), mixed, ())
-    with pytest.raises(sp.CheckpointMismatchError, match="do not agree on the epochs at which shards joined"):
+    other = pack_state(msgspec.structs.replace(lane, facts=facts.digest))
+    mixed = {**grown.state_dict(), "lane_00002": other}
+    assert "lane_00002 does not agree with the state" in refusal(loader(data), mixed, ())
+    with pytest.raises(sp.CheckpointMismatchError, match="lane_00002 does not agree with the state"):
         sp.merge_states([mixed])
+    alone = {name: value for name, value in mixed.items() if not name.startswith("lane_")} | {"lane_00002": other}
+    with pytest.raises(sp.CheckpointMismatchError, match="do not agree on the epochs at which shards joined"):
+        sp.merge_states([grown.state_dict(), {**alone, "facts": pack_state(facts)}])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_a_count_whose_shares_would_move_is_refused_and_a_share_is_not(data: Pat
     assert "subset=10 is a count, and each shard's share of it changes" in told
     made = loader(data, how={"subset": 0.5})
     made.load_state_dict(states[0.5], allow={"shards"})
-    assert growth_in(made.state_dict())[0][""][-1][1] == 3
+    assert growth_in(made.state_dict())[""][-1][1] == 3
     other = loader(data, how={"subset": 0.4})
     assert "subset: saved 0.5, here 0.4" in refusal(other, states[0.5])
 
@@ -266,10 +269,11 @@ def test_only_new_shards_are_read_to_index_them(data: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("pairs", [[(0, 2), (3, 9)], [(0, 0), (2, 2)], [(1, 2)], [(0, 2), (0, 2)]])
 def test_forged_pairs_are_an_error(data: Path, pairs: list[tuple[int, int]]) -> None:
-    state = after(5, folder=data)
+    facts = RunFacts({"": pairs})
+    state = {**after(5, folder=data), "facts": pack_state(facts)}
     for name in [lane_name(lane) for lane in range(LANES)]:
         lane = unpack_state(state[name], LaneState, "")
-        state[name] = pack_state(msgspec.structs.replace(lane, growth={"": pairs}))
+        state[name] = pack_state(msgspec.structs.replace(lane, facts=facts.digest))
     made = loader(data)
     with pytest.raises(sp.CheckpointMismatchError, match="shards joined as"):
         made.load_state_dict(state)
@@ -312,4 +316,4 @@ def test_a_loader_that_has_looked_at_the_grown_data_reads_old_epochs_as_they_wer
     made.load_state_dict(state, allow={"shards"})
     assert len(made) == len(old) + len(rest)
     assert [int(batch) for batch in made] == rest
-    assert growth_in(made.state_dict()) == [{"": [(0, 2), (1, 3)]}] * LANES  # in later passes too
+    assert growth_in(made.state_dict()) == {"": [(0, 2), (1, 3)]}  # in later passes too

@@ -19,9 +19,11 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
+from savable_pipeline.run.state.lane_state import pack_state
 from savable_pipeline.run.state.restoring import has_too_many
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
 from savable_pipeline.run.state.summary import summarize
@@ -329,9 +331,10 @@ def test_joined_shards_that_are_not_there_are_refused_and_the_loader_loads_the_n
 ) -> None:
     own = toy(folder)
     expected = take(own, 7)
-    wrong = dict(saved)
+    facts = RunFacts({"": [(0, 1), (1, 900)]})
+    wrong = {**saved, "facts": pack_state(facts)}
     for name in ("lane_00000", "lane_00001", "lane_00002"):
-        wrong[name] = sealed({**plain_of(saved[name]), "growth": {"": [[0, 1], [1, 900]]}})
+        wrong[name] = sealed({**plain_of(saved[name]), "facts": facts.digest})
     with pytest.raises(sp.CheckpointMismatchError, match="shards joined"):
         own.load_state_dict(wrong)
     own.close()

@@ -13,6 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.media_indexing import index_media
 from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
@@ -158,17 +159,17 @@ def test_a_worker_that_starts_later_has_the_table_that_the_run_began_with(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without: dict[str, bytes] = {}
-    sp.TarShardReader(dataset, sp.Lane(pinned=without))
+    sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=without)))
     index_media(dataset)
-    assert sp.TarShardReader(dataset, sp.Lane(pinned=without)).dataset.known_media.table is None
+    assert sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=without))).dataset.known_media.table is None
     given: dict[str, bytes] = {}
-    sp.TarShardReader(dataset, sp.Lane(pinned=given))
+    sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=given)))
     write(dataset, 2)
     index_media(dataset)
-    assert sp.TarShardReader(dataset, sp.Lane(pinned=given)).dataset.known_media.table is not None
+    assert sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=given))).dataset.known_media.table is not None
     with_other_values(dataset, monkeypatch)
     with pytest.raises(sp.ShardError, match="the table of media was removed or changed since this run began"):
-        sp.TarShardReader(dataset, sp.Lane(pinned=given))
+        sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=given)))
 
 
 def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

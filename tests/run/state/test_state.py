@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.core.state_numbers import LAST_COMMITS, ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint
@@ -31,8 +32,10 @@ def test_a_state_comes_back_as_it_was() -> None:
 def test_a_state_is_its_magic_numbers_checksum_and_messagepack() -> None:
     raw = pack_state(LaneState(5, epoch=1))
     assert raw[:8] == b"SAVL" + struct.pack("<HH", STATE, ORDER)
-    assert len(raw) < 60
-    assert msgspec.msgpack.decode(raw[16:]) == {"lane": 5, "epoch": 1, "batches": 0, "more": None, "stages": None}
+    assert len(raw) < 70
+    assert msgspec.msgpack.decode(raw[16:]) == {
+        "lane": 5, "epoch": 1, "batches": 0, "more": None, "stages": None, "facts": 0,
+    }  # fmt: skip
 
 
 def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
@@ -109,7 +112,8 @@ def flat(lanes: list[int], *, of: int = 4, slot: int = 6, epoch: int = 0, run: b
     states = {
         lane_name(lane): pack_state(LaneState(lane, epoch, batches_before(slot, lane, of), stages={})) for lane in lanes
     }
-    return {"order": ORDER, "state": STATE, "lanes": of, "epoch": epoch, "slot": slot, "fingerprint": run, **states}
+    numbers = {"order": ORDER, "state": STATE, "lanes": of, "epoch": epoch, "slot": slot}
+    return {**numbers, "fingerprint": run, "facts": pack_state(NO_FACTS), **states}
 
 
 def test_lanes_lie_under_names_of_their_own() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
@@ -27,7 +28,7 @@ from tests.support.toy_dataset import NumberDataset, drained, first, known, pair
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, custom.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
     shared: dict[Any, Any] = {known(name): NumberDataset([size]) for name, size in sizes.items()}
-    lane = lane or sp.Lane(shared=shared)
+    lane = lane or sp.Lane(worker=WorkerContext(shared=shared))
     lane._shared.update(shared)
     return {name: sp.TarShardReader(name, lane, **how) for name in sizes}
 
@@ -96,7 +97,9 @@ def test_the_lanes_of_a_run_have_the_shares_together() -> None:
     shared: dict[Any, Any] = {}
     plans = []
     for index in range(6):
-        readers = make_readers({"a": 100, "b": 100, "c": 100}, sp.Lane(index, 6, 9, shared=shared))
+        readers = make_readers(
+            {"a": 100, "b": 100, "c": 100}, sp.Lane(index, 6, 9, worker=WorkerContext(shared=shared))
+        )
         names = named(first(sp.Blend(readers, weights={"a": 5, "b": 2, "c": 1}, stride=4), 40), ["a", "b", "c"])
         plans.append(["abc".index(name) for name in names])
     for n in range(4, 41, 4):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.readers.dealt_order import DealtOrder
 from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
 
@@ -54,7 +55,8 @@ def read_in_turns(folder: Path, *, lanes: int, buffer: int, **settings: Any) -> 
     """An epoch of all lanes in one process, batch by batch in turn; and the row groups decoded per row group."""
     shared: dict[Any, Any] = {}
     readers = [
-        custom.ParquetReader(folder, sp.Lane(i, lanes, 7, shared=shared), epochs=1, **settings) for i in range(lanes)
+        custom.ParquetReader(folder, sp.Lane(i, lanes, 7, worker=WorkerContext(shared=shared)), epochs=1, **settings)
+        for i in range(lanes)
     ]
     going: list[Any] = [sp.ShuffleBuffer(reader, size=buffer) for reader in readers]
     ids = []

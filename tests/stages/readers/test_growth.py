@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.lane import WorkerContext
+from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.stages.readers.growth import GrowingSamples
 from tests.support.toy_dataset import NumberDataset, drained, first, known
 
@@ -34,7 +35,11 @@ def grown(draw: Any) -> tuple[list[int], list[tuple[int, int]]]:
 
 def reader(sizes: list[int], lane: int, lanes: int, growth: Growth | None = None, epoch: int = 0, **how: Any) -> Any:
     shared = {known("numbers"): NumberDataset(sizes)}
-    return sp.TarShardReader("numbers", sp.Lane(lane, lanes, 7, epoch=epoch, shared=shared, growth=growth), **how)
+    return sp.TarShardReader(
+        "numbers",
+        sp.Lane(lane, lanes, 7, epoch=epoch, facts=RunFacts(growth or {}), worker=WorkerContext(shared=shared)),
+        **how,
+    )
 
 
 def shards_of(epoch: int, pairs: list[tuple[int, int]]) -> int:
@@ -70,7 +75,7 @@ def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
     assert found == expected[:250]
     stage = reader(sizes, lane, lanes, {"": pairs}, **how)
     stage.take_refs(cut := draws.draw(st.integers(0, 200)))
-    by_hand = reader(sizes, lane, lanes, None, **how)  # as without a loader: the state alone says how the data grew
+    by_hand = reader(sizes, lane, lanes, {"": pairs}, **how)
     by_hand.restore_state(stage.save_state())
     assert first(by_hand, 50) == found[cut : cut + 50]
 

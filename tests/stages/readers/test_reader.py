@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from tests.conftest import MakeShards, write_tar
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
@@ -94,7 +95,7 @@ def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None
 
 def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
     shared: dict[Any, Any] = {known("numbers"): NumberDataset([5])}
-    second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
+    second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, worker=WorkerContext(shared=shared)), epochs=2)
     refs = drained(second)
     assert {epoch for _, epoch in refs} == {2, 3}
     assert refs == drained(readers([5], epochs=4)(0))[10:]
@@ -133,7 +134,7 @@ def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times
     dataset = NumberDataset([5000])
     dataset.prefetch = lambda refs: told.extend(refs["index"].tolist())  # type: ignore[method-assign]
     shared: dict[Any, Any] = {known("numbers"): dataset}
-    reader = sp.TarShardReader("numbers", sp.Lane(shared=shared), epochs=1, shuffle=False)
+    reader = sp.TarShardReader("numbers", sp.Lane(worker=WorkerContext(shared=shared)), epochs=1, shuffle=False)
     for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
         dataset.prefetch_refs = ahead
         told.clear()
@@ -165,7 +166,7 @@ def test_two_readers_over_lists_that_are_made_anew_do_not_get_each_others_shards
 def test_shards_are_indexed_once_for_all_lanes_of_a_process(make_shards: Any) -> None:
     shared: dict[Any, Any] = {}
     folder = make_shards([2])
-    lanes = [sp.TarShardReader(folder, sp.Lane(i, 2, shared=shared)) for i in range(2)]
+    lanes = [sp.TarShardReader(folder, sp.Lane(i, 2, worker=WorkerContext(shared=shared))) for i in range(2)]
     assert lanes[0].dataset is lanes[1].dataset
 
 
@@ -221,7 +222,7 @@ def test_the_next_pass_takes_a_part_of_another_epoch() -> None:
     shared: dict[Any, Any] = {known("numbers"): NumberDataset([40])}
     parts = []
     for epoch in range(2):
-        lane = sp.Lane(shared=shared)
+        lane = sp.Lane(worker=WorkerContext(shared=shared))
         lane.epoch = epoch
         parts.append(drained(sp.TarShardReader("numbers", lane, epochs=1.5)))
     assert [Counter(epoch for _, epoch in part) for part in parts] == [{0: 40, 1: 20}, {2: 40, 3: 20}]
@@ -274,7 +275,7 @@ def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **setti
     sizes = []
     for number in range(lanes):
         shared: dict[Any, Any] = {known("numbers"): NumberDataset([count])}
-        lane = sp.Lane(number, lanes, pad=pad, shared=shared)
+        lane = sp.Lane(number, lanes, pad=pad, worker=WorkerContext(shared=shared))
         reader = sp.TarShardReader("numbers", lane, epochs=1, **settings)
         reader.set_batch_size(rows, aligned=True)
         given = len(drained(reader))
@@ -301,7 +302,10 @@ def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
         for number in range(lanes):
             shared: dict[Any, Any] = {known("numbers"): NumberDataset([10, 9])}
             reader = sp.TarShardReader(
-                "numbers", sp.Lane(number, lanes, epoch=epoch, shared=shared), epochs=2, shuffle=False
+                "numbers",
+                sp.Lane(number, lanes, epoch=epoch, worker=WorkerContext(shared=shared)),
+                epochs=2,
+                shuffle=False,
             )
             reader.set_batch_size(3, aligned=True)
             lists.append([index for index, _ in drained(reader)])
@@ -334,7 +338,7 @@ def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
     sizes = []
     for number in range(20):
         shared: dict[Any, Any] = {known("numbers"): NumberDataset([25])}
-        lane = sp.Lane(number, 20, shared=shared)
+        lane = sp.Lane(number, 20, worker=WorkerContext(shared=shared))
         sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(10)}
         sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
     assert sum(sizes) == 10 * 25
