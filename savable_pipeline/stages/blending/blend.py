@@ -21,8 +21,7 @@ from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import as_ref, left_sizes
 from savable_pipeline.stages.stage import ItemStage, SampleStage, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
-from savable_pipeline.stages.task_encoder import Skip
+from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs, make
 
 
 class _BlendSettings(TypedDict, total=False):
@@ -144,14 +143,19 @@ class _BlendOfItems(Blend, TakesItems):
                 return [element]
         return []
 
+    def _load(self, name: str, n: int) -> int:
+        ready = super()._load(name, n)
+        if self._makes and n and ready:
+            make(self._ahead[name][0], self._stages[name])
+        return ready
+
     def _length(self, name: str, element: Element) -> int | None:
         """The length of an element, which is made if that is not known; None if it can no longer be made."""
         if element.sizes is not None and not element.is_made:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
+        make(element, stage)
         if not element.is_made:
-            element.value, element.ref = stage.fetch_left(element.ref)
-        if type(element.value) is Skip:
             return None
         encoder = stage.info.encoder
         assert encoder is not None
