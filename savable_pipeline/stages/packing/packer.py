@@ -173,9 +173,8 @@ class OnlinePacker(TakesItems):
                     make(element, self)
                 self._close(pack)
                 return [element]
-            element = self._give(pack)
-            if element is not None:
-                return [element]
+            if (given := self._give(pack)) is not None:
+                return [given]
         return []
 
     def _fill(self) -> OpenPack | None:
