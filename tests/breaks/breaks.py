@@ -208,7 +208,7 @@ STAGES = [
         "new-weights-go-on-with-old-counts",
         "mixing bounds",
         "A restore with other weights goes on with the turns counted by the old ones.",
-        _STAGES + "blending/weighted_sources.py",
+        _STAGES + "blending/blend.py",
         "        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:\n",
         "        if self._active and saved.turns.names == self._active:\n",
         ("tests/stages/blending", "tests/run/loader/test_deciding.py"),
