@@ -158,7 +158,7 @@ STAGES = [
         "balance-forgets-other-costs",
         "balance",
         "The costs of the packs given last are restored in another order, so that others of them are forgotten first.",
-        _STAGES + "packing/balance_rule.py",
+        _STAGES + "packing/balance.py",
         '        self.past = array("q", past)\n',
         '        self.past = array("q", sorted(past))\n',
         ("tests/stages/packing", "tests/system/test_exact_resume.py"),

@@ -13,8 +13,14 @@ from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.packing.packing_policies import (
+    OpenPack,
+    Packing,
+    PackingFunction,
+    Piece,
+    Policy,
+    make_packing,
+)
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, placed
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
@@ -127,12 +133,9 @@ class OnlinePacker(TakesItems):
 
     @cached_property
     def _packing(self) -> Packing:
-        max_length = self.lane.decisions.max_length or self.max_length
-        if callable(self.policy):
-            return ByFunction(self.policy, max_length=max_length, open_packs=self.open_packs)
         return make_packing(
             self.policy,
-            max_length=max_length,
+            max_length=self.lane.decisions.max_length or self.max_length,
             max_images=self.max_images or 0,
             max_cost=self.max_cost or 0,
             costing=self._costing,
