@@ -31,7 +31,7 @@ from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
 from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems
+from savable_pipeline.stages.stage_bases import TakesItems, make
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -116,7 +116,7 @@ class Encode(TakesItems):
         )
 
     def take(self, n: int) -> list[Element]:
-        """The next items, 1 to `n` of them, unmade if the encoder declares their sizes; none only at the end."""
+        """The next items, 1 to `n` of them; unmade where the encoder declares their sizes; none only at the end."""
         elements: list[Element] = []
         ahead = self._ahead
         first, part, before = ahead.next, self._part, self._skipped.begin(elements)
@@ -155,8 +155,11 @@ class Encode(TakesItems):
         if size is None:
             self._take_samples(elements, len(elements) + 1)
             return
+        element = Element((sample.index, sample.epoch, 0), sizes=(size,))
+        if self._makes:
+            make(element, self)
         self._ahead.next += 1
-        elements.append(Element((sample.index, sample.epoch, 0), sizes=(size,)))
+        elements.append(element)
 
     def _is_left_out(self, sample: Sample) -> bool:
         return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided

@@ -13,9 +13,8 @@ from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.source import RangeColumns
-from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.blending.blend import Blend, By, Until
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.weighted_sources import By, Until
 from savable_pipeline.stages.pipeline_step import ALONE, PipelineStep, unlike_defaults
 from savable_pipeline.stages.pipeline_value import AnyPipeline, ItemPipeline, Pipeline, SamplePipeline
 from savable_pipeline.stages.readers.join import Join, Missing

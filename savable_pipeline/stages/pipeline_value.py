@@ -19,8 +19,7 @@ from savable_pipeline.core.lane import Lane, WorkerContext
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.media.clips import Clips
 from savable_pipeline.stages.batcher import Batcher
-from savable_pipeline.stages.bucket_batcher import BucketBatcher
-from savable_pipeline.stages.bucket_sizes import BatchSize, Group
+from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, Group
 from savable_pipeline.stages.clip_encoder import ClipEncoder
 from savable_pipeline.stages.cost import Cost
 from savable_pipeline.stages.encode import Encode
@@ -29,8 +28,7 @@ from savable_pipeline.stages.filters import ItemFilter, SampleFilter
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
-from savable_pipeline.stages.packing.packing_function import PackingFunction
-from savable_pipeline.stages.packing.packing_policies import Policy
+from savable_pipeline.stages.packing.packing_policies import PackingFunction, Policy
 from savable_pipeline.stages.packing.piece_maker import TooLong
 from savable_pipeline.stages.pipeline_step import ALONE, PipelineStep
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
@@ -38,6 +36,11 @@ from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, St
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
+
+
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a method of `Pipeline`, as `locals()` has them, for the stage that takes the same ones."""
+    return {name: value for name, value in arguments.items() if name != "self"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -248,19 +251,7 @@ class ItemPipeline(Pipeline):
             max_held_bytes: Most bytes of items in all open packs of a process.
             encoder: Measures, cuts and packs.
         """
-        return self._then(
-            ItemPipeline,
-            OnlinePacker,
-            max_length=max_length,
-            policy=policy,
-            open_packs=open_packs,
-            max_images=max_images,
-            max_cost=max_cost,
-            cost=cost,
-            too_long=too_long,
-            max_held_bytes=max_held_bytes,
-            encoder=encoder,
-        )
+        return self._then(ItemPipeline, OnlinePacker, **_options(locals()))
 
     def balance(
         self, hold: int, *, cost: Cost, max_held_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
@@ -273,8 +264,7 @@ class ItemPipeline(Pipeline):
             max_held_bytes: As for `sp.Balance`; so is `encoder`.
             encoder: Measures items.
         """
-        options = {"hold": hold, "cost": cost, "max_held_bytes": max_held_bytes, "encoder": encoder}
-        return self._then(ItemPipeline, Balance, **options)
+        return self._then(ItemPipeline, Balance, **_options(locals()))
 
     def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
         """Make batches of `size` items or packs: `sp.Batcher`.
@@ -310,18 +300,7 @@ class ItemPipeline(Pipeline):
             hold: Full batches that a lane holds for that.
             encoder: Measures items and makes the batches.
         """
-        return self._then(
-            BatchPipeline,
-            BucketBatcher,
-            bounds=bounds,
-            size=size,
-            max_tokens=max_tokens,
-            group=group,
-            drop_last=drop_last,
-            same_bucket=same_bucket,
-            hold=hold,
-            encoder=encoder,
-        )
+        return self._then(BatchPipeline, BucketBatcher, **_options(locals()))
 
 
 class SamplePipeline(Pipeline):
@@ -427,14 +406,7 @@ class SamplePipeline(Pipeline):
         """
         if not is_maker(encoder):
             check_encoder(".encode", encoder)
-        return self._then(
-            ItemPipeline,
-            Encode,
-            encoder,
-            on_error=on_error,
-            max_errors=max_errors,
-            check=check,
-        )
+        return self._then(ItemPipeline, Encode, encoder, on_error=on_error, max_errors=max_errors, check=check)
 
     def clips(
         self,

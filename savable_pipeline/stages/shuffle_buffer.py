@@ -16,7 +16,7 @@ from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import HeldItems, HeldRefs
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
+from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs, make
 
 _MAX_HELD_BYTES = 1 << 30
 
@@ -80,21 +80,30 @@ class ShuffleBuffer(Stage):
         """The next elements of the source, an array of refs or a list: 1 to `n` of them; none for 0, or at the end."""
         raise NotImplementedError
 
-    def _given(self, n: int) -> Any:
-        """The next 1 to `n` elements, as `_taken`: random ones, each replaced by the source's next, or the last."""
-        held, key = self._held, self._key
+    def _fill(self) -> None:
+        """Take elements until the buffer is full or the source ends."""
+        held = self._held
         while len(held) < self.size and len(more := self._taken(self.size - len(held))):
             held.add(more)
             if self.lane.unused is not None:
                 self.lane.unused -= len(more)  # what the lane knows to be in the buffer is not wasted
+
+    def _slot(self) -> int:
+        """The place of the next element to give, whether or not another follows into it."""
+        return (word(self._key, self._draws) >> 32) * len(self._held) >> 32
+
+    def _given(self, n: int) -> Any:
+        """The next 1 to `n` elements, as `_taken`: random ones, each replaced by the source's next, or the last."""
+        held = self._held
+        self._fill()
         fresh = self._taken(n if len(held) == self.size else 0)
         if len(fresh):
-            slots = below(words(key, self._draws, len(fresh)), self.size)
+            slots = below(words(self._key, self._draws, len(fresh)), self.size)
             self._draws += len(fresh)
             return held.exchange(slots, fresh)
         last = []
         for _ in range(min(n, len(held))):
-            last.append(held.remove((word(key, self._draws) >> 32) * len(held) >> 32, last_fills=True))
+            last.append(held.remove(self._slot(), last_fills=True))
             self._draws += 1
         return last
 
@@ -166,6 +175,10 @@ class _BufferOfItems(ShuffleBuffer, TakesItems):
 
     def take(self, n: int) -> list[Element]:
         """The next items, 1 to `n` of them; none only at the end of a finite source."""
+        if self._makes:
+            self._fill()
+            if len(self._held):
+                make(self._held[self._slot()], self.source)
         elements: list[Element] = self._given(n)
         return elements
 

@@ -62,19 +62,33 @@ class TakesRefs(SampleStage):
 
 
 class TakesItems(ItemStage):
-    """Base of a stage of items that writes `take`: `__next__` makes what that leaves unmade."""
+    """Base of a stage of items that writes `take`. In `__next__` the stage makes an element before it moves past it.
+
+    So an element that cannot be made now is met again by the next call, also of a stage restored from a state in
+    between. `take` leaves elements unmade, unless `_makes`.
+    """
 
     ref: ItemRef = ()
-    _unmade: Element | None = None  # that could not be made when it was taken: the next call tries it again
+    _makes = False
 
     def __next__(self) -> Any:
-        while (element := self._unmade or next(iter(self.take(1)), None)) is not None:
-            value, left = element.value, element.ref
-            if not element.is_made:
-                self._unmade = element
-                value, left = self.fetch_left(element.ref)
-                self._unmade = None
-            if type(value) is not Skip:  # which was counted where that was found
-                self.ref, self.sizes = left, left_sizes(element.sizes, element.ref, left)
-                return value
+        self._makes = True
+        try:
+            while elements := self.take(1):
+                (element,) = elements
+                if element.is_made:  # else it is lost
+                    self.ref, self.sizes = element.ref, element.sizes
+                    return element.value
+        finally:
+            self._makes = False
         raise StopIteration
+
+
+def make(element: Element, stage: Stage) -> None:
+    """Make an unmade element of a stage, unless that is no longer possible, which the stage has counted."""
+    if element.is_made:
+        return
+    value, left = stage.fetch_left(element.ref)
+    if type(value) is not Skip:
+        element.sizes = left_sizes(element.sizes, element.ref, left)
+        element.value, element.ref = value, left

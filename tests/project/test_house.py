@@ -20,7 +20,6 @@ FILES = [path for package in ("savable_pipeline", "task_encoders") for path in s
 LONGEST_CLASS, LONGEST_FUNCTION = 300, 40  # lines of code
 STILL_LONGER = {  # functions, a little above what they have
     "packer.py:__init__": 48,
-    "weighted_sources.py:__init__": 46,
     "tar.py:members": 48,
     "conversion.py:convert": 49,
     "run.py:run_conversion": 43,

@@ -179,6 +179,21 @@ def test_a_filler_is_the_same_whether_the_first_batch_was_made_or_passed_over(ma
     assert made.filler()["id"].tolist() == passed.filler()["id"].tolist() == [0, 0, 0, 0]
 
 
+def test_a_filler_after_a_resume_is_the_one_of_a_run_that_never_stopped(make_shards: Any) -> None:
+    shards = make_shards([14])
+
+    def stage() -> sp.Batcher:
+        reader = sp.TarShardReader(shards, sp.Lane(1, 2, pad=True), epochs=1, shuffle=False, block_size=4)
+        return sp.Batcher(sp.Encode(reader, Ids()), size=4)
+
+    whole, resumed = stage(), stage()
+    assert next(whole)["id"].tolist() == [4, 5, 6, 7]
+    resumed.restore_state(whole.save_state())
+    for own in (whole, resumed):
+        assert next(own)["id"].tolist() == [12, 13, 12, 12]
+        assert own.filler()["id"].tolist() == [4, 4, 4, 4], "of the first item of the lane"
+
+
 class Ids(sp.TaskEncoder):
     """Items are dicts of the sample's number."""
 

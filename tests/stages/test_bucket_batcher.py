@@ -20,8 +20,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.stages.bucket_rule import BucketRule
-from savable_pipeline.stages.bucket_sizes import BucketSizes
+from savable_pipeline.stages.bucket_batcher import BucketRule, BucketSizes
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs

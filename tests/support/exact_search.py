@@ -99,12 +99,14 @@ def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[in
     """Sizes with which each lane gets samples that are not left out, in file order too.
 
     In file order all passes of a lane may be alike: it has at least two blocks, which are not skipped both, since no
-    number of lanes is a multiple of 5 or 7; and eight where other things leave out some.
+    number of lanes is a multiple of 5 or 7; and eight, of 32 samples, where other things
+    leave out some. Two mixtures read a source in file order.
     """
     others = chosen["subset"] or chosen["join"] or chosen["filters"] or chosen["weights"] != "fixed"
-    blocks = 8 if others and not chosen["shuffle"] else 2
-    enough = blocks * lanes * (chosen["block_size"] or 8) + 5
-    return [*sizes, enough] if others or chosen["skip"] else sizes
+    in_file_order = not chosen["shuffle"] or chosen["blend"] in ("samples", "items")
+    block = chosen["block_size"] or 8
+    blocks = max(8, 32 // block) if others and in_file_order else 2
+    return [*sizes, blocks * lanes * block + 5] if others or chosen["skip"] else sizes
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from savable_pipeline.data.dataset.exclude_file import numbers_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.fingerprint import stage_field
-from savable_pipeline.stages.blending.weighted_sources import WeightedSources
+from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -91,16 +91,16 @@ def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
     return {name: max(1, weight * _PARTS // total) if weight else 0 for name, weight in weights.items()}
 
 
-def _blends(last: Stage) -> dict[str, WeightedSources]:
+def _blends(last: Stage) -> dict[str, Blend]:
     """The Blends of a pipeline, by their branch."""
-    return {stage.info.branch: stage for stage in upstream(last) if isinstance(stage, WeightedSources)}
+    return {stage.info.branch: stage for stage in upstream(last) if isinstance(stage, Blend)}
 
 
 def _packers(last: Stage) -> list[OnlinePacker]:
     return [stage for stage in upstream(last) if isinstance(stage, OnlinePacker)]
 
 
-def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, WeightedSources]) -> dict[str, dict[str, Weight]]:
+def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
     """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
     if not blends:
         raise ValueError("decide: the pipeline has no Blend, whose weights could be decided")

@@ -15,7 +15,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import LedgerSource
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
-from savable_pipeline.stages.readers.reader_of import READERS
+from savable_pipeline.stages.readers.readers import READERS
 
 Found = list[tuple[str, GivenBatch, int]]
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}

@@ -8,7 +8,7 @@ from functools import cache
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.stages.batcher import Batcher
-from savable_pipeline.stages.blending.weighted_sources import WeightedSources
+from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.class_checks import gives
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.mapped_function import LAMBDA
@@ -26,7 +26,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 log = logging.getLogger(__name__)
 
 # Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
-_IN_ORDER = (WeightedSources, Join, PassThrough, Encode, OnlinePacker, Batcher)
+_IN_ORDER = (Blend, Join, PassThrough, Encode, OnlinePacker, Batcher)
 _MANY_EPOCHS = 4  # of a lane, whose samples a buffer holds at a time
 
 

@@ -1,28 +1,339 @@
-"""`Blend`: the stage that merges several sources into one stream, each with its exact share."""
+"""`Blend`: the stage that merges several sources into one stream, each with its exact share.
+
+turns                 a b a a c a b …          turns.py: by weights, which may change during the run
+sources  a ──▶ ahead  a0 a1 a2                 what was taken of each before its turn
+         b ──▶ ahead  b0
+         c ──▶ ahead  c0 c1
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack, overload
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.weights import Weight
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
+from savable_pipeline.core.weights import Weight, integer_weights
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.turns import TokenTurns
-from savable_pipeline.stages.blending.weighted_sources import By, Elements, Until, WeightedSources
+from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import as_ref, left_sizes
-from savable_pipeline.stages.stage import ItemStage, SampleStage, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
-from savable_pipeline.stages.task_encoder import Skip
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.setting_rules import SettingRule
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs, make
+from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import common_encoder
+
+log = logging.getLogger(__name__)
+
+By = Literal["samples", "tokens"]
+Until = Literal["all", "first"]
+_Elements: TypeAlias = NDArray[Any]  # refs of samples, REF (n,), or `Element`s, object (n,)
+
+
+class _BlendState(msgspec.Struct):
+    sources: dict[str, dict[str, Any]]
+    ended: list[str]
+    ahead: dict[str, Any]
+    turns: TurnsState
+
+
+class _WeightedSources(Stage):
+    """What both kinds of `Blend` have in common: sources that take turns by weight. A kind takes elements from them."""
+
+    ref: ItemRef = ()
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "sources": SettingRule(field="sources"),
+        "weights": SettingRule(field="weights"),
+        "schedule": SettingRule(allowed_by="weights"),
+    }
+
+    def __init__(
+        self,
+        sources: Mapping[str, Stage],
+        *,
+        weights: Mapping[str, Weight] | Schedule | None = None,
+        by: By = "samples",
+        until: Until = "all",
+        stride: int = 8,
+    ) -> None:
+        _check_sources(sources)
+        if not isinstance(weights, Mapping | Schedule | None):
+            raise TypeError(f"Blend: weights are given by the names of the sources, as a dict, not {weights!r}")
+        self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
+        self.weights: dict[str, int] = {}
+        self.until = until
+        self._before = 0  # samples or tokens given before the counts of the turns began
+        self._begun: Turns | TokenTurns | None = None
+        self._ended: set[str] = set()
+        self.name_branch("")
+        self.schedule = weights if isinstance(weights, Schedule) else None
+        given = self._given_weights(weights, by)
+        for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
+            if value not in choices:
+                raise ValueError(f"Blend: {name} must be one of {', '.join(choices)}, not {value!r}")
+        if stride < 1:
+            raise ValueError(f"Blend: stride must be at least 1, not {stride}")
+        self.weights = integer_weights({name: given[name] for name in self._stages})
+        self.by = by
+        self.stride = stride
+        self._counters: dict[str, list[str]] = {}  # of each source, by name
+        self._end_sources(self._ended)
+        self._ahead: dict[str, _Elements] = {name: self._restored(name, b"") for name in self._stages}  # of their turns
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
+        if by == "tokens" and isinstance(self, SampleStage):
+            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
+
+    def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None, by: By) -> Mapping[str, Weight]:
+        """A weight for each source. Raises ValueError if some have none, or there is no such source."""
+        given: Mapping[str, Weight]
+        if isinstance(weights, Schedule):
+            given = dict.fromkeys(weights.names, 1)
+        elif weights is not None:
+            given = weights
+        elif by == "tokens":
+            raise ValueError('Blend: by="tokens" needs weights: the sizes of the sources are known in samples only')
+        else:
+            given = {name: stage.info.population for name, stage in self._stages.items()}
+        if self._stages.keys() != given.keys():
+            missing, unknown = sorted(self._stages.keys() - given.keys()), sorted(given.keys() - self._stages.keys())
+            raise ValueError(
+                f"Blend: every source needs a weight, or none: none is given for {missing}; no source for {unknown}"
+            )
+        return given
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.
+
+        The counts of earlier passes are not known in the next one.
+        """
+        if schedule.unit != self.by:
+            raise ValueError(f"Blend: a schedule by {schedule.unit} needs by={schedule.unit!r}; it is {self.by!r}")
+        if not self.describe().endless:
+            raise ValueError(
+                "Blend: a schedule counts from the run's start, so one of its sources at least must have no end: "
+                "epochs=None in its reader"
+            )
+
+    def describe(self) -> StageInfo:
+        """One deeper than the deepest source, with the sum of their populations, and all their tags and origins.
+
+        Endless if some source that is on is, or with `until="first"`, if all of these are.
+        """
+        infos = [stage.info for stage in self.sources]
+        given = [self._stages[name].info.endless for name in self._on]
+        return StageInfo(
+            infos[0].lane,
+            depth=1 + max(info.depth for info in infos),
+            population=sum(info.population for info in infos),
+            endless=(any if self.until == "all" else all)(given),
+            tags=frozenset(self._stage_of),
+            origins=frozenset[int]().union(*(info.origins for info in infos)),
+            branch=self._branch,
+            encoder=common_encoder([info.encoder for info in infos]),
+            excluded=reduce(or_, (info.excluded for info in infos)),
+            gives_excluded=any(info.gives_excluded for info in infos),
+            declared=any(info.declared for info in infos),
+        )
+
+    # The sources.
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """The sources, in the order of their names."""
+        return tuple(self._stages.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return list(self._stages)
+
+    def name_branch(self, name: str) -> None:
+        """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
+        self._branch = name
+        for own, stage in self._stages.items():
+            stage.name_branch(f"{name}/{own}" if name else own)
+        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
+        if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
+            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
+        decided = next(iter(self.sources)).lane.facts.decisions.weights.get(name, {})
+        self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
+        self._end_sources(self._ended)
+        vars(self).pop("info", None)
+
+    def fetch(self, ref: ItemRef | Ref) -> Any:
+        """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
+        return self._source_of(ref).fetch(ref)
+
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """The element with this ref, and the ref of what is left of it."""
+        return self._source_of(ref).fetch_left(ref)
+
+    def _source_of(self, ref: ItemRef | Ref) -> Stage:
+        if isinstance(ref, Ref):
+            for stage in self.sources:
+                if ref.source in stage.info.origins:
+                    return stage
+            raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
+        return self._of_tag(tag_of(next(sample_indices(as_ref(ref)))))
+
+    def _of_tag(self, tag: int) -> Stage:
+        if tag not in self._stage_of:
+            raise CheckpointMismatchError(
+                f"Blend of {', '.join(self._stages)}: a ref has tag {tag}, which is that of none of them: was a source "
+                "removed or renamed since?"
+            )
+        return self._stage_of[tag]
+
+    # The turns.
+
+    @property
+    def _on(self) -> dict[str, int]:
+        """The weights of the sources that are on, as decided, or else its own: a weight of 0 turns a source off."""
+        weights = self.weights if self._decided is None else {name: self._decided[name] for name in self._stages}
+        return {name: weight for name, weight in weights.items() if weight}
+
+    def _end_sources(self, ended: set[str]) -> None:
+        """Set the ended sources. `_active` lists the others that are on; empty when the Blend itself has ended."""
+        over = bool(ended) and self.until == "first"
+        self._ended = ended
+        self._active = [] if over else [name for name in self._on if name not in ended]
+        if self._begun is not None:
+            self._before += self._begun.taken
+        self._begun = None
+
+    @property
+    def _turns(self) -> Turns | TokenTurns:
+        """The turns of the sources that have not ended."""
+        if self._begun is None:
+            schedule, on = self.schedule, self._on
+            if schedule is None or self._decided is not None:
+                schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
+            self._begun = begin_turns(self.info, schedule, self._active, self._before, stride=self.stride)
+        return self._begun
+
+    # The elements.
+
+    def _given(self, n: int) -> _Elements:
+        """The elements of the next turns, 1 to `n` of them; none only at the end."""
+        given = self._of_turns(n)
+        while not len(given) and self._active:
+            given = self._of_turns(n)
+        return given
+
+    def _of_turns(self, n: int) -> _Elements:
+        """The elements of the next `n` turns, or of those before the turn of a source that has ended."""
+        active = self._active
+        if not active:
+            return self._restored("", b"")
+        turns = self._turns
+        assert isinstance(turns, Turns)
+        chosen = turns.plan(n)
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            have = self._load(name, len(mine))
+            if have < len(mine):
+                chosen = chosen[: mine[have]]
+        given = np.empty(len(chosen), self._ahead[active[0]].dtype)
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            given[mine] = self._ahead[name][: len(mine)]
+            self._count_drawn(name, len(mine))
+            self._ahead[name] = self._ahead[name][len(mine) :]
+        turns.take(chosen)
+        if len(chosen) < n:
+            self._end_sources({*self._ended, active[turns.plan(1)[0]]})
+        return given
+
+    def _load(self, name: str, n: int) -> int:
+        """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
+        while len(self._ahead[name]) < n:
+            fresh = self._taken(name, n - len(self._ahead[name]))
+            if not len(fresh):
+                break
+            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
+        return len(self._ahead[name])
+
+    def _taken(self, name: str, n: int) -> _Elements:
+        """The next 1 to `n` elements of a source; none only at its end."""
+        raise NotImplementedError
+
+    def _saved(self, ahead: _Elements) -> Any:
+        """_Elements as a state has them."""
+        raise NotImplementedError
+
+    def _restored(self, name: str, saved: Any) -> _Elements:
+        """_Elements of a source in a state."""
+        raise NotImplementedError
+
+    def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
+        """Count the elements of a source. A Blend in this one counts its own sources."""
+        counters = self._counters.get(name)
+        if counters is None:
+            tags = self._stages[name].info.tags
+            named = [count_of_source(min(tags) << TAG_SHIFT, what) for what in ("drawn", "drawn_tokens")]
+            counters = self._counters[name] = named if len(tags) == 1 else []
+        if counters:
+            self.counts[counters[0]] += elements
+            if tokens:
+                self.counts[counters[1]] += tokens
+
+    # State.
+
+    def save_state(self) -> State:
+        """`sources`: the state of each, by name; `ended`: names of those that have ended; `turns`: the counts so far.
+
+        `ahead`: what was taken from a source before its turn: refs of samples, 12 bytes each, or of each item its ref
+        and sizes.
+        """
+        turns = self._turns.save() if self._active else {"weights": 0, "counts": [], "taken": 0}
+        return {
+            "sources": {name: stage.save_state() for name, stage in self._stages.items()},
+            "ended": sorted(self._ended),
+            "ahead": {name: self._saved(ahead) for name, ahead in self._ahead.items() if len(ahead)},
+            "turns": {
+                "names": list(self._active),
+                **turns,
+                **({"before": self._before} if self._before else {}),
+            },
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`. New sources start at their beginning; new weights restart the turns."""
+        saved = parse_state(self, state, _BlendState)
+        for name, stage in self._stages.items():
+            if name in saved.sources:
+                stage.restore_state(saved.sources[name])
+        self._end_sources({name for name in saved.ended if name in self._stages})
+        self._ahead = {name: self._restored(name, saved.ahead.get(name, b"")) for name in self._stages}
+        self._begun, self._before = None, saved.turns.before
+        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:
+            self._turns.restore(saved.turns)
+        else:
+            self._begun, self._before = None, saved.turns.before + saved.turns.taken
+            log.info("Blend of %s: the shares are counted again from here", self.lane)
+
+    def settings(self) -> dict[str, Any]:
+        """The names of the sources, their weights, and every other argument."""
+        return {
+            "sources": list(self._stages),
+            "weights": self.weights if self.schedule is None else {},
+            "by": self.by,
+            "until": self.until,
+            "stride": self.stride,
+            **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
+        }
 
 
 class _BlendSettings(TypedDict, total=False):
@@ -32,7 +343,7 @@ class _BlendSettings(TypedDict, total=False):
     stride: int
 
 
-class Blend(WeightedSources):
+class Blend(_WeightedSources):
     """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
     Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
@@ -144,14 +455,19 @@ class _BlendOfItems(Blend, TakesItems):
                 return [element]
         return []
 
+    def _load(self, name: str, n: int) -> int:
+        ready = super()._load(name, n)
+        if self._makes and n and ready:
+            make(self._ahead[name][0], self._stages[name])
+        return ready
+
     def _length(self, name: str, element: Element) -> int | None:
         """The length of an element, which is made if that is not known; None if it can no longer be made."""
         if element.sizes is not None and not element.is_made:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
+        make(element, stage)
         if not element.is_made:
-            element.value, element.ref = stage.fetch_left(element.ref)
-        if type(element.value) is Skip:
             return None
         encoder = stage.info.encoder
         assert encoder is not None
@@ -163,13 +479,13 @@ class _BlendOfItems(Blend, TakesItems):
                 f"{name!r} of {self.lane}"
             ) from error
 
-    def _taken(self, name: str, n: int) -> Elements:
+    def _taken(self, name: str, n: int) -> _Elements:
         return _array(self._stages[name].take(n))
 
-    def _saved(self, ahead: Elements) -> list[Any]:
+    def _saved(self, ahead: _Elements) -> list[Any]:
         return [(element.ref, element.sizes) for element in ahead]
 
-    def _restored(self, name: str, saved: Any) -> Elements:
+    def _restored(self, name: str, saved: Any) -> _Elements:
         try:
             elements = msgspec.convert(saved or [], list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
         except msgspec.ValidationError as error:
@@ -181,12 +497,27 @@ class _BlendOfItems(Blend, TakesItems):
         return _array(left)
 
 
-def _array(elements: list[Element]) -> Elements:
+def _array(elements: list[Element]) -> _Elements:
     return np.fromiter(elements, object, len(elements))
 
 
 def _tags_of(refs: RefArray) -> NDArray[np.int64]:
     return (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+
+
+def _check_sources(sources: Mapping[str, Stage]) -> None:
+    """Raise ValueError unless these are stages of one lane, properly named, that all give samples or all items."""
+    if not sources:
+        raise ValueError("Blend needs at least one source")
+    for name, stage in sources.items():
+        if not isinstance(name, str) or not name or set("/#") & set(name):
+            raise ValueError(f"Blend: a source's name is a word without / and #, not {name!r}")
+        if not isinstance(stage, Stage):
+            raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
+    if any(stage.lane is not next(iter(sources.values())).lane for stage in sources.values()):
+        raise ValueError("Blend: all sources must be built for the same lane")
+    if len({isinstance(stage, SampleStage) for stage in sources.values()}) > 1:
+        raise ValueError("Blend: some sources give samples and others items; end all before or all after Encode")
 
 
 for _kind in (_BlendOfSamples, _BlendOfItems):

@@ -11,12 +11,15 @@ of its items. The price: what the function wrote into an item would be lost, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
+from savable_pipeline.core.item_changes import changed_part, parts_of
+from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
@@ -25,13 +28,14 @@ from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.packing.item_selection import Select, select_places
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+
+Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]
 
 
 class _ItemPackerState(msgspec.Struct):
@@ -143,7 +147,7 @@ class ItemPacker(TakesItems):
             if not self._held:
                 return False
             items, refs = _left(made)
-            select = partial(select_places, self.select)
+            select = partial(_select_places, self.select)
             groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
             self._rounds += 1
             self._groups = list(map(len, groups))
@@ -219,3 +223,46 @@ def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
     """The items that could be made, and their refs."""
     left = [(item, ref) for item, ref in made if type(item) is not Skip]
     return [item for item, _ in left], [ref for _, ref in left]
+
+
+def _select_places(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
+    """The groups that `select` makes, as places of their items. Raises ValueError for a wrong answer."""
+    before = list(map(parts_of, items))
+    groups = _groups(select(list(items), rng))
+    for item, parts in zip(items, before, strict=True):
+        if (name := changed_part(item, parts)) is not None:
+            raise ValueError(
+                f"it changed {name!r} of an item of type {type(item).__name__}, which is not changed when the item is "
+                "made again, after a resume or beyond max_held_bytes: compute it in encode or pack"
+            )
+    free: dict[int, list[int]] = {}
+    for place in reversed(range(len(items))):  # an object that is there several times has its places in turn
+        free.setdefault(id(items[place]), []).append(place)
+    return [_places(group, number, free) for number, group in enumerate(groups)]
+
+
+def _groups(found: Any) -> list[list[Any]]:
+    if not isinstance(found, Iterable) or isinstance(found, dict | str):
+        raise ValueError(f"it returned {type(found).__name__}: return a list of packs, each a list of items")
+    groups = list(found)
+    for group in groups:
+        if not isinstance(group, list | tuple):
+            raise ValueError(f"a pack is a list of items, not {type(group).__name__}: return a list of such lists")
+    return [list(group) for group in groups]
+
+
+def _places(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
+    places: list[int] = []
+    for item in group:
+        if id(item) not in free:
+            raise ValueError(
+                f"group {number} has an object, of type {type(item).__name__}, that is none of the items: return "
+                "those that were given, no copies and no numbers; "
+                "what changes an item belongs in encode or pack"
+            )
+        if not free[id(item)]:
+            raise ValueError(f"group {number} has an item that is in a group already")
+        places.append(free[id(item)].pop())
+    if not places:
+        raise ValueError(f"group {number} is empty")
+    return places

@@ -13,13 +13,19 @@ from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.packing.packing_policies import (
+    OpenPack,
+    Packing,
+    PackingFunction,
+    Piece,
+    Policy,
+    make_packing,
+)
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, placed
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems
+from savable_pipeline.stages.stage_bases import TakesItems, make
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -127,12 +133,9 @@ class OnlinePacker(TakesItems):
 
     @cached_property
     def _packing(self) -> Packing:
-        max_length = self.lane.facts.decisions.max_length or self.max_length
-        if callable(self.policy):
-            return ByFunction(self.policy, max_length=max_length, open_packs=self.open_packs)
         return make_packing(
             self.policy,
-            max_length=max_length,
+            max_length=self.lane.facts.decisions.max_length or self.max_length,
             max_images=self.max_images or 0,
             max_cost=self.max_cost or 0,
             costing=self._costing,
@@ -168,10 +171,13 @@ class OnlinePacker(TakesItems):
         while (pack := self._fill()) is not None:
             if self.info.declared:
                 self._counts_when_made = True
-                return [self._close(pack, pack.pieces)]
-            element = self._give(pack)
-            if element is not None:
+                element = self._element(pack.pieces)
+                if self._makes:
+                    make(element, self)
+                self._close(pack)
                 return [element]
+            if (given := self._give(pack)) is not None:
+                return [given]
         return []
 
     def _fill(self) -> OpenPack | None:
@@ -191,19 +197,22 @@ class OnlinePacker(TakesItems):
             self._release(pack)
             self._left_out(packed, pieces)
             return None
-        element = self._close(pack, pieces)
+        element = self._element(pieces)
         element.value = packed
+        self._close(pack)
         self._count_pack(element.sizes or ())
         return element
 
-    def _close(self, pack: OpenPack, pieces: list[Piece]) -> Element:
-        """Close a pack with these of its pieces."""
-        self._release(pack)
+    def _element(self, pieces: list[Piece]) -> Element:
+        """The next pack, of these pieces, unmade."""
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
-        element = Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
+        return Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
+
+    def _close(self, pack: OpenPack) -> None:
+        """Count a pack as given."""
+        self._release(pack)
         self._count += 1
         self._row_of_skipped_packs = 0
-        return element
 
     def _count_pack(self, sizes: Sequence[Size]) -> None:
         """Count a pack, made of items of these sizes."""

@@ -12,38 +12,11 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.source import STORES
-from savable_pipeline.stages.readers.file_reader import FileReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import source_at
-from savable_pipeline.stages.readers.readers import (
-    ArrowReader,
-    CsvReader,
-    FolderReader,
-    JsonlReader,
-    JsonReader,
-    LitDataReader,
-    MdsReader,
-    ParquetReader,
-    TarShardReader,
-    TokenReader,
-)
+from savable_pipeline.stages.readers.readers import READERS
 
 Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
-READERS: dict[str, type[FileReader]] = {
-    each.kind: each
-    for each in (
-        TarShardReader,
-        ParquetReader,
-        ArrowReader,
-        JsonlReader,
-        CsvReader,
-        JsonReader,
-        FolderReader,
-        TokenReader,
-        MdsReader,
-        LitDataReader,
-    )
-}
 
 
 def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordReader:

@@ -1,17 +1,86 @@
-"""The readers of each kind of files: names of a `FileReader`, each with the options of its kind."""
+"""`FileReader` reads the files of one kind; the readers of each kind are its names, each with the kind's options."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
-from typing import Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.shards.paths import Shards
-from savable_pipeline.data.stores.grouped_store import DECODED_BYTES
-from savable_pipeline.data.stores.source import RangeColumns
-from savable_pipeline.stages.readers.file_reader import FileReader
-from savable_pipeline.stages.readers.reader_settings import ReaderSettings
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.file_hashes import known_hash
+from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.source import STORES, RangeColumns
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
+
+_NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
+
+
+class FileReader(RecordReader):
+    """Yields the samples of a lane's share of files of a `kind`: see source.py, whose store takes the options."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        """A name for files of this kind; of those here, `inspect.signature` shows all settings for `**settings`."""
+        super().__init_subclass__()
+        if kind:
+            cls.kind = kind
+        if "__init__" in vars(cls) and cls.__module__ == __name__:
+            shown, usual = inspect.signature(cls.__init__), inspect.signature(RecordReader.__init__).parameters
+            common = [usual[name] for name in ReaderSettings.__annotations__]
+            parameters = [*list(shown.parameters.values())[:-1], *common]
+            vars(cls)["__init__"].__signature__ = shown.replace(parameters=parameters)
+
+    def __init__(self, files: Shards, lane: Lane, options: dict[str, Any], common: ReaderSettings) -> None:
+        self.files = as_names(files)
+        self.options = _checked(type(self).__name__, self.kind, options)
+        known = STORES[self.kind].settings
+        most: Any = options.get("cache_bytes")
+        given = {name: value for name, value in self.options.items() if name in known and value is not None}
+        cache = options.get("cache"), most
+        if "blocks" in known:
+            cache, given["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
+        if "unpacked_bytes" in known:
+            given["unpacked_bytes"] = common.get("unpacked_bytes", UNPACKED_BYTES)
+        named = tuple((name, repr(value)) for name, value in self.options.items())
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **given), lane, **common)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of every reader, and the options that change samples; of fields of files those that are used."""
+        saved = {name: value for name, value in self.options.items() if name not in _NOT_SAVED}
+        if "file_fields" in saved:
+            saved["file_fields"] = getattr(self.dataset.store, "fields", None)
+        if "key_end" in saved:
+            saved["key_end"] = saved["key_end"] or "first"
+        return {**super().settings(), **saved}
+
+
+def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with tuples for sequences. Raises ValueError for values that the kind does not have."""
+    found = {**options}
+    for name in ("columns", "file_fields"):
+        if found.get(name) is not None:
+            found[name] = tuple(found[name])
+    for part, columns in (found.get("ranges") or {}).items():
+        if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
+            raise ValueError(f"ranges: {part!r} is (path, begin, end), names of three columns, not {columns!r}")
+    if found.get("ranges") is not None:
+        found["ranges"] = {part: [*columns] for part, columns in found["ranges"].items()}
+    if kind == "jsonl" and found["file_fields"] is None and found["files_from"] is not None:
+        raise ValueError(f"{reader}: files_from is for the fields that file_fields names")
+    if (end := found.get("key_end")) not in ("first", "last", None):
+        raise ValueError(f"{reader}: key_end must be 'first' or 'last', not {end!r}")
+    if (algorithm := found.get("validate_hash")) is not None and known_hash([algorithm]) is None:
+        raise ValueError(f"{reader}: validate_hash is an algorithm of hashlib or xxhash, not {algorithm!r}")
+    if kind == "tokens":
+        from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
+
+        check_token_settings(**found)
+    return found
 
 
 class TarShardReader(FileReader, kind="tar"):
@@ -68,7 +137,26 @@ class TarShardReader(FileReader, kind="tar"):
         super().__init__(shards, lane, {"cache": cache, "cache_bytes": cache_bytes}, settings)
 
 
-class ParquetReader(FileReader, kind="parquet"):
+class _TableReader(FileReader):
+    """The options of tables whose rows are decoded in groups."""
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        ranges: RangeColumns | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(
+            files, lane, {"columns": columns, "key": key, "ranges": ranges, "cache_bytes": cache_bytes}, settings
+        )
+
+
+class ParquetReader(_TableReader, kind="parquet"):
     """Yields the rows of a lane's share of Parquet files as samples, in the order of `sp.TarShardReader`.
 
     Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
@@ -106,23 +194,8 @@ class ParquetReader(FileReader, kind="parquet"):
         ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
     """
 
-    def __init__(
-        self,
-        files: Shards,
-        lane: Lane,
-        *,
-        columns: Sequence[str] | None = None,
-        key: str | None = None,
-        ranges: RangeColumns | None = None,
-        cache_bytes: int = DECODED_BYTES,
-        **settings: Unpack[ReaderSettings],
-    ) -> None:
-        super().__init__(
-            files, lane, {"columns": columns, "key": key, "ranges": ranges, "cache_bytes": cache_bytes}, settings
-        )
 
-
-class ArrowReader(FileReader, kind="arrow"):
+class ArrowReader(_TableReader, kind="arrow"):
     """Yields the rows of a lane's share of Arrow files, IPC files and streams, in the order of `sp.TarShardReader`.
 
     Parts are those of `custom.ParquetReader`; only those asked for are read: workers map the files into memory, other
@@ -155,21 +228,6 @@ class ArrowReader(FileReader, kind="arrow"):
         >>> sample.key, list(sample), sample.json("id"), sample.text()
         ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
     """
-
-    def __init__(
-        self,
-        files: Shards,
-        lane: Lane,
-        *,
-        columns: Sequence[str] | None = None,
-        key: str | None = None,
-        ranges: RangeColumns | None = None,
-        cache_bytes: int = DECODED_BYTES,
-        **settings: Unpack[ReaderSettings],
-    ) -> None:
-        super().__init__(
-            files, lane, {"columns": columns, "key": key, "ranges": ranges, "cache_bytes": cache_bytes}, settings
-        )
 
 
 class JsonlReader(FileReader, kind="jsonl"):
@@ -218,7 +276,23 @@ class JsonlReader(FileReader, kind="jsonl"):
         )
 
 
-class CsvReader(FileReader, kind="csv"):
+class _RecordsReader(FileReader):
+    """The options of records that name files."""
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        key: str | None = None,
+        file_fields: Sequence[str] | None = None,
+        files_from: str | os.PathLike[str] | None = None,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        super().__init__(files, lane, {"key": key, "file_fields": file_fields, "files_from": files_from}, settings)
+
+
+class CsvReader(_RecordsReader, kind="csv"):
     r"""Yields the rows of a lane's share of CSV and TSV files as samples, in the order of `sp.TarShardReader`.
 
     The part `json` is an object of the texts of the cells, null for an empty one, as `savable convert` writes it. Files
@@ -248,20 +322,8 @@ class CsvReader(FileReader, kind="csv"):
         [('rows.csv:0', {'id': '0', 'caption': 'a cat'}), ('rows.csv:1', {'id': '1', 'caption': None})]
     """
 
-    def __init__(
-        self,
-        files: Shards,
-        lane: Lane,
-        *,
-        key: str | None = None,
-        file_fields: Sequence[str] | None = None,
-        files_from: str | os.PathLike[str] | None = None,
-        **settings: Unpack[ReaderSettings],
-    ) -> None:
-        super().__init__(files, lane, {"key": key, "file_fields": file_fields, "files_from": files_from}, settings)
 
-
-class JsonReader(FileReader, kind="json"):
+class JsonReader(_RecordsReader, kind="json"):
     """Yields the objects of JSON files that hold one list, such as LLaVA's, in the order of `sp.TarShardReader`.
 
     The part `json` is the object, byte for byte; files that its fields name are parts too. To be indexed, on first use,
@@ -288,18 +350,6 @@ class JsonReader(FileReader, kind="json"):
         >>> sample.key, sample.json()
         ('list.json:0', {'n': 0})
     """
-
-    def __init__(
-        self,
-        files: Shards,
-        lane: Lane,
-        *,
-        key: str | None = None,
-        file_fields: Sequence[str] | None = None,
-        files_from: str | os.PathLike[str] | None = None,
-        **settings: Unpack[ReaderSettings],
-    ) -> None:
-        super().__init__(files, lane, {"key": key, "file_fields": file_fields, "files_from": files_from}, settings)
 
 
 class FolderReader(FileReader, kind="folder"):
@@ -489,3 +539,20 @@ class LitDataReader(FileReader, kind="litdata"):
         **settings: Unpack[ReaderSettings],
     ) -> None:
         super().__init__(folder, lane, {"key": key, "cache_bytes": cache_bytes}, settings)
+
+
+READERS: dict[str, type[FileReader]] = {
+    each.kind: each
+    for each in (
+        TarShardReader,
+        ParquetReader,
+        ArrowReader,
+        JsonlReader,
+        CsvReader,
+        JsonReader,
+        FolderReader,
+        TokenReader,
+        MdsReader,
+        LitDataReader,
+    )
+}

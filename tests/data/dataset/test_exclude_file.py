@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,19 @@ def test_a_file_that_changes_is_an_error_and_one_that_is_touched_is_not(
         read.verify()
     file.unlink()
     with pytest.raises(sp.SavableError, match="No such file"):
+        read.verify()
+
+
+def test_a_file_that_changes_and_looks_as_old_as_before_is_an_error(
+    data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclude_file, "_SECONDS", 0)
+    file.write_text("s000001")
+    read, stat = ExcludeFile(file, data), file.stat()
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    file.write_text("s000002")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(sp.SavableError, match="changed while the run goes on"):
         read.verify()
 
 

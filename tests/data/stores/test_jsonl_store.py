@@ -141,6 +141,22 @@ def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:
         store.read(0, 1, "json")
 
 
+@pytest.mark.parametrize("line", [0, 2, 4])
+def test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long(tmp_path: Path, line: int) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = [f'{{"id": {number}}}\n' for number in range(5)]
+    path.write_text("".join(texts))
+    with sp.SavableLoader(sp.read(path).batch(2), seed=1, lanes=1) as loader:
+        state = loader.state_dict()
+    texts[line] = '{"id": 7}\n'
+    path.write_text("".join(texts))
+    with (
+        sp.SavableLoader(sp.read(path).batch(2), seed=1, lanes=1) as loader,
+        pytest.raises(sp.CheckpointMismatchError, match="rewritten"),
+    ):
+        loader.load_state_dict(state)
+
+
 def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path) -> None:
     packed = lines.with_name("b.jsonl.gz")
     packed.write_bytes(b"")

@@ -55,6 +55,14 @@ def test_windows_cross_documents_and_may_overlap(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("tokens", [8, 9, 16, 17, 23, 24, 25])
+def test_each_window_is_whole_and_a_rest_too_short_for_one_is_no_sample(tmp_path: Path, tokens: int) -> None:
+    np.save(tmp_path / "a.npy", np.arange(tokens, dtype=np.uint16))
+    windows = sp.read(tmp_path / "a.npy", length=9, stride=8, shuffle=False) if tokens > 8 else ()
+    found = [sample.array("tokens").tolist() for sample in windows]
+    assert found == [[*range(begin, begin + 9)] for begin in range(0, tokens - 8, 8)]
+
+
 def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(12, dtype=np.int64).reshape(4, 3))
@@ -162,6 +170,14 @@ def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_a
         resumed = sp.SavableLoader(partial(token_pipeline, tmp_path), seed=0, lanes=1)
         with resumed, pytest.raises(sp.CheckpointMismatchError, match=r"a\.bin"):
             resumed.load_state_dict(state)
+
+
+def test_an_idx_with_an_old_date_that_takes_the_place_of_another_is_noticed(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    assert open_store("tokens", tmp_path).array(0, 0, "tokens").tolist() == [1, 2, 3]
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    lay_firsts(tmp_path / "a.idx", 0, 2, 2, 3, 4, 5)
+    assert open_store("tokens", tmp_path).array(0, 0, "tokens").tolist() == [1, 2, 3, 4]
 
 
 def test_an_idx_that_is_put_beside_its_bin_later_or_taken_away_is_noticed(tmp_path: Path) -> None:

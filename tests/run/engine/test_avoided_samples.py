@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.on_error import OnError
-from tests.support.toy_faults import FaultyEncoder
+from tests.support.toy_faults import FaultyEncoder, NumberEncoder
 
 
 def tolerant(shards: str, how: str, cured: Path, on_error: OnError, lane: sp.Lane) -> custom.Stage:
@@ -105,3 +106,20 @@ def test_it_ends_the_run_where_the_policy_is_to_raise(make_shards: Any, tmp_path
     with loader(pipeline) as own, pytest.raises(sp.WorkerError, match="key 's000009'"):
         for _ in range(24):
             next(own)
+
+
+def test_the_policy_is_that_of_the_branch_to_which_the_sample_belongs(make_shards: Any, tmp_path: Path) -> None:
+    shards = str(make_shards([20]))
+
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        def branch(encoder: sp.TaskEncoder, on_error: OnError) -> custom.ItemStage:
+            samples = sp.TarShardReader(shards, lane, shuffle=False, epochs=1)
+            return sp.Encode(samples, encoder, on_error=on_error, check=0.0)
+
+        faulty = FaultyEncoder("kill", 9, tmp_path / "cured")
+        branches = {"a": branch(NumberEncoder(), "raise"), "b": branch(faulty, "skip")}
+        return sp.Batcher(sp.Blend(branches), size=2, encoder=NumberEncoder())
+
+    with sp.SavableLoader(pipeline, seed=3, lanes=1, num_workers=1) as own:
+        found = Counter(number for batch in own for number in batch)
+    assert found == Counter({number: 1 if number == 9 else 2 for number in range(20)})

@@ -112,6 +112,15 @@ def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothin
         assert found == expected
 
 
+def test_what_a_worker_delivered_before_it_died_is_not_given_again(make_shards: Any, tmp_path: Path) -> None:
+    encoder = CuredEncoder("kill", 9, 1, tmp_path / "log")
+    pipeline = partial(number_pipeline, str(make_shards([60])), encoder=encoder)
+    with loader(pipeline, 1, lanes=1, workers=sp.Workers(prefetch=4)) as own:  # asked for more of the lane by then
+        found = [next(own) for _ in range(8)]
+        assert own.stats()["restarts"] == 1
+    assert found == [[2 * i, 2 * i + 1] for i in range(8)]
+
+
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
     """More than 1,024 descriptors, the most that `select` can wait for, are open before anything of a test is."""

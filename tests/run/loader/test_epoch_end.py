@@ -146,6 +146,26 @@ def steps_of_four(pipeline: Any, steps: int) -> list[list[Any]]:
     return [[entry.batch for entry in _take_step(runs)] for _ in range(steps)]
 
 
+def test_ranks_that_begin_between_two_steps_end_alike(make_shards: Any) -> None:
+    shards = make_shards([36])
+
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=2)
+        return sp.Batcher(sp.Encode(samples, Ids()), size=2)
+
+    alone = sp.SavableLoader(pipeline, seed=0, lanes=6, ranks=(0, 1))
+    for _ in range(5):
+        next(alone)
+    state = alone.state_dict()
+    given = []
+    for rank in range(2):
+        own = sp.SavableLoader(pipeline, seed=0, lanes=6, ranks=(rank, 2))
+        own.load_state_dict(state)
+        given.append([batch["id"].tolist() for batch in own])
+    even, odd = ([[2 * slot, 2 * slot + 1] for slot in slots] for slots in (range(6, 17, 2), range(5, 16, 2)))
+    assert given == [even, odd], "slot 17 is half a step: of no rank"
+
+
 def test_a_lane_without_a_sample_of_its_own_takes_what_the_first_samples_give(make_shards: Any) -> None:
     (batches,) = steps_of_four(partial(evaluation, str(make_shards([1]))), 1)
     assert [batch["id"].tolist() for batch in batches] == [[0, 0, 0, 0]] * 4

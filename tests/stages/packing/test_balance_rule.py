@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.core.shared_ranks import SharedRanks
-from savable_pipeline.stages.packing.balance_rule import RankRule, WaitingPack
+from savable_pipeline.stages.packing.balance import RankRule, WaitingPack
 
 
 def plainly(key: int, hold: int, costs: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.packing.packing_function import check_groups
+from savable_pipeline.stages.packing.packing_policies import check_groups
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import LENGTHS, packer
 from tests.support.toy_pipelines import ToyEncoder

@@ -120,6 +120,16 @@ def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:
     assert samples.counts == {"skipped/no such key in captions": 15, "source/0/skipped": 15}
 
 
+@pytest.mark.parametrize("missing", ["skip", "empty"])
+def test_a_buffer_after_it_gives_each_sample_once_under_its_own_ref(data: Path, missing: Any) -> None:
+    samples = sp.ShuffleBuffer(custom.Join(reader(data), {"captions": data / "captions"}, missing=missing), size=7)
+    found = [(samples.ref[0], sample.json()["id"], sample.get("captions.txt")) for sample in samples]
+    assert [ref for ref, _, _ in found] == [number for _, number, _ in found]
+    expected = [number for number in range(60) if number % 4 or missing == "empty"]
+    assert sorted(number for number, _, _ in found) == expected
+    assert all(text == (f"caption of s{number:06d}".encode() if number % 4 else None) for number, _, text in found)
+
+
 def test_or_it_has_no_such_parts(data: Path) -> None:
     samples = custom.Join(reader(data), {"captions": data / "captions"}, missing="empty")
     found = list(samples)
