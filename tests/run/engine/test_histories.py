@@ -19,7 +19,7 @@ from tests.support.toy_faults import NumberEncoder, number_pipeline, packed_numb
 
 LANES = 6
 STEPS = 24  # of a history
-HISTORIES = 200
+HISTORIES = 100
 MORE = 10_000  # of the long test
 
 

@@ -511,7 +511,7 @@ def one(loader: sp.SavableLoader) -> str:
 @pytest.mark.parametrize(
     "num_workers,stride,epochs,start",
     [
-        (0, 1, None, 0),
+        pytest.param(0, 1, None, 0, marks=pytest.mark.landing),
         (0, 1, None, 5),
         pytest.param(0, 1, 1, 0, marks=pytest.mark.landing),
         pytest.param(0, 1, 1, 2, marks=pytest.mark.long),
