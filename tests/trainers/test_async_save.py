@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.async_save` while the loader goes on: the checkpoint is that of the moment of the call."""
+"""`torch.distributed.checkpoint.async_save` while the loader goes on: the checkpoint is of the moment of the call."""
 
 from __future__ import annotations
 
