@@ -67,7 +67,7 @@ NOT_HERE = {
 HERE = {
     "coming-from.md": ["sp.open_dataset", "sp.join", "sp.ShardWriter", "sp.read", "a sample here is a document"],
     "coming-from/energon.md": ["sp.open_dataset", "sp.join"],
-    "coming-from/grain.md": ["sp.open_dataset", "sp.ShardWriter", "own-store.md"],
+    "coming-from/grain.md": ["sp.open_dataset", "sp.ShardWriter", "own-stage.md"],
     "coming-from/hf-datasets.md": ["sp.open_dataset", "sp.read", "sp.join"],
     "coming-from/mosaic.md": ["sp.open_dataset", "sp.ShardWriter", "sp.read"],
     "coming-from/torchdata.md": ["sp.open_dataset"],
