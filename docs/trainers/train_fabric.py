@@ -1,9 +1,5 @@
-# Lightning Fabric
+"""Trains with Lightning Fabric, saves every 10 steps, and goes on from there when it is started again."""
 
-`pip install 'savable_pipeline[lightning]' transformers`
-
-<!-- not run: tests/project runs it as it is, where the trainer is installed; tests/trainers kills and resumes it -->
-```python title="train_fabric.py"
 from pathlib import Path
 
 import torch
@@ -53,10 +49,10 @@ def main() -> None:
     fabric.launch()
     model, optimizer = fabric.setup(*make_model())
     loader = prepare(fabric, make_loader())  # make it after launch()
-    parts = {"model": model, "optimizer": optimizer, "data": loader}
+    state = {"model": model, "optimizer": optimizer, "data": loader}
     step = 0
     if folder := newest():
-        fabric.load(folder / "parts.ckpt", parts)  # loads the loader
+        fabric.load(folder / "state.ckpt", state)  # loads the loader
         step = int(folder.name)
     while step < steps:
         for batch in loader:  # an epoch, if it has any
@@ -66,7 +62,7 @@ def main() -> None:
             step += 1
             if step % save_every == 0:
                 folder = run / f"{step:06}"
-                fabric.save(folder / "parts.ckpt", parts)
+                fabric.save(folder / "state.ckpt", state)
                 fabric.barrier()
                 (folder / "done").touch()
             if step == steps:
@@ -76,13 +72,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-```
-
-Start it by `python train_fabric.py`, or `fabric run`. Three lines are about data: the import, `prepare`, which stands in
-the place of `fabric.setup_dataloaders` (that takes PyTorch's DataLoader only) and moves batches to the device, and the
-entry in `parts`. `fabric.save` keeps what rank 0 gives, which here is the state of all ranks; a bare loader in `parts`
-refuses on several ranks.
-
-A causal model of `transformers` takes what [`model_inputs`](../to-the-model.md#a-model-of-transformers) makes of a batch:
-it shifts labels itself, and finds documents of packs by their positions. A model of yours whose loss compares logits with
-`labels` at the same place takes the batch as it is.
