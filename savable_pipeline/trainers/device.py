@@ -43,6 +43,8 @@ class OnDevice:
     Args:
         loader: The loader to wrap.
         device: Where the tensors go, such as "cuda:0".
+        repeat: How many times each batch is given, for measuring: a repeated batch is the same object, at once, as if
+            data were free. A state after any of the times is that after the first.
 
     Example:
         >>> from savable_pipeline.trainers.device import OnDevice
@@ -59,72 +61,71 @@ class OnDevice:
         True
     """
 
-    def __init__(self, loader: SavableLoader, device: str | torch.device) -> None:
+    def __init__(self, loader: SavableLoader, device: str | torch.device, *, repeat: int = 1) -> None:
         import torch
 
+        if repeat < 1:
+            raise ValueError(f"repeat={repeat}: each batch is given at least once")
         refuse_acknowledging(loader)
         self.loader = loader
         self.device = torch.device(device)
         self._move = _mover(self.device)
         self._run = run_of(loader)
         self._run.check_nothing_held()
-        self._stand = _Stand(_Standing(self._run.position))
-        self._run.held_ahead = self._stand.holds
+        self._at = _Stand(_Standing(self._run.position))
+        self._run.held_ahead = self._at.holds
+        self._repeat, self._again = repeat, list[Any]()  # the batch given last, as often as it is still to be given
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
-
-    @property
-    def _place(self) -> _Standing:
-        return self._stand.place
-
-    @_place.setter
-    def _place(self, place: _Standing) -> None:
-        self._stand.place = place
 
     @property
     def epoch(self) -> int:
         """The epoch of the batch given last, as `SavableLoader.epoch`."""
-        return self._run.epoch_at(self._place.given)
+        return self._run.epoch_at(self._at.place.given)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run)
+        self._again = []
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
-            self._place = _Standing(self._place.given)
-        if not self._place.held:
+            self._at.place = _Standing(self._at.place.given)
+        if not self._at.place.held:
             self._failed = None
-            self._run.take_back(self._place.given)
+            self._run.take_back(self._at.place.given)
             iter(self.loader)
-            self._place = _Standing(self._run.position)
+            self._at.place = _Standing(self._run.position)
         return self
 
     def __next__(self) -> Any:
+        if self._again:
+            return self._again.pop()
         self._take(1 + _AHEAD)
-        if not self._place.held:
+        if not self._at.place.held:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._place = _Standing(self._run.position)
+            self._at.place = _Standing(self._run.position)
             raise failed
-        (moved, given), *held = self._place.held
+        (moved, given), *held = self._at.place.held
         batch = moved.ready()
-        self._place = _Standing(given, tuple(held))  # last: an interrupt before this has given nothing
+        self._again = [batch] * (self._repeat - 1)
+        self._at.place = _Standing(given, tuple(held))  # last: an interrupt before this has given nothing
         return batch
 
     def _take(self, number: int) -> None:
         """Take batches until `number` are held, or the loader ends or fails."""
         if self._failed is None:
-            self._run.take_back(self._place.last)  # what came when the last taking was interrupted
-        while len(self._place.held) < number and self._failed is None:
+            self._run.take_back(self._at.place.last)  # what came when the last taking was interrupted
+        while len(self._at.place.held) < number and self._failed is None:
             try:
                 batch = next(self.loader)
             except Exception as error:
                 self._failed = error
                 return
-            self._place = self._place.holding(_Moved(batch, self._move), self._run.position)
-        for moved, _ in self._place.held:
+            self._at.place = self._at.place.holding(_Moved(batch, self._move), self._run.position)
+        for moved, _ in self._at.place.held:
             moved.begin()
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, as `len(loader)`."""
-        return len(self.loader)
+        """The number of batches in an epoch, as `len(loader)`, times `repeat`."""
+        return len(self.loader) * self._repeat
 
     def __bool__(self) -> bool:
         return True
@@ -140,11 +141,11 @@ class OnDevice:
         Args:
             slots: How many slots, of all ranks together.
         """
-        ended = not self._place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
-        self._run.take_back(self._place.given)
-        self._place, self._failed = _Standing(self._run.position), self._failed if ended else None
+        ended = not self._at.place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
+        self._run.take_back(self._at.place.given)
+        self._at.place, self._failed, self._again = _Standing(self._run.position), self._failed if ended else None, []
         self.loader.skip(slots)
-        self._place = _Standing(self._run.position)
+        self._at.place = _Standing(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return the samples of the batch given last, as `SavableLoader.trace`.
@@ -152,7 +153,7 @@ class OnDevice:
         Args:
             lag: How many batches before that one; 0 is the batch given last.
         """
-        return self.loader.trace(lag=lag + len(self._place.held))
+        return self.loader.trace(lag=lag + len(self._at.place.held))
 
     def close(self) -> None:
         """Stop the workers, as `loader.close()`; iterating again continues after the batch given last."""
@@ -172,7 +173,7 @@ class OnDevice:
         Args:
             lag: Batches that the trainer itself is ahead: the state is that many batches earlier.
         """
-        return self._run.state_at(self._place.given, lag)
+        return self._run.state_at(self._at.place.given, lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Continue from a saved state, as `SavableLoader.load_state_dict`; a batch moved ahead is dropped.
@@ -182,7 +183,7 @@ class OnDevice:
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._place, self._failed = _Standing(self._run.position), None
+        self._at.place, self._failed, self._again = _Standing(self._run.position), None, []
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -203,7 +204,7 @@ class OnDevice:
             group: The process group of the data-parallel ranks; None: that of the loader.
             lag: As for `state_dict`.
         """
-        return self._run.global_state(group, position=self._place.given, lag=lag)
+        return self._run.global_state(group, position=self._at.place.given, lag=lag)
 
 
 class _Standing(NamedTuple):
@@ -281,8 +282,7 @@ class _CudaCopies:
 
         with torch.cuda.stream(self._stream):
             copied = tensors_changed(batch, self._copied)
-            done = self._stream.record_event()
-        return partial(self._ready, copied, done)
+            return partial(self._ready, copied, self._stream.record_event())
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()

@@ -25,7 +25,8 @@ NEEDS = {
     "megatron": "megatron.core",
     "composer": "composer",
 }
-BY_A_TRIAL = {"verl"}  # what its page shows is no script but a module that verl imports
+FOLDER = ROOT / "docs/trainers"
+BY_A_TRIAL = {"async_grpo", "savable_verl"}  # modules to be copied, no scripts
 
 
 def _is_installed(module: str) -> bool:
@@ -45,19 +46,34 @@ def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path:
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
 
 
-def test_each_page_of_a_trainer_has_its_script_with_a_guard() -> None:
-    pages = [page for page in (ROOT / "docs/trainers").glob("*.md") if page.stem not in {"index", *BY_A_TRIAL}]
-    assert len(pages) == len(NEEDS) - 1  # TRL's page has two
-    for page in pages:
-        scripts = [block for block in blocks_of(page) if (block.title or "").startswith("train_")]
-        assert len(scripts) == 1 + (page.stem == "trl"), page
-        for script in scripts:
-            assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', script.text, re.MULTILINE), script.place
+def scripts() -> dict[str, str]:
+    """By title: those on the pages, and those beside them."""
+    blocks = [block for page in FOLDER.glob("*.md") for block in blocks_of(page) if (block.title or "").endswith(".py")]
+    beside = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
+    found = {str(block.title): block.text for block in blocks} | beside
+    assert len(found) == len(blocks) + len(beside), "each once"
+    return found
+
+
+def test_each_trainer_has_its_script_with_a_guard() -> None:
+    found = {title.removeprefix("train_").removesuffix(".py"): text for title, text in scripts().items()}
+    named = {"trl": "sft"}
+    assert {named.get(trainer, trainer) for trainer in NEEDS} | BY_A_TRIAL | {"images", "images_sft"} == found.keys()
+    for trainer in found.keys() - BY_A_TRIAL - {"images"}:
+        assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', found[trainer], re.MULTILINE), trainer
+
+
+def test_a_script_beside_a_page_is_linked_there_and_the_lines_that_the_page_shows_are_its_own() -> None:
+    for path in FOLDER.glob("*.py"):
+        (page,) = [page for page in FOLDER.glob("*.md") if f"]({path.name})" in page.read_text()]
+        lines = {line.strip() for line in path.read_text().splitlines()}
+        shown = [block for block in blocks_of(page) if block.why == f"lines of {path.name}"]
+        assert len(shown) == (path.stem not in BY_A_TRIAL)
+        assert not [line for block in shown for line in block.text.splitlines() if line.strip() not in lines], path
 
 
 def test_each_script_with_a_causal_model_gives_it_what_model_inputs_makes() -> None:
-    scripts = [block for page in (ROOT / "docs/trainers").glob("*.md") for block in blocks_of(page) if block.title]
-    causal = {str(block.title): block.text for block in scripts if "ForCausalLM" in block.text}
+    causal = {title: text for title, text in scripts().items() if "ForCausalLM" in text}
     causal.pop("train_grpo.py")  # whose batches are prompts
     assert set(causal) == {f"train_{name}.py" for name in ("accelerate", "fabric", "hf", "lightning", "sft")}
     for title, script in causal.items():
@@ -65,8 +81,9 @@ def test_each_script_with_a_causal_model_gives_it_what_model_inputs_makes() -> N
         assert "cross_entropy" not in script and "masked_fill" not in script, f"{title}: labels of its own"
 
 
-def test_the_module_on_the_page_of_verl_is_the_one_that_its_trial_runs() -> None:
-    (module,) = [block for block in blocks_of(ROOT / "docs/trainers/verl.md") if block.title]
-    trial = (ROOT / "tools/trials/verl_loader.py").read_text()
-    assert f'title="{module.title}"' in trial and module.why and "tools/trials/verl_loader.py" in module.why
-    compile(module.text, str(module.title), "exec")
+@pytest.mark.parametrize("name", sorted(BY_A_TRIAL))
+def test_a_module_beside_a_page_compiles_and_is_the_one_that_its_trial_runs(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    compile(text, name, "exec")
+    trials = [path.read_text() for path in (ROOT / "tools/trials").glob("*.py")]
+    assert any(f'ROOT / "docs/trainers/{name}.py"' in trial for trial in trials)

@@ -104,16 +104,13 @@ def make_evaluation(case: Case) -> sp.SavableLoader:
 
 
 def block(trainer: str) -> str:
-    """The script on the trainer's page."""
-    pages = {"fsdp2": ("torch", "torch"), "trl": ("trl", "sft"), "grpo": ("trl", "grpo")}
-    page, title = pages.get(trainer, (trainer, trainer))
-    found = re.search(
-        rf'^```python title="train_{title}.py"\n(.*?)^```$',
-        (PAGES / f"{page}.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
-    assert found is not None, trainer
-    return found[1]
+    """The script of a trainer, from its page or beside it."""
+    title = {"fsdp2": "train_torch.py", "trl": "train_sft.py"}.get(trainer, f"train_{trainer}.py")
+    if (beside := PAGES / title).exists():
+        return beside.read_text()
+    pages = "\n".join(page.read_text() for page in PAGES.glob("*.md"))
+    (found,) = re.findall(rf'^```python title="{title}"\n(.*?)^```$', pages, re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
 def run_torch(case: Case) -> dict[str, Any]:
@@ -459,7 +456,7 @@ def run(case: Case) -> None:
     warnings.simplefilter("ignore")
     Path(case.folder, case.run).mkdir(exist_ok=True)
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(block(case.trainer), f"docs/trainers/{case.trainer}.md", "exec"), names)
+    exec(compile(block(case.trainer), f"train_{case.trainer}.py", "exec"), names)
     names |= NAMES[case.trainer](case)
     trainer = names["main"]()
     if case.best:

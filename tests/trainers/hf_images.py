@@ -19,7 +19,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from savable_pipeline.errors import StateError
 from savable_pipeline.stages.batch_difference import digest
-from tests.project.pages import ROOT, blocks_of
+from tests.project.pages import ROOT
 from tests.support.toy_chats import chats, save_small_qwen, write_chats
 
 NAME = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -99,10 +99,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def names_of(page: str, title: str, base: Path) -> dict[str, Any]:
-    """What a script of a page defines, with the small model in the place of the large one, and no workers."""
-    (block,) = [block for block in blocks_of(ROOT / "docs/trainers" / page) if block.title == title]
-    text = block.text.replace("num_workers=2", "num_workers=0").replace(NAME, str(base / "qwen"))
+def names_of(title: str, base: Path) -> dict[str, Any]:
+    """What a script of the pages defines, with the small model in the place of the large one, and no workers."""
+    text = (
+        (ROOT / "docs/trainers" / title)
+        .read_text()
+        .replace("num_workers=2", "num_workers=0")
+        .replace(NAME, str(base / "qwen"))
+    )
     names: dict[str, Any] = {"__name__": title.removesuffix(".py")}
     exec(compile(text.replace('"chats/"', repr(str(base / "chats"))), title, "exec"), names)
     return names
@@ -134,7 +138,7 @@ def check(names: dict[str, Any], trainer: str, base: Path, folder: Path, patch: 
 def test_hf_packed_images_have_the_losses_of_their_documents_and_a_resumed_run_repeats_them(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = names_of("hf.md", "images.py", base)
+    names = names_of("images.py", base)
     check(names, "SavableTrainer", base, tmp_path, monkeypatch)
 
 
@@ -143,7 +147,7 @@ def test_hf_weights_by_the_names_of_the_first_release_are_refused_where_the_trai
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
-    names = names_of("hf.md", "images.py", base)
+    names = names_of("images.py", base)
     names["settings"] |= {**SETTINGS, "gradient_accumulation_steps": 1, "learning_rate": 0.1}
     monkeypatch.chdir(tmp_path)
     names["main"]()
@@ -164,7 +168,7 @@ def test_hf_weights_by_the_names_of_the_first_release_are_refused_where_the_trai
 def test_hf_packs_are_refused_where_the_trainer_cuts_rows_for_context_parallelism(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = names_of("hf.md", "images.py", base)
+    names = names_of("images.py", base)
     names["settings"] |= SETTINGS
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(names["SavableTrainer"], "train", lambda *_, **__: None)

@@ -65,6 +65,36 @@ def test_batches_epochs_and_the_state_after_each_are_those_of_the_loader_alone(s
                 break
 
 
+def test_with_repeat_each_batch_is_given_that_often_and_loaded_once(shards: str) -> None:
+    make = streams(shards)["with a length"]
+    plain, often = make(), OnDevice(make(), "cpu", repeat=3)
+    assert len(often) == 3 * len(plain)
+    for expected in plain:
+        given = [next(often) for _ in range(3)]
+        assert digest(given[0]) == digest(expected) and given[1] is given[0] is given[2]
+        assert often.state_dict() == plain.state_dict() and often.trace() == plain.trace()
+    with pytest.raises(StopIteration):
+        next(often)
+    with pytest.raises(ValueError, match="repeat=0: each batch is given at least once"):
+        OnDevice(make(), "cpu", repeat=0)
+
+
+@pytest.mark.parametrize("move", ["load", "skip", "iterate"])
+def test_a_batch_that_is_repeated_is_left_where_the_loader_is_moved(shards: str, move: str) -> None:
+    make = streams(shards)["evaluation" if move == "iterate" else "endless"]
+    expected, often = take(make(), 3), OnDevice(make(), "cpu", repeat=3)
+    start = often.state_dict()
+    assert digest(next(often)) == expected[0]
+    if move == "load":
+        often.load_state_dict(start)
+    elif move == "skip":
+        often.skip(1)
+    else:
+        iter(often)
+    assert digest(next(often)) == expected[2 if move == "skip" else 0]
+    assert often.state_dict()["slot"] == (3 if move == "skip" else 1)
+
+
 @pytest.mark.parametrize("name,workers", [("endless", 0), ("endless", 1), ("with a length", 0), ("without", 0)])
 def test_a_run_that_is_cut_anywhere_goes_on_exactly(shards: str, name: str, workers: int) -> None:
     make = streams(shards)[name]

@@ -2,10 +2,10 @@
 
     python tools/trials/async_grpo.py [--kills 5]       needs trl
 
-The worker and the trainer are those of docs/trainers/trl.md. The trainer's loop, queue, staleness, packing, loss and
-checkpoints are TRL's own. Stand-ins: a model of a few thousand weights, which also generates (in threads, from a copy
-of the weights that TRL sends), with waits of a heavy tail, in the place of vLLM; and torch's attention in the place of
-the FlashAttention kernel, which needs a GPU.
+The worker and the trainer are those of docs/trainers/async_grpo.py. The trainer's loop, queue, staleness, packing, loss
+and checkpoints are TRL's own. Stand-ins: a model of a few thousand weights, which also generates (in threads, from a
+copy of the weights that TRL sends), with waits of a heavy tail, in the place of vLLM; and torch's attention in the
+place of the FlashAttention kernel, which needs a GPU.
 
 A run is killed by SIGKILL at random moments, and each time goes on from its newest checkpoint. A prompt counts as seen
 by a saved model when the optimizer has stepped on it before that checkpoint: read off the tokens that the loss was
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -38,7 +39,6 @@ import torch  # noqa: E402
 
 import savable_pipeline as sp  # noqa: E402
 from savable_pipeline import custom  # noqa: E402
-from tests.project.pages import blocks_of  # noqa: E402
 from tests.support.shards import write_numbered_shards  # noqa: E402
 from tests.trainers.drive import causal_model  # noqa: E402
 
@@ -130,9 +130,7 @@ def train(folder: Path) -> None:
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, packing
 
-    (block,) = (one for one in blocks_of(ROOT / "docs/trainers/trl.md") if one.title == "async_grpo.py")
-    page: dict[str, Any] = {}
-    exec(compile(block.text, "async_grpo.py", "exec"), page)
+    page = runpy.run_path(str(ROOT / "docs/trainers/async_grpo.py"))
     Savable: Any = page["SavableAsyncGRPOTrainer"]
     packing._flash_attn = lambda: Attention  # noqa: SLF001
     torch.cuda.get_device_name = lambda *_: "none"  # whose speed TRL looks up, to log a share of it

@@ -1,4 +1,4 @@
-"""Tries verl's trainers with the loader of docs/trainers/verl.md, and with their own: killed and resumed.
+"""Tries verl's trainers with the loader of docs/trainers/savable_verl.py, and with their own: killed and resumed.
 
     python tools/trials/verl_loader.py [--kills 2] [--runs 1] [--epochs 1] [--loader ours|verl] [MODE …]
 
@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import random
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,9 +77,7 @@ def write(folder: Path) -> None:
     words = Tokenizer(models.WordLevel({"?": 0, "": 1}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="", eos_token="").save_pretrained(folder / "model")
     Qwen2Config(architectures=["Qwen2ForCausalLM"], hidden_size=8).save_pretrained(folder / "model")
-    page = (ROOT / "docs/trainers/verl.md").read_text()
-    (module,) = re.findall(r'^```python title="savable_verl.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
-    (folder / "savable_verl.py").write_text(module)
+    shutil.copy(ROOT / "docs/trainers/savable_verl.py", folder)
 
 
 def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after: float | None) -> None:

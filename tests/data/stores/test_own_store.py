@@ -1,8 +1,7 @@
-"""A store of one's own: the rows of a SQLite table, as docs/own-store.md shows it, with the whole promise."""
+"""A store of one's own: the rows of a SQLite table, as docs/own-stage.md shows it, with the whole promise."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,18 @@ from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
+from tests.project.pages import ROOT, blocks_of
 from tests.support.toy_pipelines import ToyEncoder
 
-PAGE = Path(__file__).parents[3] / "docs/own-store.md"
+PAGE = ROOT / "docs/own-stage.md"
 
 
 def store_of_the_page() -> Any:
-    """The class in the page's first block."""
-    block = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert block is not None
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(block[1], str(PAGE), "exec"), names)
-    assert len(block[1].splitlines()) < 100
+    """The class on the page."""
+    (block,) = (each.text for each in blocks_of(PAGE) if "class TableStore" in each.text)
+    names: dict[str, Any] = {"__name__": __name__, "sp": sp, "custom": custom}
+    exec(compile(block, str(PAGE), "exec"), names)
+    assert len(block.splitlines()) < 100
     return names["TableStore"]
 
 

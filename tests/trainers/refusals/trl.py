@@ -99,5 +99,5 @@ def test_sft_packed_images_have_the_losses_of_their_documents_and_a_resumed_run_
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "images", shared := ModuleType("images"))
-    vars(shared).update(names_of("hf.md", "images.py", base))
-    check(names_of("trl.md", "images_sft.py", base), "SavableSFTTrainer", base, tmp_path, monkeypatch)
+    vars(shared).update(names_of("images.py", base))
+    check(names_of("images_sft.py", base), "SavableSFTTrainer", base, tmp_path, monkeypatch)

@@ -1,14 +1,5 @@
-# verl
+"""Loaders in the place of verl's, in three of its trainers, to be copied."""
 
-`pip install verl TransferQueue 'savable_pipeline[parquet]'`
-
-verl (0.9.1) makes its data loader inside its trainers and has no setting for another: `data.custom_cls` names a
-dataset, which its own loader then indexes. But each of its processes imports the modules that
-`VERL_USE_EXTERNAL_MODULES` names, and such a module can put a loader in the place of verl's. Keep the part of it that is
-for your trainer:
-
-<!-- not run: needs verl; tools/trials/verl_loader.py kills and resumes verl with it -->
-```python title="savable_verl.py"
 from typing import Any
 
 import ray
@@ -44,7 +35,7 @@ def make_loader(config: Any, *, size: int, epochs: int | None, acknowledge: bool
 
 # verl.trainer.main_ppo, in each trainer_mode
 
-own_init = PPOTrainer._init_dataloader
+own_init = PPOTrainer._init_dataloader  # noqa: SLF001
 
 
 def _init_dataloader(self: PPOTrainer) -> None:
@@ -53,7 +44,7 @@ def _init_dataloader(self: PPOTrainer) -> None:
     self.train_dataloader = make_loader(self.config, size=size, epochs=None)
 
 
-PPOTrainer._init_dataloader = _init_dataloader
+PPOTrainer._init_dataloader = _init_dataloader  # noqa: SLF001
 
 
 # verl.experimental.fully_async_policy.fully_async_main
@@ -99,36 +90,3 @@ class OneStepOff(one_step_off.OneStepOffRayTrainer):
 fully_async_rollouter.FullyAsyncRollouter = ray.remote(num_cpus=10, max_concurrency=100)(Rollouter)
 fully_async_trainer.FullyAsyncTrainer = ray.remote(num_cpus=10)(Trainer)
 one_step_off.OneStepOffRayTrainer = OneStepOff
-```
-
-Start verl as ever:
-
-```sh
-PYTHONPATH=. VERL_USE_EXTERNAL_MODULES=savable_verl python -m verl.trainer.main_ppo data.train_files=[train.parquet] …
-```
-
-`encode` makes what verl's `RLHFDataset` makes of a row, and `batch` is verl's own collation; write yours for other data,
-with a tensor in it (verl's `DataProto` needs one). verl saves the loader's state as `data.pt` in each checkpoint, and
-loads it, by itself. `block_size=1` shuffles the whole file; one lane in one process leaves no prompt over.
-
-## What was tried
-
-| 240 prompts, 8 an update, two kills | verl's own loader | this one |
-|---|---|---|
-| `main_ppo`, `sync`, 20 updates | exact: each update is that of the run that never stopped | exact |
-| `main_ppo`, `colocate_async`, 20 updates | 0 lost, 0 twice: verl saves its TransferQueue | the same |
-| `one_step_off_policy`, 20 updates | 16 lost, the batch ahead at each kill | exact |
-| `fully_async_policy`, to the end of the epoch | 144 lost, what waited, was generated or queued | 0 lost, 0 twice; so over two epochs |
-
-These are verl's own commands on Ray, without a GPU: generation that sleeps and a model that counts stand for the
-language model. All processes are killed by SIGKILL at a random moment behind a checkpoint. `python
-tools/trials/verl_loader.py` does it again, `--loader verl` with verl's loader.
-
-- The last two have `acknowledge=True` ([what that promises](../acknowledge.md)): a prompt is `done` when the actor was
-  updated with it; until then it is in the state, and comes first after a resume. verl counts what was trained on, so an
-  epoch stays as long as it is.
-- In `main_ppo` leave it out: the prompts in flight would come from the loader and from TransferQueue.
-- In `fully_async_policy` a batch is one prompt, so none comes back in part, with rows not to be trained on. Give no
-  `max_in_flight`: `next` would wait in the event loop that is to call `done`. verl bounds what is ahead by itself.
-- Not run: `separate_async`, which has the saves and loads of `colocate_async`; verl's trainers before version 1
-  (`trainer.use_v1=False`), which load no data from a checkpoint at an epoch's end; GPUs.

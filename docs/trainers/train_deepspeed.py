@@ -1,9 +1,5 @@
-# DeepSpeed
+"""Trains with DeepSpeed, saves every 10 steps, and goes on from there when it is started again."""
 
-`pip install 'savable_pipeline[deepspeed]'`
-
-<!-- not run: tests/project runs it as it is, where the trainer is installed; tests/trainers kills and resumes it -->
-```python title="train_deepspeed.py"
 from pathlib import Path
 
 import deepspeed
@@ -67,22 +63,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-```
-
-Start it by `torchrun train_deepspeed.py`, or DeepSpeed's launcher, which writes `latest` last. Five lines are about data:
-the import, `prepare`, the two that load, and `client_state`. DeepSpeed keeps the `client_state` of rank 0 (of each rank
-with ZeRO 3); `loader.state_dict()` gives all ranks the lanes of all, so either does, and any number of ranks goes on from
-it. Call it on every rank, as `save_checkpoint`.
-
-A causal model of `transformers` takes what [`model_inputs`](../to-the-model.md#a-model-of-transformers) makes of a batch;
-`Model` above compares logits with `labels` at the same place.
-
-| instead of this | because |
-|---|---|
-| `deepspeed.initialize(training_data=…)` | DeepSpeed wraps it in a DataLoader of its own, which has no state |
-| `client_state={"data": loader}` | raises: a loader cannot be pickled |
-| `client_state={"data": bare.state_dict()}` of a loader that was not prepared | on several ranks the other ranks' lanes are missing. The loader cannot see where its state goes, so this is found only at the resume: [rescue](index.md#rescue) |
-| saving between two steps of `gradient_accumulation_steps` | raises: DeepSpeed's checkpoints hold no gradients. Save where `engine.micro_steps` is a multiple of it |
-
-With pipeline parallelism `engine.train_batch(data_iter)` takes its micro-batches from `iter(loader)`: make the loader
-with `ranks=` the group of the data-parallel ranks ([Tensor, pipeline and context parallelism](../model-parallel.md)).

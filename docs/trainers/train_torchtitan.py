@@ -1,13 +1,5 @@
-# torchtitan
+"""Trains as torchtitan's trainer does, saves every 10 steps, and goes on from there when it is started again."""
 
-`pip install 'savable_pipeline[torchtitan]'`
-
-torchtitan (0.3) builds its dataloader from a config, in each process. `SavableDataLoader.Config` is such a config: in the
-function that makes your `Trainer.Config`, it stands as `dataloader=`. The trainer then does what this does (start it with
-`torchrun train_torchtitan.py`):
-
-<!-- not run: needs torchtitan; tests/project runs it where that is installed, tests/trainers kills and resumes it -->
-```python title="train_torchtitan.py"
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -96,19 +88,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-```
-
-Two lines of `main` are about data, and in your run are all of it: the import and the config. `make_loader` gets what
-torchtitan gives a dataloader, as keywords.
-
-- `rank` and `world_size` are of data parallelism (torchtitan's batch mesh): tensor-, context- and pipeline-parallel
-  peers get the same ones, so the same batches.
-- Train on an endless pipeline (`epochs=None`): torchtitan asks for one pass, and ends the run where it ends. A finite
-  one on several ranks needs a length that is known; rank and world size as numbers cannot agree on an end.
-- Without `convert`, a batch of `tokens`, `labels` and, where it is packed, `position_ids` becomes what the trainer
-  takes: `({"input": tokens, "positions": position_ids}, labels)`. It hands every other field to the model as an
-  argument, so your `convert` says which there are.
-- The checkpoint has each lane under a key of its own: any number of data-parallel ranks that divides the lanes goes on
-  from it, also one written by `async_mode`. torchtitan's own loader refuses another number.
-- `last_save_model_only`, which torchtitan sets by default, leaves everything but the model out of the very last
-  checkpoint, the data too: set it to False if the run may be made longer.

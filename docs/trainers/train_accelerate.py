@@ -1,22 +1,18 @@
-# Lightning Fabric
+"""Trains with Accelerate, saves every 10 steps, and goes on from there when it is started again."""
 
-`pip install 'savable_pipeline[lightning]' transformers`
-
-<!-- not run: tests/project runs it as it is, where the trainer is installed; tests/trainers kills and resumes it -->
-```python title="train_fabric.py"
 from pathlib import Path
 
 import torch
-from lightning.fabric import Fabric
+from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.fabric import prepare
+from savable_pipeline.trainers.accelerate import prepare
 from savable_pipeline.trainers.model_inputs import model_inputs
 from task_encoders import LanguageModelingEncoder
 
 run, steps, save_every = Path("run"), 30, 10
-settings = {"devices": 1}
+settings = {"gradient_accumulation_steps": 1}
 encoder = LanguageModelingEncoder(max_length=64)
 size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 config = LlamaConfig(vocab_size=259, **size)  # of your model: AutoConfig.from_pretrained(…)
@@ -49,25 +45,24 @@ def newest() -> Path | None:
 
 
 def main() -> None:
-    fabric = Fabric(**settings)
-    fabric.launch()
-    model, optimizer = fabric.setup(*make_model())
-    loader = prepare(fabric, make_loader())  # make it after launch()
-    parts = {"model": model, "optimizer": optimizer, "data": loader}
+    accelerator = Accelerator(**settings)
+    model, optimizer = accelerator.prepare(*make_model())
+    loader = prepare(accelerator, make_loader())  # make it after the Accelerator
     step = 0
     if folder := newest():
-        fabric.load(folder / "parts.ckpt", parts)  # loads the loader
+        accelerator.load_state(folder)  # loads the loader
         step = int(folder.name)
     while step < steps:
         for batch in loader:  # an epoch, if it has any
-            fabric.backward(model(**batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch))
+                optimizer.step()
+                optimizer.zero_grad()
             step += 1
             if step % save_every == 0:
                 folder = run / f"{step:06}"
-                fabric.save(folder / "parts.ckpt", parts)
-                fabric.barrier()
+                accelerator.save_state(folder)
+                accelerator.wait_for_everyone()
                 (folder / "done").touch()
             if step == steps:
                 break
@@ -76,13 +71,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-```
-
-Start it by `python train_fabric.py`, or `fabric run`. Three lines are about data: the import, `prepare`, which stands in
-the place of `fabric.setup_dataloaders` (that takes PyTorch's DataLoader only) and moves batches to the device, and the
-entry in `parts`. `fabric.save` keeps what rank 0 gives, which here is the state of all ranks; a bare loader in `parts`
-refuses on several ranks.
-
-A causal model of `transformers` takes what [`model_inputs`](../to-the-model.md#a-model-of-transformers) makes of a batch:
-it shifts labels itself, and finds documents of packs by their positions. A model of yours whose loss compares logits with
-`labels` at the same place takes the batch as it is.

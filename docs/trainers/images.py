@@ -1,0 +1,51 @@
+"""Trains on packs of chats with images in Hugging Face's Trainer."""
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TrainingArguments
+
+import savable_pipeline as sp
+from savable_pipeline.trainers.hf import SavableTrainer, model_inputs
+from task_encoders import ChatEncoder, MRope, NativeSize, Vision
+
+name = "Qwen/Qwen2.5-VL-3B-Instruct"
+settings = {"max_steps": 30, "save_steps": 10, "gradient_accumulation_steps": 2, "report_to": []}
+config = AutoConfig.from_pretrained(name)  # with attn_implementation=…, if the model gets one
+processor = AutoProcessor.from_pretrained(name)
+eyes, seen = config.vision_config, processor.image_processor
+
+
+class Inputs(ChatEncoder):
+    """A batch is what the model takes."""
+
+    def batch(self, items, rng):
+        return model_inputs(super().batch(items, rng), config)
+
+
+vision = Vision(
+    NativeSize(eyes.patch_size, eyes.spatial_merge_size, max_pixels=512 * 28 * 28),
+    config.image_token_id,
+    text="<|image_pad|>",
+    before="<|vision_start|>",
+    after="<|vision_end|>",
+    mean=tuple(seen.image_mean),
+    std=tuple(seen.image_std),
+)
+encoder = Inputs(processor.tokenizer, vision=vision, rope=MRope(eyes.tokens_per_second))
+pipeline = sp.read("chats/").shuffle(100).encode(encoder).pack(max_length=512).batch(2)
+
+
+def make_loader() -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, seed=7, num_workers=2)
+
+
+def main() -> SavableTrainer:
+    arguments = TrainingArguments("run", ignore_data_skip=True, **settings)
+    model = AutoModelForImageTextToText.from_pretrained(name)
+    trainer = SavableTrainer(model, arguments, train_loader=make_loader())
+    trainer.train(resume_from_checkpoint=any(Path("run").glob("checkpoint-*")))
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
