@@ -205,6 +205,13 @@ def test_every_page_is_found_from_the_contents(site: Path) -> None:
     assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]
 
 
+@pytest.mark.landing
+def test_the_site_has_llms_txt_and_the_pages_that_it_names(site: Path) -> None:
+    links = re.findall(r"\]\((\S+\.md)\)", (site / "llms.txt").read_text())
+    assert len(links) == len(PAGES)
+    assert not [link for link in links if not (site / link).is_file()]
+
+
 def test_a_picture_that_is_to_be_whole_on_a_phone_is_drawn_for_one() -> None:
     shown = {name for page in PAGES for name in re.findall(r'"picture narrow".*\n!\[.+\]\((.+)\)', page.read_text())}
     assert shown == {"assets/data-path.svg", "assets/types.svg"}
