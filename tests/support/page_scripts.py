@@ -19,7 +19,7 @@ from tests.trainers.drive import block, child, ended, preload
 
 STEPS = {'"30ba"': '"40ba"', '"max_steps": 30': '"max_steps": 40', '".", 30': '".", 40', ", 30, 10": ", 40, 10"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-OTHERS = {"elastic": "elastic.md", "ranks": "several-machines.md"}  # pages with loops that torchrun starts
+OTHERS = {"elastic": "several-machines.md"}  # pages with loops that torchrun starts
 BY_TORCHRUN = {"deepspeed", "torchtitan", "megatron", *OTHERS}
 
 

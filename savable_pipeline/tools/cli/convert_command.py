@@ -116,8 +116,8 @@ def convert(
     In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
     In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files FOLDER the files below it
     that rows name by a path are read.
-    Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones. Links in tars,
-    which are no parts of samples, become the bytes that they lead to.
+    Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones. Tars
+    with links, which are no parts of samples, are not written anew: pack their files with tar --dereference.
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.

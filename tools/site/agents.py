@@ -1,0 +1,84 @@
+"""Writes what coding agents read, from the pages: `python tools/site/agents.py` after a page has changed.
+
+docs/llms.txt                        the form of llmstxt.org: title, summary, each page with its first sentence
+skills/savable-pipeline/SKILL.md     sections of pages: the recipe, its settings, mistakes, words and commands
+
+As a hook of mkdocs it copies the pages as they are into the site, beside the llms.txt that names them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NAME = "savable-pipeline"
+WHEN = (
+    "Write, change or debug a training data loader with the Python library savable_pipeline (imported as sp): "
+    "reading shards or tables, encoders, packing, checkpoints of the data that resume bit for bit, ranks, trainers."
+)
+SECTIONS = {  # of the skill, by page
+    "index.md": ["The recipe", "The words", "The commands"],
+    "first-day.md": ["Write the pipeline", "Choose seed and lanes", "Common mistakes"],
+}
+
+
+def texts() -> dict[Path, str]:
+    """The files and their texts."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    head = f"# {settings['site_name']}\n\n> {settings['site_description']}\n"
+    contents = head + "".join(_contents(each) for each in settings["nav"])
+    sections = "".join(_section(page, title) for page, titles in SECTIONS.items() for title in titles)
+    pages = "\n## The pages\n\n" + "\n".join(re.findall(r"^- .*", contents, re.MULTILINE)) + "\n"
+    skill = f"---\nname: {NAME}\ndescription: {WHEN!r}\n---\n\n{head}{sections}{pages}"
+    return {
+        DOCS / "llms.txt": contents,
+        ROOT / "skills" / NAME / "SKILL.md": re.sub(r"\]\((?=[\w/-]+\.md)", "](../../docs/", skill),
+    }
+
+
+def _contents(entry: dict[str, Any]) -> str:
+    ((title, below),) = entry.items()
+    return f"\n## {title}\n\n" + "".join(_line(page) for page in _pages(below))
+
+
+def _pages(entry: Any) -> Iterator[str]:
+    for each in [entry] if isinstance(entry, str) else entry.values() if isinstance(entry, dict) else entry:
+        yield from [each] if isinstance(each, str) else _pages(each)
+
+
+def _line(page: str) -> str:
+    prose = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    title, *paragraphs = prose.removeprefix("# ").split("\n\n")
+    text = next(each for each in paragraphs if each.strip() and not each.startswith(("#", "`pip ", "<", "|")))
+    sentence = re.split(r"(?<=[.:?]) ", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(text.split())))[0]
+    return f"- [{title.replace('`', '')}]({page}): {sentence.rstrip(':.')}.\n"
+
+
+def _section(page: str, title: str) -> str:
+    """A section of a page, up to the next heading of its level; a heading is not looked for in code."""
+    lines, inside, code = [], False, False
+    for line in (DOCS / page).read_text().splitlines():
+        code ^= line.startswith("```")
+        if line.startswith("## ") and not code:
+            inside = line == f"## {title}"
+        lines += [line] if inside else []
+    return "\n" + "\n".join(lines).rstrip() + "\n"
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Mkdocs calls it when the site is there."""
+    for page in DOCS.rglob("*.md"):
+        shutil.copy(page, Path(config["site_dir"]) / page.relative_to(DOCS))
+
+
+if __name__ == "__main__":
+    for path, text in texts().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
