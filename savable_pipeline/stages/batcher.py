@@ -77,19 +77,19 @@ class Batcher(EncoderBatches):
         return self._held.made
 
     def __next__(self) -> Any:
-        items, refs = self._hold_batch()
-        batch = self._given(items, refs, self.size)
+        items, refs = self._take_batch()
+        batch = self._filled_up(items, refs, self.size)
         self._drop(refs)
         return batch
 
     def pass_over(self) -> None:
         """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
-        _, refs = self._hold_batch()
+        _, refs = self._take_batch()
         self._drop(refs)
 
-    def _hold_batch(self) -> tuple[list[Any], list[ItemRef]]:
+    def _take_batch(self) -> tuple[list[Any], list[ItemRef]]:
         """Take the items of the next batch, and return them and their refs. Raises StopIteration at the end."""
-        items = self._hold(self.size)
+        items = self._fill(self.size)
         if len(items) < (self.size if self.drop_last else 1):
             raise StopIteration
         refs = self._held.refs(self.size)
@@ -107,14 +107,14 @@ class Batcher(EncoderBatches):
     def more(self) -> bool:
         """Whether another batch will come; takes its first item, or all of them with `drop_last`, to find out."""
         needed = self.size if self.drop_last else 1
-        return len(self._hold(needed)) >= needed
+        return len(self._fill(needed)) >= needed
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count divided by `size`, rounded up, or down with `drop_last`."""
         items = None if self._leaves_out else self.source.count_of(lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
-    def _hold(self, n: int) -> list[Any]:
+    def _fill(self, n: int) -> list[Any]:
         """The next `n` items, or as many as there are."""
         while len(items := self._held.ready(n)) < n and self._take(n):
             pass

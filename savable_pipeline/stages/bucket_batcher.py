@@ -330,13 +330,13 @@ class BucketBatcher(EncoderBatches):
     def __next__(self) -> Any:
         key = self._due()
         held, size = self._buckets[key], self._size(key)
-        batch = self._given(held.ready(size), held.refs()[:size], size)
-        self._let_go(key)
+        batch = self._filled_up(held.ready(size), held.refs()[:size], size)
+        self._release(key)
         return batch
 
     def pass_over(self) -> None:
         """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
-        self._let_go(self._due())
+        self._release(self._due())
 
     def _due(self) -> Bucket:
         """The bucket of the next batch, whose items are made. Raises StopIteration if there is none."""
@@ -362,7 +362,7 @@ class BucketBatcher(EncoderBatches):
         due = range(min(self._size(key), len(held)))
         return held.made == len(held) or all(self._make(key, i) for i in due)
 
-    def _let_go(self, key: Bucket) -> None:
+    def _release(self, key: Bucket) -> None:
         held, size = self._buckets.pop(key), self._size(key)
         self._gave(held.refs()[:size])
         held.drop(size)
@@ -379,9 +379,9 @@ class BucketBatcher(EncoderBatches):
         full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
         count = sum(full.values())
         while count < room and (self._taken or self._taken.fill(1)):
-            placed = self._place()
-            if placed is not None and len(self._buckets[placed]) % self._size(placed) == 0:
-                full[placed] = 1
+            key = self._put_taken()
+            if key is not None and len(self._buckets[key]) % self._size(key) == 0:
+                full[key] = 1
                 count += 1
         if full and self._rule is not None:
             held_items = {key: len(held) for key, held in self._buckets.items()}
@@ -391,7 +391,7 @@ class BucketBatcher(EncoderBatches):
     def _size(self, key: Bucket) -> int:
         return self._sizes.of(*key)
 
-    def _place(self) -> Bucket | None:
+    def _put_taken(self) -> Bucket | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
         item, ref = self._taken.look(0)
         key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`

@@ -134,7 +134,7 @@ class Encode(TakesItems):
                     self._take_samples(elements, n)
         except BaseException:
             ahead.next = first  # the call returns no item: undo it as a whole
-            self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
+            self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None
             self._skipped.roll_back(before)
             raise
         self._skipped.end(self.info.tags)
@@ -221,7 +221,7 @@ class Encode(TakesItems):
     @property
     def _part(self) -> int:
         """The number of parts given so far of the sample at `_next`."""
-        return 0 if self._fan is None else self._fan.given
+        return 0 if self._fan is None else self._fan.count
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
@@ -233,7 +233,7 @@ class Encode(TakesItems):
         self._report_sample(fan.sample)
         try:
             while len(elements) < n:
-                part, item = fan.given, fan.next()
+                part, item = fan.count, fan.next()
                 if type(item) is Skip:
                     skipped.skipped(fan.sample, item)
                 elif item is not DONE:
@@ -308,7 +308,7 @@ class Encode(TakesItems):
             raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
         # as bytes: where NumPy compares structured arrays it takes Ctrl-C for a fault of them
         begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
-        self._fan = FanOut(self.keyed, self._ahead.samples[0], given=saved.part) if begun else None
+        self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
         self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
 
     def settings(self) -> dict[str, Any]:
@@ -392,16 +392,16 @@ def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> Puri
 
 
 class FanOut:
-    """The items of a sample that fans out, one by one; `given` counts those so far, a `Skip` too.
+    """The items of a sample that fans out, one by one; `count` is that of those so far, a `Skip` too.
 
     `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
     """
 
     def __init__(
-        self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, given: int = 0
+        self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, count: int = 0
     ) -> None:
         self.sample = sample
-        self.given = given
+        self.count = count
         self._keyed = keyed
         self.made = made
 
@@ -413,12 +413,12 @@ class FanOut:
         if self.made is not None:
             return self._next(*self.made)
         made, rng = self.made = self._keyed.encoded(self.sample)
-        wanted, self.given = self.given, 0
+        wanted, self.count = self.count, 0
         fans_out = hasattr(made, "__next__")
         if not fans_out or not self.pass_over(wanted):
             raise CheckpointMismatchError(
                 f"Encode: by the state, {wanted} items of sample {self.sample.key!r} of {self.sample.shard} were "
-                f"given, but made again it gives {self.given if fans_out else 'one alone'}; is the encoder the one "
+                f"given, but made again it gives {self.count if fans_out else 'one alone'}; is the encoder the one "
                 "of the saved run, and pure?"
             )
         return self._next(made, rng)
@@ -429,23 +429,23 @@ class FanOut:
         made, rng = self.made
         if parts and (pass_over := getattr(made, "pass_over", None)) is not None:
             try:
-                self.given = index(pass_over(parts))
+                self.count = index(pass_over(parts))
             except Exception as error:
                 raise EncoderError(error) from error
         else:
-            while self.given < parts and self._next(made, rng) is not DONE:
+            while self.count < parts and self._next(made, rng) is not DONE:
                 pass
-        return self.given == parts
+        return self.count == parts
 
     def _next(self, made: Iterator[Any], rng: Rng) -> Any:
-        rng.rekey((self.sample.index, self.sample.epoch, self.given))
+        rng.rekey((self.sample.index, self.sample.epoch, self.count))
         if self._keyed.seed_globals is not None:
             self._keyed.seed_globals(rng.key)
         try:
             item = next(made, DONE)
         except Exception as error:
             raise EncoderError(error) from error
-        self.given += item is not DONE
+        self.count += item is not DONE
         return item
 
 

@@ -92,7 +92,7 @@ class EncoderBatches(BatchStage):
     def _rows_of(self, item: Any) -> int:
         """The rows of a full batch of items such as this one; 0 if it is left out of batches. Raises `EncodeError`."""
 
-    def _given(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
+    def _filled_up(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
         """The next batch, of the items with these refs; where batches are padded, of `size` rows, with "valid"."""
         if not self.lane.pad:
             return self._combined(items, refs)
@@ -120,8 +120,8 @@ class EncoderBatches(BatchStage):
 
     def _any_item(self) -> Any:
         """An item of any sample of the dataset, for a lane that has no sample of its own."""
-        given = (ref for ref in _refs_given_by(self.source) if self.info.excluded.left_of(ref) == ref)
-        for ref in islice(given, _TRIED):
+        refs = (ref for ref in _refs_of(self.source) if self.info.excluded.left_of(ref) == ref)
+        for ref in islice(refs, _TRIED):
             with contextlib.suppress(EncodeError):
                 item = self.source.fetch(ref)
                 if type(item) is not Skip and self._rows_of(item):
@@ -147,10 +147,10 @@ class EncoderBatches(BatchStage):
         }
 
 
-def _refs_given_by(stage: Stage) -> Iterator[ItemRef]:
+def _refs_of(stage: Stage) -> Iterator[ItemRef]:
     """Refs of elements that a stage might give, one for each single sample, source after source."""
     if not stage.sources:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
     for source in stage.sources:
-        yield from map(stage.ref_alone, _refs_given_by(source))
+        yield from map(stage.ref_alone, _refs_of(source))

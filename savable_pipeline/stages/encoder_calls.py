@@ -105,7 +105,7 @@ class EncoderCalls:
             return select(items, rng)
         except Exception as error:
             which = f", round {number} ({len(items)} items)"
-            raise self._told("select", error, which) from from_user_code(error)
+            raise self._error("select", error, which) from from_user_code(error)
 
     def _begun(self, key: int, number: int, info: StageInfo) -> Rng:
         """The random numbers of a call, for which the global generators are seeded and the stage is reported."""
@@ -133,7 +133,7 @@ class EncoderCalls:
             raise self._failed("length", error) from from_user_code(error)
         return length
 
-    def least_told(self, length: int, *, least: int) -> int:
+    def checked_length(self, length: int, *, least: int) -> int:
         """A length that the encoder declared without encoding, at least `least`."""
         if length < least:
             error = ValueError(f"a length of {length}; every item takes at least {least}")
@@ -169,10 +169,10 @@ class EncoderCalls:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
         except Exception as error:
             name = f"{self.encoder_name}.{function}" if isinstance(function, str) else function_name(function)
-            raise self._told(name, error) from from_user_code(error)
+            raise self._error(name, error) from from_user_code(error)
 
     def _failed(self, method: str, error: Exception, which: str = "") -> EncodeError:
-        return self._told(f"{self.encoder_name}.{method}", error, which)
+        return self._error(f"{self.encoder_name}.{method}", error, which)
 
-    def _told(self, name: str, error: Exception, which: str = "") -> EncodeError:
+    def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
         return EncodeError(f"{name} raised {described(error)}; stage {self._stage}{which} of {self._lane}")

@@ -101,13 +101,13 @@ class PurityCheck:
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
         return EncodeError(
-            f"{encoder_call(self._encoder)} gave two results for one sample, {difference}; {_place(sample)}; "
+            f"{encoder_call(self._encoder)} gave two results for one sample, {difference}; {_where(sample)}; "
             "an item must depend on the sample, the encoder's settings and `rng` alone, not on a clock, an unseeded "
             "generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
         )
 
 
-def _place(sample: Sample) -> str:
+def _where(sample: Sample) -> str:
     return f"stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
 
 

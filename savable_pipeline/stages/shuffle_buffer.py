@@ -92,7 +92,7 @@ class ShuffleBuffer(Stage):
         """The place of the next element to give, whether or not another follows into it."""
         return (word(self._key, self._draws) >> 32) * len(self._held) >> 32
 
-    def _given(self, n: int) -> Any:
+    def _next(self, n: int) -> Any:
         """The next 1 to `n` elements, as `_taken`: random ones, each replaced by the source's next, or the last."""
         held = self._held
         self._fill()
@@ -147,7 +147,7 @@ class _BufferOfSamples(ShuffleBuffer, TakesRefs):
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end of a finite source."""
-        return np.asarray(self._given(n), REF)
+        return np.asarray(self._next(n), REF)
 
     def restore_state(self, state: State) -> None:
         super().restore_state(state)
@@ -179,7 +179,7 @@ class _BufferOfItems(ShuffleBuffer, TakesItems):
             self._fill()
             if len(self._held):
                 make(self._held[self._slot()], self.source)
-        elements: list[Element] = self._given(n)
+        elements: list[Element] = self._next(n)
         return elements
 
 

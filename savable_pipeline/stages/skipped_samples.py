@@ -67,35 +67,35 @@ class SkippedSamples:
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
         self._by_source = SourceCounts(counts)
         self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
-        self._given: list[Element] = []  # by the call since `begin`, of which `_noted` have ended rows
+        self._elements: list[Element] = []  # by the call since `begin`, of which `_noted` have ended rows
         self._noted = 0
         self._counted: Counter[str] = Counter()  # counters raised since `begin`
 
-    def begin(self, given: list[Element]) -> _Snapshot:
-        """Snapshot the counts before a call that may fail, and that adds its elements to `given`."""
+    def begin(self, elements: list[Element]) -> _Snapshot:
+        """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
         self._counted.clear()
-        self._given, self._noted = given, 0
+        self._elements, self._noted = elements, 0
         return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
 
     def roll_back(self, before: _Snapshot) -> None:
         """Undo the counting of a call that failed."""
         self._counts.subtract(self._counted)
         self.errors, self._row, self._by_source.rows = before
-        self._given = []
+        self._elements = []
 
     def end(self, tags: frozenset[int]) -> None:
         """Count the items of a call, of sources with these tags."""
-        if self._given:
+        if self._elements:
             if self._row or self._by_source.rows:
                 self._end_rows()
-            self._by_source.kept(self._given, tags)
-            self._given = []
+            self._by_source.kept(self._elements, tags)
+            self._elements = []
 
     def _end_rows(self) -> None:
         """End what came in a row without an item, where there are items since."""
-        if self._given[self._noted :]:
-            self._by_source.end_rows(self._given[self._noted :])
-            self._row, self._noted = 0, len(self._given)
+        if self._elements[self._noted :]:
+            self._by_source.end_rows(self._elements[self._noted :])
+            self._row, self._noted = 0, len(self._elements)
 
     def skipped(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.

@@ -29,19 +29,19 @@ class SourceCounts:
         self._only: tuple[Collection[int], str] = (), ""  # the tags of a single source, and its counter of items
         self._names: dict[int, tuple[str, str]] = {}  # of counters of items and of tokens, by tag
 
-    def kept(self, given: Sequence[Element], tags: Collection[int]) -> None:
+    def kept(self, elements: Sequence[Element], tags: Collection[int]) -> None:
         """Count items, of sources with these tags."""
         if len(tags) == 1 and tags is not self._only[0]:
             self._only = tags, self._named(next(iter(tags)))[0]
         if tags is self._only[0]:
-            self._counts[self._only[1]] += len(given)
+            self._counts[self._only[1]] += len(elements)
         else:
-            for tag, number in Counter([tag_of(element.ref[0]) for element in given]).items():
+            for tag, number in Counter([tag_of(element.ref[0]) for element in elements]).items():
                 self._counts[self._named(tag)[0]] += number
 
-    def end_rows(self, given: Sequence[Element]) -> None:
+    def end_rows(self, elements: Sequence[Element]) -> None:
         """Begin to count in a row again for the sources of these items."""
-        for tag in {tag_of(element.ref[0]) for element in given} if self.rows else ():
+        for tag in {tag_of(element.ref[0]) for element in elements} if self.rows else ():
             self.rows.pop(tag, None)
 
     def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:

@@ -225,7 +225,7 @@ class _WeightedSources(Stage):
 
     # The elements.
 
-    def _given(self, n: int) -> _Elements:
+    def _next(self, n: int) -> _Elements:
         """The elements of the next turns, 1 to `n` of them; none only at the end."""
         given = self._of_turns(n)
         while not len(given) and self._active:
@@ -399,7 +399,7 @@ class _BlendOfSamples(Blend, TakesRefs):
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end."""
-        return self._given(n)
+        return self._next(n)
 
     def _taken(self, name: str, n: int) -> RefArray:
         return self._stages[name].take_refs(n)
@@ -441,7 +441,7 @@ class _BlendOfItems(Blend, TakesItems):
         while self._active:
             turns = self._turns
             if not isinstance(turns, TokenTurns):
-                return list(self._given(n))
+                return list(self._next(n))
             name = self._active[turns.next()]
             if not self._load(name, 1):
                 self._end_sources({*self._ended, name})

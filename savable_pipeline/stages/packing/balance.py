@@ -182,7 +182,7 @@ class Balance(TakesItems):
         self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # the oldest first
-        self._places: list[_HeldPack] = []  # of each of them
+        self._packs: list[_HeldPack] = []  # of each of them
         self._row_of_skips = 0
 
     def name_branch(self, name: str) -> None:
@@ -200,10 +200,10 @@ class Balance(TakesItems):
             self._fill()
             if not self._held:
                 return []
-            at = self._rule.choose([place.waiting for place in self._places])
+            at = self._rule.choose([pack.waiting for pack in self._packs])
             sizes, whole = self._held[at].sizes, self._held[at].ref
             item, ref = self._held.take(at)
-            waiting = self._places.pop(at).waiting
+            waiting = self._packs.pop(at).waiting
             if type(item) is not Skip:
                 self._gave(waiting)
                 return [Element(ref, item, left_sizes(sizes, whole, ref))]
@@ -241,10 +241,10 @@ class Balance(TakesItems):
                 if type(element.value) is Skip:
                     continue
                 element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
-            self._places.append(self._place(element.ref, self._rule.count, element.sizes))
+            self._packs.append(self._held_pack(element.ref, self._rule.count, element.sizes))
             self._held.add([element])
 
-    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
+    def _held_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
         return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
@@ -254,7 +254,7 @@ class Balance(TakesItems):
         Each is a list in MessagePack. `count`: packs given so far; `past`: the costs of the last ones, 8 bytes each.
         """
         return {
-            "held": [place.saved for place in self._places],
+            "held": [pack.saved for pack in self._packs],
             "count": self._rule.count,
             "past": self._rule.past.tobytes(),
             "source": self.source.save_state(),
@@ -271,11 +271,11 @@ class Balance(TakesItems):
         self.source.restore_state(saved.source)
         self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
         self._held.restore([])
-        self._places = []
+        self._packs = []
         for raw in saved.held:
-            self._hold_again(raw)
+            self._restore_pack(raw)
 
-    def _hold_again(self, raw: bytes) -> None:
+    def _restore_pack(self, raw: bytes) -> None:
         """Hold a pack of a state, without its excluded items, if anything of it is left."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
@@ -288,7 +288,7 @@ class Balance(TakesItems):
         for left in known_refs(self, [ref]):
             kept = left_sizes(sizes, ref, left) or sizes
             self._held.add([Element(left, sizes=kept)])
-            self._places.append(self._place(left, saved.arrival, kept))
+            self._packs.append(self._held_pack(left, saved.arrival, kept))
 
     def settings(self) -> dict[str, Any]:
         """`hold`, the name of the cost, and the encoder unless it is the one upstream."""

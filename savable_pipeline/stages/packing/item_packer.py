@@ -147,15 +147,15 @@ class ItemPacker(TakesItems):
             if not self._held:
                 return False
             items, refs = _left(made)
-            select = partial(_select_places, self.select)
+            select = partial(_select_positions, self.select)
             groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
             self._rounds += 1
             self._groups = list(map(len, groups))
-            chosen = [place for group in groups for place in group]
+            chosen = [position for group in groups for position in group]
             self._held.drop(len(self._held))
-            self._held.add([Element(refs[place], items[place]) for place in chosen])
-            for place in set(range(len(refs))).difference(chosen):
-                self.counts.update(skip_counters("not selected", next(sample_indices(refs[place]))))
+            self._held.add([Element(refs[position], items[position]) for position in chosen])
+            for position in set(range(len(refs))).difference(chosen):
+                self.counts.update(skip_counters("not selected", next(sample_indices(refs[position]))))
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
@@ -225,8 +225,8 @@ def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
     return [item for item, _ in left], [ref for _, ref in left]
 
 
-def _select_places(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
-    """The groups that `select` makes, as places of their items. Raises ValueError for a wrong answer."""
+def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
+    """The groups that `select` makes, as positions of their items. Raises ValueError for a wrong answer."""
     before = list(map(parts_of, items))
     groups = _groups(select(list(items), rng))
     for item, parts in zip(items, before, strict=True):
@@ -236,9 +236,9 @@ def _select_places(select: Select, items: list[Any], rng: Rng) -> list[list[int]
                 "made again, after a resume or beyond max_held_bytes: compute it in encode or pack"
             )
     free: dict[int, list[int]] = {}
-    for place in reversed(range(len(items))):  # an object that is there several times has its places in turn
-        free.setdefault(id(items[place]), []).append(place)
-    return [_places(group, number, free) for number, group in enumerate(groups)]
+    for position in reversed(range(len(items))):  # an object that is there several times has its positions in turn
+        free.setdefault(id(items[position]), []).append(position)
+    return [_positions(group, number, free) for number, group in enumerate(groups)]
 
 
 def _groups(found: Any) -> list[list[Any]]:
@@ -251,8 +251,8 @@ def _groups(found: Any) -> list[list[Any]]:
     return [list(group) for group in groups]
 
 
-def _places(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
-    places: list[int] = []
+def _positions(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
+    positions: list[int] = []
     for item in group:
         if id(item) not in free:
             raise ValueError(
@@ -262,7 +262,7 @@ def _places(group: list[Any], number: int, free: dict[int, list[int]]) -> list[i
             )
         if not free[id(item)]:
             raise ValueError(f"group {number} has an item that is in a group already")
-        places.append(free[id(item)].pop())
-    if not places:
+        positions.append(free[id(item)].pop())
+    if not positions:
         raise ValueError(f"group {number} is empty")
-    return places
+    return positions

@@ -21,7 +21,7 @@ from savable_pipeline.stages.packing.packing_policies import (
     Policy,
     make_packing,
 )
-from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, placed
+from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
@@ -183,7 +183,7 @@ class OnlinePacker(TakesItems):
     def _fill(self) -> OpenPack | None:
         """The next pack to give, once enough items are placed; None at the end."""
         while (pack := self._packing.due()) is None:
-            if not self._pieces.place_next():
+            if not self._pieces.add_next():
                 return self._packing.last()
         return pack
 
@@ -271,7 +271,7 @@ class OnlinePacker(TakesItems):
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
-            "packs": [[placed(piece) for piece in pack.pieces] for pack in packing.packs],
+            "packs": [[saved_piece(piece) for piece in pack.pieces] for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),
@@ -285,7 +285,7 @@ class OnlinePacker(TakesItems):
         if any(pack.length != self.max_length for pack in packing.packs):
             state["lengths"] = [pack.length for pack in packing.packs]
         if packing.holds:
-            state["held"] = [placed(piece) for piece in packing.held]
+            state["held"] = [saved_piece(piece) for piece in packing.held]
             state["rounds"] = packing.rounds
         return state
 

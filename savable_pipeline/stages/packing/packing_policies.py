@@ -342,8 +342,8 @@ class ByFunction(Packing):
         packs = []
         for group in groups:
             pack = OpenPack(self.max_length, 0)
-            for place in group:
-                pack.add(self.held[place])
+            for position in group:
+                pack.add(self.held[position])
             packs.append(pack)
         self.packs, self.held, self._length = packs, [], 0
         self.rounds += 1
@@ -361,7 +361,7 @@ class ByFunction(Packing):
         return groups
 
     def _groups(self, lengths: list[int]) -> list[list[int]]:
-        return [[index(place) for place in group] for group in self._function(list(lengths))]
+        return [[index(position) for position in group] for group in self._function(list(lengths))]
 
 
 def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_length: int) -> None:
@@ -370,17 +370,17 @@ def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_le
     for number, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {number} is empty")
-        for place in group:
-            if not 0 <= place < len(lengths):
-                raise ValueError(f"group {number} has the index {place} of {len(lengths)} lengths")
-            if place in seen:
-                raise ValueError(f"group {number} has the index {place}, which is in a group already")
-            seen.add(place)
-        total = sum(lengths[place] for place in group)
+        for position in group:
+            if not 0 <= position < len(lengths):
+                raise ValueError(f"group {number} has the index {position} of {len(lengths)} lengths")
+            if position in seen:
+                raise ValueError(f"group {number} has the index {position}, which is in a group already")
+            seen.add(position)
+        total = sum(lengths[position] for position in group)
         if total > max_length:
             raise ValueError(f"group {number} is {total} long, but max_length={max_length}: lengths of {list(group)}")
     if len(seen) < len(lengths):
-        missing = next(place for place in range(len(lengths)) if place not in seen)
+        missing = next(position for position in range(len(lengths)) if position not in seen)
         raise ValueError(f"the index {missing} is in no group; each of the {len(lengths)} belongs to one")
 
 

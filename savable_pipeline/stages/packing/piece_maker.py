@@ -67,7 +67,7 @@ class PieceMaker:
         """How many made items are in packs, or not placed yet."""
         return self._share.count + self.ahead.made + (self.taken is not None and self.taken.is_made)
 
-    def place_next(self) -> bool:
+    def add_next(self) -> bool:
         """Place a piece of the next item, or leave it out; False at the end of the source."""
         if self.taken is None:
             if not (self.ahead or self.ahead.fill(self._packing.at_once)):
@@ -76,11 +76,11 @@ class PieceMaker:
             self.taken = Piece(element.ref, element.value, length=0)
             is_declared = element.sizes and not element.is_made and self._packer.info.declared
             self.taken_size = element.sizes[0] if element.sizes and is_declared else None
-        if self._place(self.taken):
+        if self._add(self.taken):
             self.taken = None
         return True
 
-    def _place(self, taken: Piece) -> bool:
+    def _add(self, taken: Piece) -> bool:
         """Place as much of the taken item as fits; whether nothing of it is left."""
         total = self._total_of(taken)
         if total is None:
@@ -116,7 +116,7 @@ class PieceMaker:
     def _total_of(self, taken: Piece) -> int | None:
         """The length of the taken item, as declared or as made; None if it can no longer be made."""
         if self.taken_size is not None:
-            return self._calls.least_told(self.taken_size[0], least=_LEAST)
+            return self._calls.checked_length(self.taken_size[0], least=_LEAST)
         item = self._item_of(taken)
         return None if type(item) is Skip else self._calls.length(item, least=_LEAST)
 
@@ -211,7 +211,7 @@ class PieceMaker:
         """Count an item, or a pack by its first item, as left out."""
         self._packer.counts.update(skip_counters(reason, next(sample_indices(as_ref(ref)))))
 
-    def known(self, saved: Sequence[Placed]) -> list[Piece]:
+    def known(self, saved: Sequence[SavedPiece]) -> list[Piece]:
         """The pieces of a state whose source still exists."""
         pieces = [each.piece() for each in saved]
         for piece in pieces:
@@ -237,7 +237,7 @@ class PieceMaker:
                 self.ahead.add([Element(left, sizes=((length, images),) if length else None)])
 
 
-class Placed(msgspec.Struct, array_like=True):
+class SavedPiece(msgspec.Struct, array_like=True):
     """A piece in a state; trailing fields with their default values may be left out."""
 
     ref: Any
@@ -257,19 +257,19 @@ class Placed(msgspec.Struct, array_like=True):
 class PackerState(msgspec.Struct):
     """The state of a packer; see `OnlinePacker.save_state`."""
 
-    packs: list[list[Placed]]
+    packs: list[list[SavedPiece]]
     count: SavedCount
     taken: Any
     source: dict[str, Any]
     taken_part: tuple[SavedCount, SavedCount] = (0, 0)
     taken_size: tuple[SavedCount, SavedCount] | None = None
     ahead: list[tuple[Any, SavedCount, SavedCount]] = []
-    held: list[Placed] = []
+    held: list[SavedPiece] = []
     rounds: SavedCount = 0
     lengths: list[SavedCount] = []
 
 
-def placed(piece: Piece) -> tuple[Any, ...]:
+def saved_piece(piece: Piece) -> tuple[Any, ...]:
     """A piece as a state holds it."""
     if piece.rounds:
         return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)

@@ -49,22 +49,22 @@ class DealtOrder:
 
     def locate(self, start: int, stop: int) -> Positions:
         """The samples at positions `start` to `stop - 1`, all of one lane's span: indices of the dataset, int64."""
-        place = int(np.searchsorted(self._begins, start, side="right")) - 1
-        begin = int(self._begins[place])
-        parts = [self._order.locate(*run) for run in self._runs(place, start - begin, stop - begin)]
+        turn = int(np.searchsorted(self._begins, start, side="right")) - 1
+        begin = int(self._begins[turn])
+        parts = [self._order.locate(*run) for run in self._runs(turn, start - begin, stop - begin)]
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
-    def _runs(self, place: int, start: int, stop: int) -> list[tuple[int, int]]:
+    def _runs(self, turn: int, start: int, stop: int) -> list[tuple[int, int]]:
         """The places of the lane's positions in the order, as runs. The rest of a span is not dealt."""
         runs = []
         while start < min(stop, self._dealt):
             block, inside = divmod(start, self._block)
             size = min(self._block - inside, stop - start)
-            first = (block * self._lanes + place) * self._block + inside
+            first = (block * self._lanes + turn) * self._block + inside
             runs.append((first, first + size))
             start += size
         if start < stop:
-            rest = self._lanes * self._dealt + int(self._begins[place]) - place * self._dealt - self._dealt
+            rest = self._lanes * self._dealt + int(self._begins[turn]) - turn * self._dealt - self._dealt
             runs.append((rest + start, rest + stop))
         return runs
 
@@ -117,12 +117,12 @@ def _row_groups(dataset: Dataset, samples: EpochSamples) -> RowGroups:
     shards = range(samples.shards) if samples.selection is None else samples.selection.order.tolist()
     firsts = samples.firsts
     found, total, groups = [np.zeros(1, dtype=np.int64)], 0, 0
-    for place, shard in enumerate(shards):
+    for position, shard in enumerate(shards):
         rows, size = dataset.store.row_groups(shard) or ([], 0)
-        selected = int(firsts[place + 1] - firsts[place])
+        selected = int(firsts[position + 1] - firsts[position])
         if selected:
             ends = np.cumsum(rows, dtype=np.int64)
-            found.append(int(firsts[place]) + ends * selected // max(1, int(ends[-1])))
+            found.append(int(firsts[position]) + ends * selected // max(1, int(ends[-1])))
             total, groups = total + size, groups + len(rows)
     mean = max(1, total // max(1, groups))
     window = max(1, dataset.store.decoded_bytes // _SHARE // mean)

@@ -31,9 +31,9 @@ class EpochSamples:
     count: int
     selection: Selection | None
 
-    def numbers(self, places: Rows) -> Rows:
+    def numbers(self, positions: Rows) -> Rows:
         """The numbers in the dataset of the samples at these places of the epoch."""
-        return places if self.selection is None else self.selection.locate(places)
+        return positions if self.selection is None else self.selection.locate(positions)
 
 
 class GrowingSamples:

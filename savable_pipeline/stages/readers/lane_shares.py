@@ -109,10 +109,10 @@ class LaneShares:
         if not self.cut:
             return lane_span(count, lane, lanes, epoch)
         if self.shuffle:
-            return batches_span(count, self.cut, self._place(lane, epoch), lanes)
-        return 0, sequential_count(count, self._place(lane, epoch), lanes, self.cut)
+            return batches_span(count, self.cut, self._turn(lane, epoch), lanes)
+        return 0, sequential_count(count, self._turn(lane, epoch), lanes, self.cut)
 
-    def _place(self, lane: int, epoch: int) -> int:
+    def _turn(self, lane: int, epoch: int) -> int:
         """A lane's place in dealing an epoch: each continues where the last one of the pass ended."""
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
@@ -123,7 +123,7 @@ class LaneShares:
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
         """The samples at positions `start` to `stop - 1` of this lane's share without `shuffle`, int64 (any,)."""
-        return sequential_positions(start, stop, self._place(self.lane.index, epoch), self.lane.count, self.cut)
+        return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
         """Warn, once for the samples that are `chosen`, where a finite pass has fewer batches than there are lanes."""

@@ -61,8 +61,8 @@ class EpochOrder:
             end = min(stop, int(self._window_ends[window]))
             parts.append(self._in_window(window, start, end))
             start = end
-        places = np.concatenate(parts) if len(parts) != 1 else parts[0]
-        found: Positions = places + self._shift[np.searchsorted(self._ends, places, side="right")]
+        positions = np.concatenate(parts) if len(parts) != 1 else parts[0]
+        found: Positions = positions + self._shift[np.searchsorted(self._ends, positions, side="right")]
         return found
 
     def _in_window(self, window: int, start: int, stop: int) -> Positions:
@@ -73,9 +73,9 @@ class EpochOrder:
         numbers = np.arange(first, last + 1)
         whole = numbers < blocks
         numbers[whole] = self._bijection(window, blocks)(numbers[whole])
-        places = (numbers[:, None] * self._block + np.arange(self._block)).ravel()
+        positions = (numbers[:, None] * self._block + np.arange(self._block)).ravel()
         skipped = first * self._block
-        return begin + places[start - begin - skipped : stop - begin - skipped]
+        return begin + positions[start - begin - skipped : stop - begin - skipped]
 
     def _bijection(self, window: int, blocks: int) -> Bijection:
         if window not in self._blocks:
@@ -91,8 +91,8 @@ def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
     return turn * count // lanes, (turn + 1) * count // lanes
 
 
-def batches_span(count: int, rows: int, place: int, lanes: int) -> tuple[int, int]:
-    """First and last position (exclusive) of the lane at `place` in a shuffled epoch of a finite pass.
+def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
+    """First and last position (exclusive) of the lane at `turn` in a shuffled epoch of a finite pass.
 
     The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
     slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
@@ -100,21 +100,21 @@ def batches_span(count: int, rows: int, place: int, lanes: int) -> tuple[int, in
     batches = -(-count // rows)
     each, more = divmod(batches, lanes)
     missing, last = batches * rows - count, (batches - 1) % lanes
-    begin = (place * each + min(place, more)) * rows
-    end = begin + (each + (place < more)) * rows
-    return begin - missing * (place > last), end - missing * (place >= last)
+    begin = (turn * each + min(turn, more)) * rows
+    end = begin + (each + (turn < more)) * rows
+    return begin - missing * (turn > last), end - missing * (turn >= last)
 
 
-def sequential_count(count: int, place: int, lanes: int, block_size: int) -> int:
-    """The number of samples that the lane at `place` gets in an epoch in file order."""
+def sequential_count(count: int, turn: int, lanes: int, block_size: int) -> int:
+    """The number of samples that the lane at `turn` gets in an epoch in file order."""
     blocks = -(-count // block_size)
-    mine = len(range(place, blocks, lanes))
-    has_last = mine and (blocks - 1) % lanes == place
+    mine = len(range(turn, blocks, lanes))
+    has_last = mine and (blocks - 1) % lanes == turn
     return mine * block_size - (blocks * block_size - count if has_last else 0)
 
 
-def sequential_positions(start: int, stop: int, place: int, lanes: int, block_size: int) -> Positions:
-    """The samples at positions `start` to `stop - 1` of the lane at `place` in file order: indices, int64 (any,)."""
+def sequential_positions(start: int, stop: int, turn: int, lanes: int, block_size: int) -> Positions:
+    """The samples at positions `start` to `stop - 1` of the lane at `turn` in file order: indices, int64 (any,)."""
     positions = np.arange(start, stop)
-    block = positions // block_size * lanes + place
+    block = positions // block_size * lanes + turn
     return block * block_size + positions % block_size

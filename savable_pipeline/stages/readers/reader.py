@@ -32,10 +32,8 @@ from savable_pipeline.stages.stage_bases import TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
 
 _STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
-_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
 _CHUNK = 2048  # refs computed at a time
 _DAMAGED = "rest of a damaged or missing shard"
-_UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
 _EPOCHS = 1 << 32  # that a ref can name
 
 

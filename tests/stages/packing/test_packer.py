@@ -492,7 +492,7 @@ def test_lanes_of_a_process_share_the_budget() -> None:
         items.source._lane.worker = WorkerContext(shared=shared)  # type: ignore[attr-defined]
         stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_held_bytes=300))
     for stage in stages:
-        assert stage._pieces.place_next() and stage._pieces.place_next()
+        assert stage._pieces.add_next() and stage._pieces.add_next()
     assert [stage.held_items - len(stage._pieces.ahead) for stage in stages] == [2, 0]
     del stages[0], stage
     assert shared["held items"].used == 0
