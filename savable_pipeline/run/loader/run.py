@@ -366,7 +366,7 @@ class Run:
                 check_flat(state)
                 flights, state = read_flights(state), without_flights(state)
             loaded = self.states.loaded(state, allow)
-            lost = rows_lost(self.local.last_stage, flights)
+            lost = rows_lost(self.local.last_stage, flights) if flights else {}
             self._note_acknowledged()
             self.prefetcher.begin_anew()
             self._ends.forget()
@@ -388,7 +388,7 @@ class Run:
             raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
         with self._process.moving():
             at, last = self.position, self.local.last_stage
-            arguments = (at.facts.decisions, at.place, last, weights, exclude, max_length)
+            arguments = (at.facts.decisions, at.next_batch, last, weights, exclude, max_length)
             decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
             after = at.decided(decisions)
             self.local.learn(after.facts)
@@ -398,7 +398,7 @@ class Run:
             if self.rows is not None:
                 self.rows.table.settle(after.batches)
                 self.rows.table.lose(partial(open_rows_lost, self.local.last_stage))
-        return at.place
+        return at.next_batch
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""
