@@ -64,7 +64,7 @@ class Run:
         self.agree = agree
         self.states = States(settings, self.ranks, local)
         self._losses = SourceLosses(local)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses, self._vote)
+        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self.rows = RowsInFlight(settings, self.ranks, local) if settings.acknowledge else None
@@ -247,7 +247,7 @@ class Run:
         if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps: nothing is to be determined
             return self._advance(want, slots)
         while not self.position.has_step:
-            self.position = self._ends.towards_step(self.position)
+            self.position = self._ends.towards_step(self.position, self._vote)
         delivery, after = self._advance(want, slots)
         if after.must_vote:
             try:
