@@ -294,7 +294,7 @@ def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int
     left = list(plan)
     with (run := Run(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
-            while left and left[0][0] == run.position.place:
+            while left and left[0][0] == run.position.next_batch:
                 run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
             batch = next(iter(run))
             at = run.position.previous or run.position

@@ -280,8 +280,8 @@ class Acknowledgements:
             named = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
         return named | {"in_flight": self.in_flight().rows}
 
-    def state(self, batches: int, place: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
-        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`.
+    def state(self, batches: int, next_batch: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
+        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `next_batch`.
 
         `saved`: the lanes' states, by name.
         """
@@ -290,7 +290,7 @@ class Acknowledgements:
                 flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
             }
-            acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
+            acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < next_batch}
         return found | packed_acks(self._ranks.rank, acks)
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:

@@ -193,7 +193,7 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
     return found
 
 
-def left_of(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
+def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
     """What of a saved run's decisions holds in this pipeline, whose settings `differing` were allowed to differ.
 
     Settings that are newer than a decision replace it, with a warning.

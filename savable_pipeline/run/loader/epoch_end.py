@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class EpochEnds:
-    """Finds out where the epochs of a run end, where need be by `vote`, which all ranks take part in."""
+    """Finds out where the epochs of a run end, where need be by votes, which return what all ranks agree on."""
 
     def __init__(
         self,
@@ -42,9 +42,7 @@ class EpochEnds:
         prefetcher: Prefetcher,
         stats: Stats,
         losses: SourceLosses,
-        vote: Callable[[int], int],
     ) -> None:
-        self._vote = vote
         self._settings, self._local, self._prefetcher = settings, local, prefetcher
         self._stats, self._losses = stats, losses
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
@@ -113,11 +111,11 @@ class EpochEnds:
     def _steps(self, slots: int, step: int) -> int:
         return -(-slots // step) if self._settings.pad else slots // step
 
-    def towards_step(self, at: Position) -> Position:
+    def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
         """The position after one more thing is known of where the next step is. Raises `SavableError` if none is."""
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return self.next_epoch(at).begun()
-        if not at.changed and (end := self._known(at)) is not None:
+        if not at.changed and (end := self._known(at, vote)) is not None:
             return at.ending_at(end)
         if at.unknown_lanes:  # they are asked before any batch of theirs is requested
             peeks = self._prefetcher.find_more(at)
@@ -125,14 +123,14 @@ class EpochEnds:
                 self._stats.count(found.counts)
                 self._losses.note(found.counts)
             return at.learned(peeks)
-        return at.agreed(self._vote(proposed_end(at, self._prefetcher)))
+        return at.agreed(vote(proposed_end(at, self._prefetcher)))
 
-    def _known(self, at: Position) -> int | None:
+    def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
         """Where this epoch ends, if that can be known before its first batch."""
         end = self.counted(at.epoch)
         if end is None and self._settings.restarts and at.step > 1:
             # ranks may break their passes at different batches: they must not have to vote in the middle of one
-            self._ends[0] = end = self._vote(self._count_lanes(at))
+            self._ends[0] = end = vote(self._count_lanes(at))
         return end
 
     def _count_lanes(self, at: Position) -> int:

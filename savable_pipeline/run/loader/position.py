@@ -204,7 +204,7 @@ class Position(msgspec.Struct, frozen=True):
         return replace(at, decided_at=self.batches) if self.history else at
 
     @property
-    def place(self) -> int:
+    def next_batch(self) -> int:
         """The first slot of the next step as receipts name it, with its epoch."""
         return self.epoch << EPOCH_SHIFT | self.slot
 

@@ -107,7 +107,7 @@ class RowsInFlight:
 
     def entries(self, at: Position, state: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a flat state dict of this position, which has its lanes."""
-        return ACKNOWLEDGE | self.table.state(at.batches, at.place, state)
+        return ACKNOWLEDGE | self.table.state(at.batches, at.next_batch, state)
 
     def load(self, at: Position, flights: Flights, lost: Mapping[int, int], *, whole: bool) -> None:
         """Begin with what was in flight in a state, without the rows that are `lost`. `whole`: it has all lanes."""
@@ -123,8 +123,8 @@ class RowsInFlight:
         """The trace of the batch given last if it was one that came again."""
         if self._last_again is None or self._last_again[0] != at.batches:
             return None
-        _, place, samples = self._last_again
-        slot = place & SLOTS
+        _, number, samples = self._last_again
+        slot = number & SLOTS
         return Trace(slot, slot % self._settings.lanes, traced_rows(self._local.last_stage, samples))
 
 

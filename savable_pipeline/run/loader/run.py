@@ -64,7 +64,7 @@ class Run:
         self.agree = agree
         self.states = States(settings, self.ranks, local)
         self._losses = SourceLosses(local)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses, self._vote)
+        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self.rows = RowsInFlight(settings, self.ranks, local) if settings.acknowledge else None
@@ -247,7 +247,7 @@ class Run:
         if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps: nothing is to be determined
             return self._advance(want, slots)
         while not self.position.has_step:
-            self.position = self._ends.towards_step(self.position)
+            self.position = self._ends.towards_step(self.position, self._vote)
         delivery, after = self._advance(want, slots)
         if after.must_vote:
             try:
@@ -366,7 +366,7 @@ class Run:
                 check_flat(state)
                 flights, state = read_flights(state), without_flights(state)
             loaded = self.states.loaded(state, allow)
-            lost = rows_lost(self.local.last_stage, flights)
+            lost = rows_lost(self.local.last_stage, flights) if flights else {}
             self._note_acknowledged()
             self.prefetcher.begin_anew()
             self._ends.forget()
@@ -388,7 +388,7 @@ class Run:
             raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
         with self._process.moving():
             at, last = self.position, self.local.last_stage
-            arguments = (at.facts.decisions, at.place, last, weights, exclude, max_length)
+            arguments = (at.facts.decisions, at.next_batch, last, weights, exclude, max_length)
             decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
             after = at.decided(decisions)
             self.local.learn(after.facts)
@@ -398,7 +398,7 @@ class Run:
             if self.rows is not None:
                 self.rows.table.settle(after.batches)
                 self.rows.table.lose(partial(open_rows_lost, self.local.last_stage))
-        return at.place
+        return at.next_batch
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
 from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.run.loader.decided import left_of
+from savable_pipeline.run.loader.decided import applicable
 from savable_pipeline.run.loader.fresh_lanes import may_be_cut_otherwise, with_facts
 from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -122,7 +122,7 @@ class States:
         state = new.join(state) if new else state
         lanes, facts = read_lanes(state, self._ranks.lanes(self._settings.lanes)), read_facts(state)
         decided, last = facts.decisions, self._local.last_stage
-        if decided and (left := left_of(decided, last, differing)) != decided:
+        if decided and (left := applicable(decided, last, differing)) != decided:
             facts = replace(facts, decisions=left)
             state = {**state, **{name: with_facts(state[name], facts) for name in map(lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}

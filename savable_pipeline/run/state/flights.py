@@ -114,7 +114,7 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     entry of another save.
     """
     found = {}
-    place = state["epoch"] << EPOCH_SHIFT | state["slot"]
+    next_batch = state["epoch"] << EPOCH_SHIFT | state["slot"]
     lanes = [name for name in state if name.startswith("lane_")] if state.keys() & ACKNOWLEDGE.keys() else []
     if missing := [name for name in lanes if name.replace("lane", "flight") not in state]:
         raise CheckpointMismatchError(
@@ -125,11 +125,11 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
             with restoring(name):
-                found[int(number[1])] = _read(name, int(number[1]), raw, state, place)
+                found[int(number[1])] = _read(name, int(number[1]), raw, state, next_batch)
     return found
 
 
-def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], place: int) -> list[Flight]:
+def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch: int) -> list[Flight]:
     saved, lanes = unpack_state(raw, _LaneFlights, name), state["lanes"]
     if saved.saved_with != _checksum(state, lane):
         raise CheckpointMismatchError(
@@ -142,7 +142,7 @@ def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], place: int
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
             flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
-            is_given = before < batch < place and number * lanes + lane <= SLOTS
+            is_given = before < batch < next_batch and number * lanes + lane <= SLOTS
             is_filled = not size or flight.rows <= size <= MOST_ROWS
             if not is_given or flight.done >> flight.rows or not flight.open or not is_filled:
                 rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.run.engine.pool import LaneAssignment, Pool
 from tests.support.processes import descendants, kill, wait_until_gone, workers
 from tests.support.streams import take
@@ -41,7 +42,7 @@ def choice(batch_s: float, busy: list[int], *, holder: int | None = None, sent: 
     pool._host = SimpleNamespace(now=time.monotonic)  # type: ignore[assignment]
     found: Any = [FakeWorker(requests) for requests in busy]
     pool._workers = found
-    lane = LaneAssignment(b"", None if holder is None else found[holder], sent, rebuild_s)
+    lane = LaneAssignment(b"", NO_FACTS, None if holder is None else found[holder], sent, rebuild_s)
     chosen = pool._choose(lane)
     return None if chosen is None else found.index(chosen)
 

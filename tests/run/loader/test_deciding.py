@@ -311,14 +311,14 @@ def test_a_pass_that_could_be_counted_gives_all_that_is_left_once_half_of_it_is_
 def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     """The batches up to the end of the third epoch, and the state before each, as saved just before a decision."""
     found, states, run = [], [made.state_dict()], made.__savable_run__()
-    if run.position.place in plan:
-        assert made.decide(**plan[run.position.place]) == run.position.place
-    while run.position.place < 3 << 40:
+    if run.position.next_batch in plan:
+        assert made.decide(**plan[run.position.next_batch]) == run.position.next_batch
+    while run.position.next_batch < 3 << 40:
         for batch in made:
             found.append(batch)
             states.append(made.state_dict())
-            if run.position.place in plan:
-                assert made.decide(**plan[run.position.place]) == run.position.place
+            if run.position.next_batch in plan:
+                assert made.decide(**plan[run.position.next_batch]) == run.position.next_batch
     return found, states[:-1]
 
 
