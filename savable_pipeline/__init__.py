@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.settings import Acknowledge
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
+    from savable_pipeline.run.nodes.socket_workers import SocketWorkers
     from savable_pipeline.run.state.state_dict import merge_states
     from savable_pipeline.stages.batcher import Batcher
     from savable_pipeline.stages.blending.blend import Blend
@@ -68,6 +69,7 @@ __all__ = [
     "ShardWriter",
     "ShuffleBuffer",
     "Skip",
+    "SocketWorkers",
     "StatefulDataset",
     "TarShardReader",
     "TaskEncoder",
@@ -111,6 +113,7 @@ _PLACES = {
     "ShardWriter": "tools.convert.shard_writer",
     "ShuffleBuffer": "stages.shuffle_buffer",
     "Skip": "stages.task_encoder",
+    "SocketWorkers": "run.nodes.socket_workers",
     "StatefulDataset": "run.loader.stateful_dataset",
     "TarShardReader": "stages.readers.readers",
     "TaskEncoder": "stages.task_encoder",
