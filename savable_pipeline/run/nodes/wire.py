@@ -120,6 +120,7 @@ class Link:
         self._sent = self._received = 0  # frames
         self._unsent: deque[memoryview] = deque()
         self._arrived: list[Frame] = []
+        self._fault: Exception | None = None  # after which nothing more can arrive
         self._parser = self._parsed()
         self._target = memoryview(b"")  # where what comes next belongs
         _open.add(self)
@@ -165,7 +166,7 @@ class Link:
     def receive(self) -> list[Frame]:
         """The frames that have arrived. Raises EOFError once nothing more can."""
         try:
-            while len(self._arrived) < _FRAMES:
+            while self._fault is None and len(self._arrived) < _FRAMES:
                 while not self._target:
                     self._target = next(self._parser)
                 count = self._socket.recv_into(self._target)
@@ -175,9 +176,10 @@ class Link:
                 self._target = self._target[count:]
         except BlockingIOError:
             pass
-        except (EOFError, OSError):
-            if not self._arrived:  # else the next call raises it again
-                raise
+        except (EOFError, OSError) as error:
+            self._fault = error
+        if self._fault is not None and not self._arrived:
+            raise self._fault
         found, self._arrived = self._arrived, []
         return found
 
