@@ -1,4 +1,4 @@
-"""A TCP proxy between loaders and an agent that delays frames, drops, doubles, swaps and halves them, or falls silent."""
+"""A TCP proxy between loaders and an agent that delays, drops, doubles, swaps and halves frames, or falls silent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 
-from savable_pipeline.run.nodes import handshake
+from savable_pipeline.run.nodes import handshake, wire
 
 TROUBLES = ("delay", "drop", "half", "twice", "swapped", "silent")
 _HEADER = struct.Struct("<4sBxxxI8sQIQ16s")  # as wire.py has it, with the code
@@ -26,7 +26,7 @@ class FaultyProxy:
         self.draw = random.Random(seed)
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
         self._silent: set[int] = set()  # pairs that carry nothing any more
         threading.Thread(target=self._accept, daemon=True).start()
@@ -67,7 +67,8 @@ class FaultyProxy:
     def _pass_on(self, pair: tuple[socket.socket, ...], frame: bytes, kept: bytes, target: socket.socket) -> bytes:
         """Send a frame as the troubles have it; returns one that comes after the next."""
         self.frames += 1
-        trouble = next((name for name in TROUBLES if self.draw.random() < self.troubles.get(name, 0.0)), "")
+        often = 0.05 if frame[4] in (wire.PING, wire.PONG) else 1.0
+        trouble = next((name for name in TROUBLES if self.draw.random() < often * self.troubles.get(name, 0.0)), "")
         if id(pair) in self._silent:
             return b""
         if trouble:

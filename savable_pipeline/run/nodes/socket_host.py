@@ -43,6 +43,7 @@ _RETRY_S = 2.0  # between two tries at an agent that does not answer
 _FIRST_S = 30.0  # until some agent has answered for the first time,
 _ALONE_S = 240.0  # and later, until one answers again: as long as a network may be away
 _STACK_S = 2.0
+_MOST_FAILED = 4  # links to a node lost in a row before their workers have started: then the node is
 
 
 class Node:
@@ -56,6 +57,7 @@ class Node:
         self.control: Link | None = None  # once trainer and node have agreed, until it is lost
         self.workers = 0  # that it runs for all ranks of a loader
         self.begun = 0  # connections of workers
+        self.failed = 0  # links lost in a row before their workers had started
         self.error = ""  # why it does not answer
         self.differs: list[str] = []  # why it was refused
         self.tried_at = 0.0
@@ -97,6 +99,7 @@ class SocketConnection:
         self.node: Node | None = None
         self.link: Link | None = None
         self.end: Ended | None = None
+        self.why = ""  # its link is gone
         self.answers: list[tuple[int, Answer]] = []
         self._host = host
         self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # before it has a link
@@ -158,6 +161,8 @@ class SocketConnection:
                 self._pid = answer
             elif number == STARTED and isinstance(answer, Failure) and answer.error is not None and self.node:
                 answer.error.add_note(f"on the node {self.node.name}")
+            if self.node is not None:
+                self.node.failed = 0
             self.answers.append((number, answer))
         elif kind == wire.FAULT:
             self._fault = head.decode()
@@ -174,6 +179,7 @@ class SocketConnection:
     def lose(self, why: str) -> None:
         """Its link is gone."""
         if self.end is None and self.node is not None:
+            self.why = why
             self.end = Ended(self, f"was lost with its link to {self.node.name} ({why})", lost=True)
 
     def receive(self) -> list[tuple[int, Answer]]:
@@ -232,8 +238,8 @@ class SocketConnection:
 class SocketHost:
     """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
 
-    Of the workers 0, 1, … of agent number i, those with (i + worker) % ranks == rank are this rank's; a rank without
-    any takes one all the same. Raises ValueError for a pipeline that cannot be sent to them.
+    The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
+    has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a pipeline that cannot be sent to them.
     """
 
     now = staticmethod(time.monotonic)
@@ -279,7 +285,7 @@ class SocketHost:
                 )
                 node.trying.start()
         if all(node.control or node.error or node.differs for node in self._nodes):  # each has been tried
-            for waiting in [each for each in self._connections if each.link is None]:
+            for waiting in [each for each in self._connections if each.link is None and each.end is None]:
                 self._find_node(waiting)
 
     def _wake_up(self) -> None:
@@ -290,7 +296,7 @@ class SocketHost:
         """Take what a try at a node has found. Raises `WorkerError` for one that differs, before the first batch."""
         node.tried_at = time.monotonic()
         if node.arrived is not None:
-            (node.control, node.workers), node.arrived, node.error = node.arrived, None, ""
+            (node.control, node.workers), node.arrived, node.error, node.failed = node.arrived, None, "", 0
             log.info("%s has answered: %d workers", node.name, node.workers)
         elif node.differs:
             message = (
@@ -313,21 +319,27 @@ class SocketHost:
 
     def _share(self, node: Node) -> int:
         """How many of a node's workers are this rank's."""
-        return sum((node.index + i) % self._ranks == self._rank for i in range(node.workers))
+        first = sum(other.workers for other in self._nodes[: node.index])
+        return sum((first + i) % self._ranks == self._rank for i in range(node.workers))
 
     def _room(self, node: Node) -> int:
         """How many workers more it could have; less than none where others have lost theirs."""
-        return self._share(node) - sum(each.node is node for each in self._connections)
+        return self._share(node) - sum(each.node is node and each.end is None for each in self._connections)
 
     def count(self, wanted: int) -> int:
         """This rank's share of the workers of the nodes that answer."""
         return max(1, sum(self._share(node) for node in self._nodes if node.control is not None))
 
     def _find_node(self, worker: SocketConnection) -> None:
-        """Begin a worker on the node with the most room; it waits on if none answers."""
+        """Begin a worker on the node with the most room; it waits on if none answers, and ends if none has room."""
         while answering := [node for node in self._nodes if node.control is not None]:
-            first = self._rank % len(answering)  # where a rank has no share, or others have more than theirs
+            first = self._rank % len(answering)  # where a rank has no share
             node = max([*answering[first:], *answering[:first]], key=self._room)
+            if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
+                worker.end = Ended(
+                    worker, f"has no node, since {node.name} and others run as many as they can", lost=True
+                )
+                return
             try:
                 worker.begin(node, node.connect(self._key, FOR_WORKER, self._memory))
                 return
@@ -355,8 +367,10 @@ class SocketHost:
         self._check_alone()
         ended = [each for each in self._connections if each.end is not None]
         for each in ended:
-            if each.end is not None and each.end.lost and not each.started and each.node is not None:
-                self._lose(each.node, each.end.how)  # do not begin one after another there
+            if each.why and each.node is not None and not each.started:
+                each.node.failed += 1
+                if each.node.failed >= _MOST_FAILED:
+                    self._lose(each.node, each.why)
         self._has_begun = self._has_begun or any(each.started for each in self._connections)
         heard = [each for each in self._connections if each.answers]
         for each in ended:
@@ -448,7 +462,7 @@ def _asked(link: Link) -> str:
     """Ask for a sign of life. Returns why the connection is lost; "" if it is not."""
     link.silent = 0 if link.heard else link.silent + 1
     link.heard = False
-    if link.silent > _MOST_SILENT:
+    if link.silent >= _MOST_SILENT:
         return f"no sign of life in {_MOST_SILENT * _ASK_S:.2g} s"
     try:
         link.send(wire.PING)

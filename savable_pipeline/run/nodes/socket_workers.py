@@ -49,9 +49,9 @@ class SocketWorkers(Workers):
     def __post_init__(self) -> None:
         if isinstance(self.agents, str) or not self.agents:
             raise ValueError(f"agents is a list of addresses HOST:PORT, not {self.agents!r}")
-        if self.count not in (None, len(self.agents)):
+        if self.count not in (None, 1):
             raise ValueError("how many workers there are is said where they run: savable serve --workers")
-        object.__setattr__(self, "count", len(self.agents))  # at least; see `SocketHost.count`
+        object.__setattr__(self, "count", 1)  # at least; see `SocketHost.count`
         super().__post_init__()
         for agent in self.agents:
             read_address(agent)
