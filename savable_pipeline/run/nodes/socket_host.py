@@ -239,7 +239,8 @@ class SocketHost:
     """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
 
     The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
-    has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a pipeline that cannot be sent to them.
+    has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a
+    pipeline that cannot be sent to them.
     """
 
     now = staticmethod(time.monotonic)
