@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.settings import Acknowledge
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
+    from savable_pipeline.run.nodes.ray_workers import RayWorkers
     from savable_pipeline.run.nodes.socket_workers import SocketWorkers
     from savable_pipeline.run.state.state_dict import merge_states
     from savable_pipeline.stages.batcher import Batcher
@@ -60,6 +61,7 @@ __all__ = [
     "OnlinePacker",
     "Pipeline",
     "Ranks",
+    "RayWorkers",
     "Rng",
     "Sample",
     "SavableError",
@@ -104,6 +106,7 @@ _PLACES = {
     "OnlinePacker": "stages.packing.packer",
     "Pipeline": "stages.pipeline_value",
     "Ranks": "run.loader.ranks",
+    "RayWorkers": "run.nodes.ray_workers",
     "Rng": "core.rng",
     "Sample": "data.dataset.sample",
     "SavableError": "errors",

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
@@ -28,6 +29,7 @@ from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, 
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
 from savable_pipeline.run.nodes import wire
+from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import manifest
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
 from savable_pipeline.run.nodes.relayed_answers import read_answer
@@ -46,13 +48,25 @@ _STACK_S = 2.0
 _MOST_FAILED = 4  # links to a node lost in a row before their workers have started: then the node is
 
 
+class AgentAddress(NamedTuple):
+    """Where an agent listens, and its key."""
+
+    host: str
+    port: int
+    key: bytes
+
+    @classmethod
+    def of(cls, address: str, key: bytes) -> AgentAddress:
+        """Of HOST:PORT. Raises ValueError if it is none."""
+        return cls(*read_address(address), key)
+
+
 class Node:
     """An agent, as a loader sees it."""
 
-    def __init__(self, index: int, address: tuple[str, int]) -> None:
-        self.index = index  # among the agents
+    def __init__(self, address: AgentAddress) -> None:
         self.address = address
-        self.name = f"{address[0]}:{address[1]}"
+        self.name = f"{address.host}:{address.port}"
         self.session = b""
         self.control: Link | None = None  # once trainer and node have agreed, until it is lost
         self.workers = 0  # that it runs for all ranks of a loader
@@ -64,22 +78,22 @@ class Node:
         self.trying: threading.Thread | None = None
         self.arrived: tuple[Link, int] | None = None  # what the thread has found
 
-    def connect(self, key: bytes, purpose: int, memory: ReusedMemory | None = None) -> Link:
+    def connect(self, purpose: int, memory: ReusedMemory | None = None) -> Link:
         """A connection of its session. Raises OSError or EOFError."""
-        end = socket.create_connection(self.address, _CONNECT_S)
+        end = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
             self.begun += 1
-            secret = greet(end, key, Wanted(purpose, self.session, self.begun))
+            secret = greet(end, self.address.key, Wanted(purpose, self.session, self.begun))
             return Link(end, secret, memory)
         except BaseException:
             end.close()
             raise
 
-    def try_once(self, key: bytes, job: bytes, wake: Callable[[], object]) -> None:
+    def try_once(self, job: bytes, wake: Callable[[], object]) -> None:
         """In a thread: begin a session, and ask the node whether it is as this machine."""
         try:
             self.session, self.begun = os.urandom(16), 0
-            link = self.connect(key, FOR_SESSION)
+            link = self.connect(FOR_SESSION)
             answer = link.exchange(wire.JOB, job, _BEGIN_S)
             if answer.kind == wire.AGREED:
                 self.arrived = link, int(answer.head)
@@ -248,13 +262,12 @@ class SocketHost:
     def __init__(
         self,
         job: LaneJob,
-        addresses: Callable[[], Sequence[tuple[str, int]]],
-        key: bytes,
+        addresses: Callable[[], Sequence[AgentAddress]],
         share: tuple[int, int],
         allow: Sequence[str] = (),
     ) -> None:
         check_main_is_guarded()
-        self._addresses, self._key = addresses, key
+        self._addresses = addresses
         self._rank, self._ranks = share
         self._job = _sent_job(job, allow)
         self._memory = ReusedMemory()
@@ -272,18 +285,17 @@ class SocketHost:
     def _see_to_nodes(self) -> None:
         """Take the nodes that have answered, try those that have not, and give each waiting worker a node."""
         now = time.monotonic()
-        for address in self._addresses():
-            if not any(node.address == address for node in self._nodes):
-                self._nodes.append(Node(len(self._nodes), address))
+        known = self._addresses()
+        gone = [node for node in self._nodes if node.address not in known and not node.control and not node.trying]
+        new = [address for address in known if all(node.address != address for node in self._nodes)]
+        self._nodes = [node for node in self._nodes if node not in gone] + [Node(address) for address in new]
         for node in self._nodes:
             if node.trying is not None and not node.trying.is_alive():
                 node.trying = None
                 self._tried(node)
             if node.control is None and node.trying is None and (not node.tried_at or now > node.tried_at + _RETRY_S):
                 node.tried_at, node.differs = now, []
-                node.trying = threading.Thread(
-                    target=node.try_once, args=(self._key, self._job, self._wake_up), daemon=True
-                )
+                node.trying = threading.Thread(target=node.try_once, args=(self._job, self._wake_up), daemon=True)
                 node.trying.start()
         if all(node.control or node.error or node.differs for node in self._nodes):  # each has been tried
             for waiting in [each for each in self._connections if each.link is None and each.end is None]:
@@ -320,7 +332,7 @@ class SocketHost:
 
     def _share(self, node: Node) -> int:
         """How many of a node's workers are this rank's."""
-        first = sum(other.workers for other in self._nodes[: node.index])
+        first = sum(other.workers for other in self._nodes[: self._nodes.index(node)])
         return sum((first + i) % self._ranks == self._rank for i in range(node.workers))
 
     def _room(self, node: Node) -> int:
@@ -342,7 +354,7 @@ class SocketHost:
                 )
                 return
             try:
-                worker.begin(node, node.connect(self._key, FOR_WORKER, self._memory))
+                worker.begin(node, node.connect(FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, str(error))

@@ -11,7 +11,7 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.handshake import read_key
-from savable_pipeline.run.nodes.socket_host import SocketHost
+from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,6 @@ class SocketWorkers(Workers):
             job: The pipeline and settings of their lanes.
             share: The loader's rank and the number of ranks.
         """
-        addresses = [read_address(agent) for agent in self.agents]
-        return SocketHost(job, lambda: addresses, read_key(self.key_file), share, sorted(self.allow))
+        key = read_key(self.key_file)
+        addresses = [AgentAddress.of(agent, key) for agent in self.agents]
+        return SocketHost(job, lambda: addresses, share, sorted(self.allow))
