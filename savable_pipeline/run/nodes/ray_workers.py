@@ -15,16 +15,16 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import Host
 from savable_pipeline.run.engine.messages import LaneJob
-from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.nodes.agent import Agent
 from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
+from savable_pipeline.run.nodes.socket_workers import NodeWorkers
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _FIRST_S = 300.0  # for the least number of nodes
 
 
 @dataclass(frozen=True)
-class RayWorkers(Workers):
+class RayWorkers(NodeWorkers):
     """Workers on nodes of a Ray cluster, one agent each. None of it changes a batch.
 
     The ranks of a Ray job, or of a torchrun, share the nodes. Each node needs this library and the user's modules.
@@ -46,7 +46,8 @@ class RayWorkers(Workers):
         max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
         prefetch: Batches that a worker may be ahead.
         allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
-        count: Not to be given: `nodes` and `num_cpus` say it.
+        count: Not to be given.
+        start_method: Not to be given.
 
     Raises:
         ValueError: A number is out of range; with the loader, if Ray is not installed or there is no cluster.
@@ -56,20 +57,11 @@ class RayWorkers(Workers):
         (2, 8)
     """
 
-    count: int | None = field(default=None, kw_only=True)
-    start_method: None = field(default=None, init=False)
-    timeout: float = field(default=600.0, kw_only=True)
-    max_restarts: int = field(default=100, kw_only=True)
-    prefetch: int = field(default=2, kw_only=True)
     nodes: int | tuple[int, int]
     num_cpus: int
     resources: Mapping[str, float] = field(default_factory=dict)
-    allow: Collection[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.count not in (None, 1):
-            raise ValueError("nodes= and num_cpus= say how many workers there are")
-        object.__setattr__(self, "count", 1)  # at least; see `SocketHost.count`
         super().__post_init__()
         least, most = self.range
         if not 1 <= least <= most or self.num_cpus < 1:

@@ -11,7 +11,6 @@ asked for other workers, and one that does not is tried again from time to time.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -68,7 +67,7 @@ class Node:
         self.address = address
         self.name = f"{address.host}:{address.port}"
         self.session = b""
-        self.control: Link | None = None  # once trainer and node have agreed, until it is lost
+        self.link: Link | None = None  # once trainer and node have agreed, until it is lost
         self.workers = 0  # that it runs for all ranks of a loader
         self.begun = 0  # connections of workers
         self.failed = 0  # links lost in a row before their workers had started
@@ -89,7 +88,7 @@ class Node:
             end.close()
             raise
 
-    def try_once(self, job: bytes, wake: Callable[[], object]) -> None:
+    def try_once(self, job: bytes) -> None:
         """In a thread: begin a session, and ask the node whether it is as this machine."""
         try:
             self.session, self.begun = os.urandom(16), 0
@@ -100,10 +99,19 @@ class Node:
             else:
                 link.close()
                 self.differs = bytes(answer.head).decode().splitlines()
+                self.error = "it is not as this machine"
         except (OSError, EOFError) as error:
-            self.error = str(error) or type(error).__name__
-        finally:
-            wake()
+            self.error = _said(error)
+
+    def hear(self) -> str:
+        """Take its signs of life. Returns why it is lost; "" if it is not."""
+        try:
+            if self.link is not None:
+                self.link.flush()
+                self.link.receive()
+        except (OSError, EOFError) as error:
+            return _said(error)
+        return ""
 
 
 class SocketConnection:
@@ -141,31 +149,33 @@ class SocketConnection:
         """Run on this node."""
         self.node, self.link = node, link
         for kind, head in self._unsent:
-            self._send(kind, head)
+            self.tell(kind, head)
         self._unsent.clear()
 
-    def _send(self, kind: int, head: bytes = b"") -> None:
+    def tell(self, kind: int, head: bytes = b"") -> None:
+        """Send a frame, or keep it until there is a link."""
         if self.link is None:
             self._unsent.append((kind, head))
         elif self.end is None:
             try:
                 self.link.send(kind, head)
             except OSError as error:
-                self.lose(str(error))
+                self.lose(_said(error))
 
     def send(self, request: Request) -> None:
         """Send a request."""
-        self._send(wire.REQUEST, pickle.dumps(request, protocol=5))
+        self.tell(wire.REQUEST, pickle.dumps(request, protocol=5))
 
-    def hear(self) -> None:
-        """Take what has arrived."""
+    def hear(self) -> str:
+        """Take what has arrived. Returns why the link is lost; "" if it is not."""
         assert self.link is not None
         try:
             self.link.flush()
             for frame in self.link.receive():
                 self._take(frame)
         except (OSError, EOFError) as error:
-            self.lose(str(error))
+            return _said(error)
+        return ""
 
     def _take(self, frame: Frame) -> None:
         kind, head = frame.kind, frame.head
@@ -206,7 +216,7 @@ class SocketConnection:
     def look(self) -> None:
         """Have the worker look at its shards."""
         self._looked = False
-        self._send(wire.LOOK)
+        self.tell(wire.LOOK)
 
     def has_looked(self) -> bool:
         """Whether it has, since then; one that has ended never will."""
@@ -224,23 +234,20 @@ class SocketConnection:
         """Its stack, for which the node of one that has not ended is asked."""
         if self.end is None and self.link is not None:
             self._status = None
-            self._send(wire.STACK)
+            self.tell(wire.STACK)
             deadline = time.monotonic() + _STACK_S
             while self._status is None and self.end is None and (left := deadline - time.monotonic()) > 0:
                 poll = select.poll()
                 poll.register(self.link.fileno(), self.link.events)
                 poll.poll(left * 1000)
-                self.hear()
+                if why := self.hear():
+                    self.lose(why)
         return self._stack
 
     def kill(self) -> bool:
         """Have it killed."""
-        self._send(wire.KILL)
+        self.tell(wire.KILL)
         return True
-
-    def finish(self) -> None:
-        """Have it end, after a last look."""
-        self._send(wire.END)
 
     def close(self) -> None:
         """Close the connection, which ends the worker."""
@@ -273,8 +280,6 @@ class SocketHost:
         self._memory = ReusedMemory()
         self._nodes: list[Node] = []
         self._connections: list[SocketConnection] = []  # that are not closed
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._woken, False)
         self._asked_at = self._waited_at = time.monotonic()
         self._alone_s = 0.0  # that it has waited without any node
         self._has_begun = False  # whether a worker has started, in the life of this host
@@ -286,30 +291,26 @@ class SocketHost:
         """Take the nodes that have answered, try those that have not, and give each waiting worker a node."""
         now = time.monotonic()
         known = self._addresses()
-        gone = [node for node in self._nodes if node.address not in known and not node.control and not node.trying]
+        gone = [node for node in self._nodes if node.address not in known and not node.link and not node.trying]
         new = [address for address in known if all(node.address != address for node in self._nodes)]
         self._nodes = [node for node in self._nodes if node not in gone] + [Node(address) for address in new]
         for node in self._nodes:
             if node.trying is not None and not node.trying.is_alive():
                 node.trying = None
                 self._tried(node)
-            if node.control is None and node.trying is None and (not node.tried_at or now > node.tried_at + _RETRY_S):
+            if node.link is None and node.trying is None and (not node.tried_at or now > node.tried_at + _RETRY_S):
                 node.tried_at, node.differs = now, []
-                node.trying = threading.Thread(target=node.try_once, args=(self._job, self._wake_up), daemon=True)
+                node.trying = threading.Thread(target=node.try_once, args=(self._job,), daemon=True)
                 node.trying.start()
-        if all(node.control or node.error or node.differs for node in self._nodes):  # each has been tried
+        if all(node.link or node.error for node in self._nodes):  # each has been tried
             for waiting in [each for each in self._connections if each.link is None and each.end is None]:
                 self._find_node(waiting)
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # the host is closed
-            os.write(self._wake, b"\0")
 
     def _tried(self, node: Node) -> None:
         """Take what a try at a node has found. Raises `WorkerError` for one that differs, before the first batch."""
         node.tried_at = time.monotonic()
         if node.arrived is not None:
-            (node.control, node.workers), node.arrived, node.error, node.failed = node.arrived, None, "", 0
+            (node.link, node.workers), node.arrived, node.error, node.failed = node.arrived, None, "", 0
             log.info("%s has answered: %d workers", node.name, node.workers)
         elif node.differs:
             message = (
@@ -320,15 +321,19 @@ class SocketHost:
                 raise WorkerError(message)
             log.warning("%s; it is not used", message)
 
-    def _lose(self, node: Node, why: str) -> None:
-        """Go on without a node, until it answers again."""
-        if node.control is not None:
-            log.warning("the node %s is lost: %s; it is tried again from time to time", node.name, why)
-            node.control.close()
-            node.control, node.error, node.tried_at = None, why, time.monotonic()
-            for each in self._connections:
-                if each.node is node:
-                    each.lose(why)
+    def _lose(self, each: Node | SocketConnection, why: str) -> None:
+        """Go on without a worker; or without a node, until it answers again. Nothing, if `why` is ""."""
+        if not why or each.link is None:
+            return
+        if isinstance(each, SocketConnection):
+            each.lose(why)
+            return
+        log.warning("the node %s is lost: %s; it is tried again from time to time", each.name, why)
+        each.link.close()
+        each.link, each.error, each.tried_at = None, why, time.monotonic()
+        for worker in self._connections:
+            if worker.node is each:
+                worker.lose(why)
 
     def _share(self, node: Node) -> int:
         """How many of a node's workers are this rank's."""
@@ -341,11 +346,11 @@ class SocketHost:
 
     def count(self, wanted: int) -> int:
         """This rank's share of the workers of the nodes that answer."""
-        return max(1, sum(self._share(node) for node in self._nodes if node.control is not None))
+        return max(1, sum(self._share(node) for node in self._nodes if node.link is not None))
 
     def _find_node(self, worker: SocketConnection) -> None:
         """Begin a worker on the node with the most room; it waits on if none answers, and ends if none has room."""
-        while answering := [node for node in self._nodes if node.control is not None]:
+        while answering := [node for node in self._nodes if node.link is not None]:
             first = self._rank % len(answering)  # where a rank has no share
             node = max([*answering[first:], *answering[:first]], key=self._room)
             if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
@@ -357,7 +362,7 @@ class SocketHost:
                 worker.begin(node, node.connect(FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
-                self._lose(node, str(error))
+                self._lose(node, _said(error))
 
     # Workers.
 
@@ -393,42 +398,23 @@ class SocketHost:
     def _hear(self, seconds: float) -> None:
         """Take what arrives within these seconds, and ask for signs of life when it is time."""
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        workers = {each.link.fileno(): each for each in self._connections if each.link and not each.end}
-        nodes = {node.control.fileno(): node for node in self._nodes if node.control}
-        for link in [each.link for each in workers.values()] + [node.control for node in nodes.values()]:
-            assert link is not None
-            poll.register(link.fileno(), link.events)
+        peers: list[Node | SocketConnection] = [*(each for each in self._connections if each.end is None), *self._nodes]
+        links = {each.link.fileno(): (each, each.link) for each in peers if each.link is not None}
+        for descriptor, (_, link) in links.items():
+            poll.register(descriptor, link.events)
         for descriptor, _ in poll.poll(seconds * 1000):
-            if descriptor in workers:
-                workers[descriptor].hear()
-            elif descriptor in nodes:
-                self._hear_node(nodes[descriptor])
-            else:
-                os.read(self._woken, 4096)
-        now = time.monotonic()
-        if now - self._asked_at >= _ASK_S:
-            self._asked_at = now
-            for worker in workers.values():
-                if worker.link is not None and worker.end is None and (why := _asked(worker.link)):
-                    worker.lose(why)
-            for node in nodes.values():
-                if node.control is not None and (why := _asked(node.control)):
-                    self._lose(node, why)
-
-    def _hear_node(self, node: Node) -> None:
-        try:
-            if node.control is not None:
-                node.control.flush()
-                node.control.receive()
-        except (OSError, EOFError) as error:
-            self._lose(node, str(error))
+            self._lose(links[descriptor][0], links[descriptor][0].hear())
+        if time.monotonic() - self._asked_at >= _ASK_S:
+            self._asked_at = time.monotonic()
+            for each, link in links.values():
+                if link.fileno() >= 0:
+                    self._lose(each, _asked(link))
 
     def _check_alone(self) -> None:
         """Raise `WorkerError` if no agent has answered for too long."""
         now = time.monotonic()
         since, self._waited_at = now - self._waited_at, now
-        if any(node.control is not None for node in self._nodes):
+        if any(node.link is not None for node in self._nodes):
             self._alone_s = 0.0
             return
         self._alone_s += min(since, 2 * _ASK_S)
@@ -445,7 +431,7 @@ class SocketHost:
         """Have all workers end after a last look; after 5 s the connections are closed, which kills them."""
         workers = [each for each in self._connections if each.link is not None and each.end is None]
         for worker in workers:
-            worker.finish()
+            worker.tell(wire.END)
         deadline = time.monotonic() + END_WAIT_S
         while any(worker.end is None for worker in workers) and time.monotonic() < deadline:
             self._hear(0.05)
@@ -461,14 +447,10 @@ class SocketHost:
         for node in self._nodes:
             if node.trying is not None:
                 node.trying.join(_CONNECT_S)
-            for link in (node.control, node.arrived and node.arrived[0]):
+            for link in (node.link, node.arrived and node.arrived[0]):
                 if link:
                     link.close()
-            node.control = node.arrived = None
-        if self._wake >= 0:
-            for descriptor in (self._wake, self._woken):
-                os.close(descriptor)
-            self._wake = self._woken = -1
+            node.link = node.arrived = None
 
 
 def _asked(link: Link) -> str:
@@ -480,8 +462,12 @@ def _asked(link: Link) -> str:
     try:
         link.send(wire.PING)
     except OSError as error:
-        return str(error)
+        return _said(error)
     return ""
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:

@@ -268,7 +268,7 @@ def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
     [
         ({"agents": "cpu1:7000"}, "a list of addresses"),
         ({"agents": ["cpu1"]}, "'cpu1' is no HOST:PORT"),
-        ({"agents": ["cpu1:7000"], "count": 4}, "savable serve --workers"),
+        ({"agents": ["cpu1:7000"], "count": 4}, "said where they run"),
         ({"agents": ["cpu1:7000"], "prefetch": 0}, "prefetch must be at least 1"),
     ],
     ids=["text", "no port", "count", "prefetch"],
