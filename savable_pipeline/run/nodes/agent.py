@@ -45,7 +45,7 @@ class HalfOpen:
 
 
 @dataclass(eq=False)
-class Begun:
+class BegunSession:
     """A session's process."""
 
     channel: Channel
@@ -75,7 +75,7 @@ class Agent:
         self._listener.setblocking(False)
         self._key, self._workers = key, workers
         self._half_open: list[HalfOpen] = []  # the oldest first
-        self._sessions: dict[bytes, Begun] = {}
+        self._sessions: dict[bytes, BegunSession] = {}
         self._refused, self._told_at = 0, -_TOLD_EVERY_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -148,13 +148,13 @@ class Agent:
             begun = known or self._begin(wanted.session)
             begun.channel.send(pickle.dumps(tuple(secret)), [end.fileno()])
 
-    def _begin(self, session: bytes) -> Begun:
+    def _begin(self, session: bytes) -> BegunSession:
         ours, theirs = socket.socketpair()
         with theirs:
             process = SpawnProcess(
                 target=run_session, args=(theirs.fileno(), self._workers), name=f"{PROCESS_NAME} session"
             )
-            begun = Begun(Channel(ours, waits=False), begin_interpreter(process, [theirs.fileno()]))
+            begun = BegunSession(Channel(ours, waits=False), begin_interpreter(process, [theirs.fileno()]))
         self._sessions[session] = begun
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._ended(session))
         log.info("a loader has begun a session, process %d", begun.process.pid)
@@ -176,7 +176,7 @@ class Agent:
         self._selector.close()
 
 
-def _end(begun: Begun) -> None:
+def _end(begun: BegunSession) -> None:
     begun.channel.close()
     try:
         begun.process.wait(10.0)

@@ -39,7 +39,7 @@ _LOOKING_S = 0.005  # the same while one was asked to look
 def run_session(end: int, workers: int) -> None:
     """Run a session, to which the agent passed its end of a channel, until the trainer or the agent has gone."""
     be_quiet()
-    session = Session(Channel(socket.socket(fileno=end), waits=False), workers)
+    session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
     try:
         session.run()
     except (EOFError, OSError):
@@ -147,7 +147,7 @@ class Relay:
         self.over = True
 
 
-class Session:
+class NodeSession:
     """The connections of a loader, and the workers behind them."""
 
     def __init__(self, channel: Channel, workers: int) -> None:

@@ -36,6 +36,7 @@ _SMALL = 1 << 16  # bodies of up to so many bytes do not use memory again
 _FREE_BLOCKS = 8  # at most
 _VIEWS = 512  # in one call of the system
 _FRAMES = 16  # taken at a time
+_WAKE_BYTES = 1 << 20  # of a large body: fewer turns between the two ends
 
 # From the trainer to the session: of a job.        From the session to the trainer.
 JOB, AGREED, REFUSED = 1, 2, 3
@@ -123,6 +124,7 @@ class Link:
         self._fault: Exception | None = None  # after which nothing more can arrive
         self._parser = self._parsed()
         self._target = memoryview(b"")  # where what comes next belongs
+        self._wakes_at = 1
         _open.add(self)
 
     def fileno(self) -> int:
@@ -175,13 +177,19 @@ class Link:
                 self.heard = True
                 self._target = self._target[count:]
         except BlockingIOError:
-            pass
+            self._wake_at(min(len(self._target), _WAKE_BYTES))
         except (EOFError, OSError) as error:
             self._fault = error
         if self._fault is not None and not self._arrived:
             raise self._fault
         found, self._arrived = self._arrived, []
         return found
+
+    def _wake_at(self, size: int) -> None:
+        """Have `poll` wake this process only for so many bytes: a large body arrives in many small pieces."""
+        if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
+            self._wakes_at = size
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _parsed(self) -> Iterator[memoryview]:
         """Ask for the memory of header, head and body in turn, and put each whole frame among those that arrived."""
