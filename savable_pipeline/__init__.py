@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.settings import Acknowledge
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
+    from savable_pipeline.run.nodes.ray_workers import RayWorkers
+    from savable_pipeline.run.nodes.socket_workers import SocketWorkers
     from savable_pipeline.run.state.state_dict import merge_states
     from savable_pipeline.stages.batcher import Batcher
     from savable_pipeline.stages.blending.blend import Blend
@@ -59,6 +61,7 @@ __all__ = [
     "OnlinePacker",
     "Pipeline",
     "Ranks",
+    "RayWorkers",
     "Rng",
     "Sample",
     "SavableError",
@@ -68,6 +71,7 @@ __all__ = [
     "ShardWriter",
     "ShuffleBuffer",
     "Skip",
+    "SocketWorkers",
     "StatefulDataset",
     "TarShardReader",
     "TaskEncoder",
@@ -102,6 +106,7 @@ _PLACES = {
     "OnlinePacker": "stages.packing.packer",
     "Pipeline": "stages.pipeline_value",
     "Ranks": "run.loader.ranks",
+    "RayWorkers": "run.nodes.ray_workers",
     "Rng": "core.rng",
     "Sample": "data.dataset.sample",
     "SavableError": "errors",
@@ -111,6 +116,7 @@ _PLACES = {
     "ShardWriter": "tools.convert.shard_writer",
     "ShuffleBuffer": "stages.shuffle_buffer",
     "Skip": "stages.task_encoder",
+    "SocketWorkers": "run.nodes.socket_workers",
     "StatefulDataset": "run.loader.stateful_dataset",
     "TarShardReader": "stages.readers.readers",
     "TaskEncoder": "stages.task_encoder",

@@ -182,6 +182,9 @@ class FakeHost:
     def now(self) -> float:
         return self._world.now
 
+    def count(self, wanted: int) -> int:
+        return wanted
+
     def begin(self, pinned: PinnedShards) -> FakeConnection:
         made = FakeConnection(self._world, self, f"fake {len(self._workers)}", self._job, pinned)
         self._workers.append(made)
@@ -211,5 +214,5 @@ class FakeWorkers(sp.Workers):
 
     world: World = field(default_factory=lambda: World(0))
 
-    def host(self, job: LaneJob) -> FakeHost:
+    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> FakeHost:
         return FakeHost(self.world, job)

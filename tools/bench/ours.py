@@ -72,6 +72,13 @@ def filled(items: list[Any]) -> Any:
     return sp.empty((64, 3, 224, 224), torch.uint8).fill_(7)
 
 
+def short(items: list[Any]) -> Any:
+    """A batch of 10 kB."""
+    import torch
+
+    return torch.full((10_000,), 7, dtype=torch.uint8)
+
+
 def slept(items: list[Any]) -> int:
     """A batch that takes 40 ms and no processor."""
     time.sleep(0.04)

@@ -10,6 +10,7 @@
                                                  Python's lock, by an idle trainer and by a busy one
     python tools/bench/workers.py scaling        N workers against one, on lanes that N does and does not divide
     python tools/bench/workers.py cost           processor time of state a batch, and of the trainer's thread a batch
+    python tools/bench/workers.py nodes          two workers of this machine, and two of an agent on it
     python tools/bench/workers.py first          seconds from `iter()` to the first batch, by start method
 
 Two workers, unless it says otherwise. This module imports no torch, since spawned workers import it. Without a word,
@@ -35,9 +36,9 @@ from typing import Any
 import numpy as np
 import peers
 from data import few_records, prepared, records_of
-from ours import FunctionEncoder, filled, imported, loader, nothing, own_json, pipeline, slept
+from ours import FunctionEncoder, filled, imported, loader, nothing, own_json, pipeline, short, slept
 from peers import Collate, Decode, decode_json
-from rounds import Bench, Loader, Way, called, console, main
+from rounds import Bench, Loader, Way, called, console, main, processor_s
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
@@ -346,6 +347,42 @@ def state_parts(tars: Path, repeats: int = 300) -> dict[str, float]:
     return {name: statistics.median(column) / 1000 for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
+def nodes(bench: Bench) -> None:
+    """Batches of 9.6 MB and of 10 kB, through shared memory and through TCP on this machine."""
+    tars = str(prepared(bench.data, "json"))
+    key_file = bench.data / "nodes.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text("measured here, only")
+    command = [sys.executable, "-c", "from savable_pipeline.tools.cli.main import app; app()", "serve"]
+    options = ["--listen=127.0.0.1:0", f"--key-file={key_file}", f"--workers={WORKERS}"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as agent:
+        address = str(agent.stdout and agent.stdout.readline().decode().split()[-1])
+        ways = {
+            "local": sp.Workers(WORKERS, start_method="forkserver"),
+            "agent": sp.SocketWorkers([address], key_file=key_file),
+        }
+        for size, collate, count in (("9.6 MB", filled, 200), ("10 kB", short, 5000)):
+            run = partial(pipeline, tars, FunctionEncoder(nothing, collate), 1, 0)
+            for name, workers in [*ways.items()] * 3:
+                with sp.SavableLoader(run, seed=1, workers=workers) as running:
+                    spent = processor_times(iter(running), count)
+                console.print(
+                    f"{size} {name}: trainer {spent[0]:.2f}, all {spent[1]:.2f}, wall {spent[2]:.2f} ms a batch"
+                )
+        agent.terminate()
+
+
+def processor_times(batches: Iterator[Any], count: int) -> list[float]:
+    """Milliseconds a batch: of this process, of all below it too, and by wall."""
+    for _ in range(count // 5):
+        next(batches)
+    before = time.process_time(), processor_s(os.getpid()), time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    after = time.process_time(), processor_s(os.getpid()), time.perf_counter()
+    return [(then - now) / count * 1e3 for now, then in zip(before, after, strict=True)]
+
+
 def first(bench: Bench) -> None:
     """Two workers' first batch of text, beside two bare interpreters that import the same."""
     run = partial(pipeline, str(prepared(bench.data, "json")), FunctionEncoder(decode_json, imported), 256, 10_000)
@@ -383,6 +420,6 @@ if __name__ == "__main__":
         "transport": transport, "blobs": blobs, "dicts": dicts, "arrays": arrays,
         "pil": partial(images, "PIL", peers.crop_by_pillow),
         "torchvision": partial(images, "torchvision", peers.crop_by_torchvision),
-        "threads": threads, "scaling": scaling, "cost": cost, "first": first,
+        "threads": threads, "scaling": scaling, "cost": cost, "nodes": nodes, "first": first,
     }  # fmt: skip
     main(__doc__, measures)

@@ -24,11 +24,15 @@ END_WAIT_S = 5.0  # for what takes milliseconds: a last look at the shards, the 
 
 
 class Ended(NamedTuple):
-    """A worker's end. `how`: "ended by signal SIGKILL". `error`: set if every other would end likewise."""
+    """A worker's end. `how`: "ended by signal SIGKILL". `error`: set if every other would end likewise.
+
+    `lost`: the machine that it ran on, or the link to it, is gone: nothing that the worker did is to blame.
+    """
 
     worker: Connection
     how: str
     error: WorkerError | None = None
+    lost: bool = False
 
 
 class Connection(Protocol):
@@ -75,6 +79,9 @@ class Host(Protocol):
 
     def now(self) -> float:
         """Seconds on the clock by which it waits."""
+
+    def count(self, wanted: int) -> int:
+        """How many workers the pool is to have now, at least one, where `wanted` is what the loader's settings say."""
 
     def begin(self, pinned: PinnedShards) -> Connection:
         """Begin a worker, which is to read these shards."""

@@ -26,7 +26,7 @@ class Ticket(NamedTuple):
 class InProcess:
     """Makes the same batches as workers would, and leaves the trainer's global generators untouched."""
 
-    ready = viewed = restarts = moves = 0
+    ready = viewed = restarts = moves = count = 0
 
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner

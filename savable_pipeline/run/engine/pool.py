@@ -93,6 +93,7 @@ class Pool:
         restarts: int,
     ) -> None:
         self._host = host
+        self._wanted = workers.count or 0
         self._depth = workers.prefetch
         self._timeout = workers.timeout
         self._max_restarts = workers.max_restarts
@@ -111,14 +112,25 @@ class Pool:
         self._workers: list[PoolWorker] = []
         self.fault = ""  # of delivered batches, which a worker reported that has ended since
         try:
-            for _ in range(workers.count or 0):
-                self._workers.append(self._new_worker())
+            self._fill_up()
         except BaseException:
             self.close()
             raise
 
     def _new_worker(self) -> PoolWorker:
         return PoolWorker(self._host.begin(self._pinned), self._host.now())
+
+    def _fill_up(self) -> bool:
+        """Begin workers until there are as many as the host wants; whether there was one to begin."""
+        before = len(self._workers)
+        while len(self._workers) < self._host.count(self._wanted):
+            self._workers.append(self._new_worker())
+        return len(self._workers) > before
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return len(self._workers)
 
     @property
     def ready(self) -> int:
@@ -246,7 +258,7 @@ class Pool:
     def _hear(self, seconds: float) -> None:
         """Wait up to `seconds` for answers and ends of workers, handle them, and send waiting requests."""
         heard, ended = self._host.wait(seconds)
-        if heard or ended:
+        if self._fill_up() or heard or ended:
             for worker in self._workers:
                 if worker.connection in heard:
                     self._take(worker)
@@ -299,7 +311,7 @@ class Pool:
                 pass  # take the answers it sent before it died
             refused = refused or found.error
             if found.error is None:
-                self._replace(worker, worker.hung or found.how)
+                self._replace(worker, worker.hung or found.how, lost=found.lost and not worker.hung)
         if refused is not None:
             raise refused
 
@@ -352,15 +364,33 @@ class Pool:
             doing = "between two batches" if worker.started else "before it had started"
         return blamed, f"worker {self._workers.index(worker)} ({worker.connection.name}) {how}, {doing}"
 
-    def _replace(self, worker: PoolWorker, how: str) -> None:
-        """Begin another worker in place of one that ended, and send its requests again.
+    def _replace(self, worker: PoolWorker, how: str, *, lost: bool = False) -> None:
+        """Begin another worker in place of one that ended, if the host still wants it, and send its requests again.
 
-        Raises `WorkerError` if workers have been replaced too often.
+        Raises `WorkerError` if workers have been replaced too often; one that was `lost` does not count.
         """
         blamed, message = self._last_of(worker, how)
-        stack = _indented(worker.stack or worker.connection.stack())
+        stack = "" if lost else _indented(worker.stack or worker.connection.stack())
         self.fault = self._reported()
         worker.connection.close()
+        deaths = 0
+        if lost:
+            log.warning("%s: its lanes continue elsewhere, from the states at hand", message)
+        else:
+            deaths = self._count_death(blamed, message, stack)
+        for lane in self._lanes.values():
+            if lane.worker is worker:
+                lane.worker, lane.sent = None, 0
+        wanted = worker.requests and worker.requests[0].ticket in self._requests
+        if wanted and isinstance(blamed, WorkerStatus) and deaths > RESTARTS_OVER_ONE:
+            self._give_up(worker.requests[0], blamed, f"{message}: death {deaths} there{stack}")
+        again = [request for request in worker.requests if request.ticket in self._requests]
+        self._waiting = sorted([*again, *self._waiting], key=lambda request: request.ticket)
+        at = self._workers.index(worker)
+        self._workers[at : at + 1] = [self._new_worker()] if self.count <= self._host.count(self._wanted) else []
+
+    def _count_death(self, blamed: Any, message: str, stack: str) -> int:
+        """How many workers have ended over what is blamed. Raises `WorkerError` if that is too many, or all are."""
         self.restarts += 1
         self._deaths_over[blamed] += 1
         deaths, end = self._deaths_over[blamed], f"The loader's state is whole: save it or continue{stack}"
@@ -370,15 +400,7 @@ class Pool:
             limit = f"worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}"
             raise WorkerError(f"{message}: {limit}. {end}")
         log.warning("%s: replaced, restart %d of %d%s", message, self.restarts, self._max_restarts, stack)
-        for lane in self._lanes.values():
-            if lane.worker is worker:
-                lane.worker, lane.sent = None, 0
-        wanted = worker.requests and worker.requests[0].ticket in self._requests
-        if wanted and isinstance(blamed, WorkerStatus) and deaths > RESTARTS_OVER_ONE:
-            self._give_up(worker.requests[0], blamed, f"{message}: death {deaths} there{stack}")
-        again = [request for request in worker.requests if request.ticket in self._requests]
-        self._waiting = sorted([*again, *self._waiting], key=lambda request: request.ticket)
-        self._workers[self._workers.index(worker)] = self._new_worker()
+        return deaths
 
     def _give_up(self, first: PendingRequest, status: WorkerStatus, message: str) -> None:
         """Leave out a sample that kills worker after worker, if `on_error` allows it; else fail the lane's requests."""

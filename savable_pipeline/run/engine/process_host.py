@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import BaseContext, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -66,7 +67,7 @@ class ProcessConnection:
         self.gone = False  # whether an end of the channel is closed
         self._host = host
         self._status = StatusPage.make()
-        self._answers = AnswerReader()
+        self._answers = host.reader()
         self._looks = 0  # before the last `look`
         self.channel.send(pickle.dumps(pinned), [self._status.descriptor])
 
@@ -145,16 +146,23 @@ class ProcessConnection:
 class ProcessHost:
     """Has a zygote begin workers. Raises ValueError for a pipeline that cannot be sent to them.
 
-    It is made early, before this process has more threads or uses a GPU.
+    It is made early, before this process has more threads or uses a GPU. `reader` makes what reads a worker's answers.
+    A descriptor in `wakes` ends a `wait` when it can be read.
     """
 
     now = staticmethod(time.monotonic)
 
-    def __init__(self, job: LaneJob, context: BaseContext) -> None:
+    def __init__(
+        self, job: LaneJob | SealedJob, context: BaseContext, reader: Callable[[], AnswerReader] = AnswerReader
+    ) -> None:
         check_main_is_guarded()
         self._method = context.get_start_method()
-        _check_picklable(job.pipeline, self._method)
-        self._job = SealedJob(job)
+        if isinstance(job, LaneJob):
+            _check_picklable(job.pipeline, self._method)
+            job = SealedJob(job)
+        self._job = job
+        self.reader = reader
+        self.wakes: list[int] = []
         self._workers: dict[int, ProcessConnection] = {}  # that have not ended, by number
         self._begun = 0
         self._begin_zygote()
@@ -185,6 +193,10 @@ class ProcessHost:
         """The zygote's process id."""
         assert self._process.pid is not None
         return self._process.pid
+
+    def count(self, wanted: int) -> int:
+        """As many as are wanted."""
+        return wanted
 
     def begin(self, pinned: PinnedShards) -> ProcessConnection:
         """Have the zygote fork a worker."""
@@ -217,6 +229,8 @@ class ProcessHost:
             self._check_zygote()
         poll = select.poll()
         self._channel.watch(poll)
+        for descriptor in self.wakes:
+            poll.register(descriptor, select.POLLIN)
         watched = [worker for worker in self._workers.values() if not worker.gone]
         for worker in watched:
             worker.channel.watch(poll)

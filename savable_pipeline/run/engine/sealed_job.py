@@ -42,11 +42,18 @@ class SealedJob:
         self._error: WorkerError | None = None
 
     def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
-        return bytes(ForkingPickler.dumps(self._job)), main_module()
+        return (self._raw, self._main) if self._raw else (bytes(ForkingPickler.dumps(self._job)), main_module())
 
     def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
         self._job, self._error = None, None
         self._raw, self._main = state
+
+    @classmethod
+    def of(cls, raw: bytes, main: dict[str, Any]) -> SealedJob:
+        """A job that another machine has pickled, whose main module that is."""
+        sealed = cls.__new__(cls)
+        sealed.__setstate__((raw, main))
+        return sealed
 
     def open(self) -> LaneJob:
         """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""

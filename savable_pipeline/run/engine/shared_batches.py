@@ -57,10 +57,14 @@ class AnswerReader:
         number, inline, written = pickle.loads(message)
         if written is None:
             return number, wire.loads(*inline)
+        *buffers, pickled = self.view(written, descriptors)
+        return number, wire.loads(pickled, buffers)
+
+    def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
+        """The buffers, and last the pickle, of an answer in shared memory."""
         segment, _, dropped, spans = written
         if descriptors:
             self.segments.add(segment, descriptors[0])
         for gone in dropped:
             self.segments.drop(gone)
-        *buffers, pickled = self.segments.read(segment, spans)
-        return number, wire.loads(pickled, buffers)
+        return self.segments.read(segment, spans)

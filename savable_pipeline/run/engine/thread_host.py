@@ -147,6 +147,10 @@ class ThreadHost:
         self.shared: dict[Any, Any] = {}
         self.lock = threading.RLock()
 
+    def count(self, wanted: int) -> int:
+        """As many as are wanted."""
+        return wanted
+
     def begin(self, pinned: PinnedShards) -> ThreadConnection:
         """Begin a thread."""
         self._begun += 1

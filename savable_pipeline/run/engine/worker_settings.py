@@ -58,10 +58,11 @@ class Workers:
             raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}, and 'thread'")
         return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
 
-    def host(self, job: LaneJob) -> Host:
+    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
         """Return what begins the workers of a loader.
 
         Args:
             job: The pipeline and settings of their lanes.
+            share: The loader's rank and the number of ranks, for workers that all ranks share.
         """
         return ThreadHost(job) if self.start_method == "thread" else ProcessHost(job, self.context())

@@ -82,7 +82,7 @@ class Prefetcher:
         """The batch of the first of these `Remake`s; others are requested with it. Raises what `next` raises."""
         try:
             makers = self._start(position)
-            asked = list(islice(jobs, max(1, self._settings.workers.prefetch * self._settings.num_workers)))
+            asked = list(islice(jobs, max(1, self._settings.workers.prefetch * makers.count)))
             for job in asked:
                 if job not in self._again:
                     self._remakes += 1  # a lane for itself, that any worker may take
@@ -178,7 +178,7 @@ class Prefetcher:
 
         Slots to skip are requested up to `last`: whether later slots are skipped is not known yet.
         """
-        most = max(at_least, self._settings.workers.prefetch * self._settings.num_workers)
+        most = max(at_least, self._settings.workers.prefetch * makers.count)
         while len(self._requests) < most:
             ahead = len(self._requests) + len(self._received)
             slot = self._slot + ahead * position.step
@@ -208,7 +208,8 @@ class Prefetcher:
     def _begin_host(self) -> Host:
         """Begin what begins workers: early, before this process has more threads or uses a GPU."""
         if self._host is None:
-            self._host = self._settings.workers.host(self._settings.job)
+            ranks = self._settings.find_ranks()
+            self._host = self._settings.workers.host(self._settings.job, (ranks.rank, ranks.world_size))
             self._end_host = _close_with(self, self._host)
         return self._host
 
@@ -279,6 +280,7 @@ class Prefetcher:
             "ready_batches": len(self._received) + (makers.ready if makers else 0),
             "viewed_batches": makers.viewed if makers else 0,
             "restarts": makers.restarts if makers else self._restarts,
+            "num_workers": makers.count if makers else self._settings.num_workers,
             "moved_lanes": self._moves + (makers.moves if makers else 0),
         }
 

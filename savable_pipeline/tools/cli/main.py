@@ -26,6 +26,7 @@ from savable_pipeline.tools.cli.output import (
     print_state,
 )
 from savable_pipeline.tools.cli.plan_command import plan
+from savable_pipeline.tools.cli.serve_command import serve
 from savable_pipeline.tools.cli.verify_command import verify_resume
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ def _root(
 
 app.command()(convert)
 app.command()(plan)
+app.command()(serve)
 app.add_typer(ledger_app, name="ledger")
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")]
 # Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.

@@ -164,7 +164,7 @@ def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
         monkeypatch.setattr(host, "ended", ended)
         return found  # type: ignore[no-any-return]
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(host, "ended", all_at_once)

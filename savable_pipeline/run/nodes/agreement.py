@@ -1,0 +1,155 @@
+"""What a trainer and a node must have in common, so that a lane makes the same batches on both: asked before the first.
+
+Each is a name and a text: versions, the processor, a hash of the source of each of the user's modules that the pipeline
+uses. Nothing of the user's is imported to find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickletools
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from functools import cache
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from savable_pipeline.core.state_numbers import ORDER, STATE
+
+Manifest: TypeAlias = dict[str, str]
+
+MAIN = "module __main__"
+_NONE = "none"
+_OURS = Path(__file__).resolve().parents[2]
+_LIBRARIES = (  # that make pixels, samples or numbers
+    "numpy", "torch", "torchvision", "torchaudio", "torchcodec", "pillow", "pillow-simd", "simplejpeg", "av", "decord",
+    "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "scipy", "soundfile", "librosa",
+    "pyarrow", "tokenizers", "transformers", "tiktoken", "sentencepiece", "msgspec", "xxhash", "zstandard",
+)  # fmt: skip
+_FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
+
+
+def manifest(pickled: bytes, main: dict[str, Any]) -> Manifest:
+    """What a node must have in common with this process, whose pickled job and main module are these."""
+    found = {**_releases(), **{name: build for name in _LIBRARIES if (build := _build(name)) != _NONE}}
+    files = {
+        f"module {name}": _source(name) for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")
+    }
+    if file := _main_file(main):
+        files[MAIN] = Path(file)
+    return {**found, **{name: _hash_of(file) for name, file in files.items()}}
+
+
+def differences(wanted: Manifest, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
+    """In which ways this machine is not as `wanted`; what is named in `allow` may differ."""
+    here = _releases()
+    found = []
+    for name, value in wanted.items():
+        if name == MAIN:
+            own = _hash_of(Path(_main_file(main)))
+        elif name.startswith("module "):
+            own = _hash_of(_source(name.removeprefix("module ")))
+        else:
+            own = here[name] if name in here else _build(name)
+        if own != value and name not in set(allow):
+            found.append(f"{name}: {own} there, {value} here")
+    return found
+
+
+@cache
+def _releases() -> Manifest:
+    return {
+        "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_OURS)}, ORDER {ORDER}, STATE {STATE})",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "processor": f"{platform.machine()} {' '.join(sorted(_FEATURES & _flags()))}".strip(),
+    }
+
+
+def _flags() -> set[str]:
+    """What the processor can do, where the system says so."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(errors="replace") if file.exists() else ""
+    return set(re.findall(r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)[:1])))
+
+
+@cache
+def _build(name: str) -> str:
+    """The version of a library, and a hash of the list of its compiled files with theirs."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return _NONE
+    files = re.findall(r"^.*\.(?:so|pyd|dylib)[\d.]*,.*$", found.read_text("RECORD") or "", re.MULTILINE)
+    return found.version + (f" (build {_digest(chr(10).join(sorted(files)).encode())})" if files else "")
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:12]
+
+
+def _hash_of(path: Path | None) -> str:
+    """Of a source file, or of all those below a folder."""
+    if path is None or not path.exists():
+        return "no such file" if path is None else f"no file {path}"
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    names = (f"{file.relative_to(path)} {_digest(file.read_bytes())}\n" for file in files)
+    return f"source {_digest(''.join(names).encode())}"
+
+
+def _source(name: str) -> Path | None:
+    """The file that `import name` would run here, without running any."""
+    path: Any = None
+    spec = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def _main_file(main: dict[str, Any]) -> str:
+    """The file of the main module, as multiprocessing passes it on; "" where it has none."""
+    if name := main.get("init_main_from_name"):
+        return str(_source(name) or "")
+    return str(main.get("init_main_from_path", ""))
+
+
+def _user_modules(pickled: bytes) -> list[str]:
+    """The user's modules that a pickle names, and those that these use, as far as they have been imported here."""
+    seen: set[str] = set()
+    left = sorted(_named(pickled))
+    while left:
+        name = left.pop()
+        module = sys.modules.get(name)
+        if name in seen or module is None or not _is_users(module):
+            continue
+        seen.add(name)
+        left += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
+        for value in list(vars(module).values()):
+            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(used, str):
+                left.append(used)
+    return sorted(seen)
+
+
+def _named(pickled: bytes) -> set[str]:
+    """All texts of a pickle that are names of imported modules: those of its classes and functions are among them."""
+    texts = {arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)}
+    return {word for text in texts for word in text.split(" ")[:1] if word in sys.modules}
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return False
+    path = Path(file).resolve()
+    theirs = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return not any(path.is_relative_to(each) for each in (*theirs, _OURS)) and "site-packages" not in path.parts

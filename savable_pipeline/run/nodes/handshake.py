@@ -1,0 +1,109 @@
+"""How a trainer and an agent prove to each other that they have the key, which never travels.
+
+    agent   ── magic │ 32 random bytes ──▶ trainer
+    agent   ◀── 32 random bytes │ what for │ session │ generation │ proof of all that was said ── trainer
+    agent   ── proof of all that was said ──▶ trainer
+
+The proofs are HMAC-SHA256; what was said is never said again, so that who has listened cannot repeat it. Both derive
+the keys of the connection's frames from it (wire.py).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from savable_pipeline.run.nodes.wire import MAGIC, Secret
+
+FOR_SESSION, FOR_WORKER = 1, 2
+_RANDOM_BYTES = 32
+_PROOF_BYTES = 32
+_WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16sI")
+HELLO_BYTES = len(MAGIC) + _RANDOM_BYTES
+REPLY_BYTES = _WANTED.size + _PROOF_BYTES
+_LEAST_KEY = 16  # bytes
+
+
+class Wanted(NamedTuple):
+    """What a trainer wants a connection for."""
+
+    purpose: int
+    session: bytes  # 16 random bytes, by which connections of a session find it
+    generation: int  # the number of the connection in its session
+
+
+def read_key(path: str | os.PathLike[str]) -> bytes:
+    """The key in a file, without white space around it. Raises ValueError if it is no secret."""
+    file = Path(path)
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            key = opened.read(1 << 16).strip()
+    except OSError as error:
+        raise ValueError(
+            f"{file}: {error.strerror}; a key is made by: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"{file} can be read by others, so that they could run code as you: chmod 600 {file}")
+    if len(key) < _LEAST_KEY:
+        raise ValueError(
+            f"{file} has {len(key)} bytes, which can be guessed; a key has at least {_LEAST_KEY}: "
+            f"(umask 077; head -c 32 /dev/urandom | base64 > {file})"
+        )
+    return key
+
+
+def new_hello() -> bytes:
+    """The agent's first message."""
+    return MAGIC + os.urandom(_RANDOM_BYTES)
+
+
+def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Secret] | None:
+    """The agent's proof, what is wanted, and the secret of the connection; None for who has not proved the key."""
+    said = hello + reply[: _WANTED.size]
+    if not hmac.compare_digest(_proof(key, b"trainer", said), reply[_WANTED.size :]):
+        return None
+    _, *wanted = _WANTED.unpack_from(reply)
+    whole = hello + reply
+    secret = Secret(_proof(key, b"to trainer", whole), _proof(key, b"to agent", whole), *_names(key, whole, wanted[-1]))
+    return _proof(key, b"agent", whole), Wanted(*wanted), secret
+
+
+def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
+    """The trainer's part. Waits as long as the socket does. Raises ConnectionError for one that has another key."""
+    hello = _exactly(end, HELLO_BYTES)
+    if hello[: len(MAGIC)] != MAGIC:
+        raise ConnectionError("what answers there is no agent of this release: is another program at this port?")
+    said = _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
+    whole = hello + said + _proof(key, b"trainer", hello + said)
+    end.sendall(whole[len(hello) :])
+    if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
+        raise ConnectionError("the agent has not proved that it has the key of key_file=")
+    to_agent, to_trainer = _proof(key, b"to agent", whole), _proof(key, b"to trainer", whole)
+    return Secret(to_agent, to_trainer, *_names(key, whole, wanted.generation))
+
+
+def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, who + b"\0" + said, "sha256")
+
+
+def _names(key: bytes, whole: bytes, generation: int) -> tuple[bytes, int]:
+    return _proof(key, b"nonce", whole)[:8], generation
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = end.recv(size - len(found))
+        if not more:
+            raise ConnectionError(
+                "it closed the connection before both had proved the key: has it the same --key-file, and the same "
+                "release?"
+            )
+        found += more
+    return found

@@ -1,0 +1,184 @@
+"""`RayWorkers`: workers on machines that Ray finds: an agent an actor, which only the loader replaces.
+
+    loader ── asks for actors, up to the most; asks each every two seconds where it is ──▶ Ray
+           ◀── address and key of each agent that runs ──
+    loader ◀═══ all else: the connections of agent and session ═══▶ nodes
+
+Ray carries addresses and keys, and no byte of a batch. Actors that wait for a machine are the demand by which a cluster
+grows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.nodes.agent import Agent
+from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
+from savable_pipeline.run.nodes.socket_workers import NodeWorkers
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 2.0
+_FIRST_S = 300.0  # for the least number of nodes
+
+
+@dataclass(frozen=True)
+class RayWorkers(NodeWorkers):
+    """Workers on nodes of a Ray cluster, one agent each. None of it changes a batch.
+
+    The ranks of a Ray job, or of a torchrun, share the nodes. Each node needs this library and the user's modules.
+
+    Args:
+        nodes: How many: a number, or the least to begin with and the most to ask for.
+        num_cpus: Workers a node, for which Ray reserves as many processors.
+        resources: What else Ray is to reserve on a node, by name.
+        timeout: Seconds for a batch before its worker is replaced.
+        max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
+        prefetch: Batches that a worker may be ahead.
+        allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
+        count: Not to be given.
+        start_method: Not to be given.
+
+    Raises:
+        ValueError: A number is out of range; with the loader, if Ray is not installed or there is no cluster.
+
+    Example:
+        >>> sp.RayWorkers(nodes=(2, 8), num_cpus=16, resources={"cpu_node": 1}).nodes
+        (2, 8)
+    """
+
+    nodes: int | tuple[int, int]
+    num_cpus: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.range
+        if not 1 <= least <= most or self.num_cpus < 1:
+            raise ValueError(f"nodes and num_cpus must be at least 1, not {self.nodes!r} and {self.num_cpus}")
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The least and the most nodes."""
+        return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
+
+    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
+        """Return what begins the workers of a loader.
+
+        Args:
+            job: The pipeline and settings of their lanes.
+            share: The loader's rank and the number of ranks.
+        """
+        nodes = RayNodes(self)
+        nodes.wait()
+        return SocketHost(job, nodes.addresses, share, sorted(self.allow))
+
+
+class NodeAgent:
+    """The actor: an agent in a thread, which ends with the actor's process."""
+
+    def __init__(self, workers: int) -> None:
+        import ray
+
+        self._key = secrets.token_bytes(32)
+        self._agent = Agent(f"{ray.util.get_node_ip_address()}:0", self._key, workers)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._agent.step()
+
+    def where(self) -> tuple[str, bytes]:
+        """Its address and its key."""
+        return self._agent.address, self._key
+
+
+class RayNodes:
+    """The actors of the nodes, by their number. Raises ValueError if Ray is not installed or there is no cluster."""
+
+    def __init__(self, workers: RayWorkers) -> None:
+        self._ray = _connected()
+        self._least, self._most = workers.range
+        self._workers = workers.num_cpus
+        self._options: dict[str, Any] = {
+            "num_cpus": workers.num_cpus,
+            "resources": dict(workers.resources),
+            "max_restarts": 0,
+            "scheduling_strategy": "SPREAD",
+            "get_if_exists": True,
+        }
+        self._actors: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}  # what each was asked, until it has answered
+        self._found: dict[int, AgentAddress] = {}
+        self._asked_at = -_ASK_S
+
+    def addresses(self) -> list[AgentAddress]:
+        """The agents that run, as far as is known; now and then Ray is asked."""
+        if time.monotonic() - self._asked_at >= _ASK_S:
+            self._asked_at = time.monotonic()
+            self._ask()
+        return [self._found[number] for number in sorted(self._found)]
+
+    def _ask(self) -> None:
+        """Take what actors have answered, replace those that died, and ask all again where they are."""
+        for number, asked in list(self._asked.items()):
+            if self._ray.wait([asked], timeout=0)[0]:
+                del self._asked[number]
+                try:
+                    self._found[number] = AgentAddress.of(*self._ray.get(asked))
+                except self._ray.exceptions.RayError as error:
+                    log.warning("Ray's node number %d is lost: %s", number, str(error).splitlines()[0])
+                    self._found.pop(number, None)
+                    del self._actors[number]
+        for number in range(self._most):
+            if number not in self._actors:
+                name = f"savable_pipeline node {number} with {self._workers}"
+                self._actors[number] = (
+                    self._ray.remote(NodeAgent).options(name=name, **self._options).remote(self._workers)
+                )
+            if number not in self._asked:
+                self._asked[number] = self._actors[number].where.remote()
+
+    def wait(self) -> None:
+        """Wait for the least number of nodes. Raises `WorkerError` if they do not come."""
+        deadline = time.monotonic() + _FIRST_S
+        while len(self.addresses()) < self._least:
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"Ray has given {len(self._found)} of at least {self._least} nodes with num_cpus={self._workers} "
+                    f"and resources={self._options['resources']} in {_FIRST_S:g} s: see `ray status`"
+                )
+            self._ray.wait([*self._asked.values()], timeout=_ASK_S / 4)
+            self._asked_at = -_ASK_S
+
+
+def _connected() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("RayWorkers needs Ray: pip install 'savable_pipeline[ray]', on every node") from error
+    if not ray.is_initialized():
+        known = os.environ
+        run = [known[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in known]
+        try:
+            ray.init(
+                address=known.get("RAY_ADDRESS", "auto"),
+                namespace=" ".join(["savable_pipeline", *run]) if run else None,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except ConnectionError as error:
+            raise ValueError(
+                f"RayWorkers found no Ray cluster: {error}; `ray start --head` begins one, RAY_ADDRESS names another"
+            ) from error
+    return ray

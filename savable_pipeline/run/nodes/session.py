@@ -1,0 +1,240 @@
+"""A session: the process of an agent that runs the workers of one loader, as a trainer of this machine would.
+
+    trainer ── one connection for the job, one for each worker ──▶ session ── a pool of processes (process_host.py)
+            ◀── answers, as the workers wrote them ──                         batches in shared memory
+
+It relays: a request goes to its worker as it is; an answer is sent from the shared memory, without a copy. It never
+waits for the trainer, which reads only when it wants a batch, and answers each of its signs of life. A trainer that is
+gone is known by the end of its connection; the system asks one that is silent (wire.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import selectors
+import socket
+import sys
+import time
+from multiprocessing import get_context
+from typing import Any
+
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended
+from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessHost
+from savable_pipeline.run.engine.sealed_job import SealedJob
+from savable_pipeline.run.engine.worker_main import be_quiet
+from savable_pipeline.run.nodes import wire
+from savable_pipeline.run.nodes.agreement import differences
+from savable_pipeline.run.nodes.relayed_answers import WrittenAnswer, WrittenAnswerReader
+from savable_pipeline.run.nodes.wire import Frame, Link, Secret
+from savable_pipeline.run.transport import batch_pickle
+from savable_pipeline.run.transport.channel import Channel
+
+_GLANCE_S = 0.2  # between two looks at what workers have reported
+_LOOKING_S = 0.005  # the same while one was asked to look
+
+
+def run_session(end: int, workers: int) -> None:
+    """Run a session, to which the agent passed its end of a channel, until the trainer or the agent has gone."""
+    be_quiet()
+    session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
+    try:
+        session.run()
+    except (EOFError, OSError):
+        pass  # the trainer has gone, or the agent
+    finally:
+        if session.host is not None:
+            session.host.close()
+        os._exit(0)
+
+
+class Relay:
+    """Joins the connection of a trainer with that of a worker."""
+
+    def __init__(self, link: Link, host: ProcessHost) -> None:
+        self.link = link
+        self.worker: ProcessConnection | None = None  # until the trainer has said which shards it reads
+        self.looks = False
+        self.over = False  # whether all is sent that the trainer is to know
+        self._ends_by: float | None = None
+        self._host = host
+        self._told = ""  # the fault that it was told
+
+    def obey(self) -> None:
+        """Take what the trainer has sent. Raises OSError or EOFError if its connection has ended."""
+        self.link.flush()
+        for frame in self.link.receive():
+            self._obey(frame)
+
+    def _obey(self, frame: Frame) -> None:
+        kind, worker = frame.kind, self.worker
+        if kind == wire.PING:
+            self.link.send(wire.PONG)
+        elif kind == wire.BEGIN and worker is None:
+            self.worker = self._host.begin(pickle.loads(frame.head))
+        elif worker is None or worker.gone:
+            return
+        elif kind == wire.REQUEST:
+            with contextlib.suppress(OSError):  # the worker is dead, which the host will report
+                worker.channel.send(bytes(frame.head))
+        elif kind == wire.LOOK:
+            self.looks = True
+            worker.look()
+        elif kind == wire.STACK:
+            status, stack = worker.working_on(), worker.stack()
+            self.link.send(wire.STATUS, pickle.dumps((tuple(status), stack)))
+        elif kind == wire.KILL:
+            worker.kill()
+        elif kind == wire.END:
+            self._end(worker)
+
+    def _end(self, worker: ProcessConnection) -> None:
+        """Have the worker end after a last look; kill one that has not started."""
+        self._ends_by = time.monotonic() + END_WAIT_S
+        worker.channel.close()
+        worker.gone = True
+        if worker.killed or not worker.pid:
+            worker.kill()
+
+    def relay(self) -> bool:
+        """Send on what the worker has answered; whether there was something."""
+        assert self.worker is not None
+        try:
+            found: list[tuple[int, Any]] = self.worker.receive()
+        except EOFError:
+            self.worker.kill()  # in case it still lives
+            return False
+        for number, answer in found:
+            if number == STARTED:
+                pieces, buffers = batch_pickle.dumps(answer)
+                answer = WrittenAnswer(b"".join(pieces), buffers)
+            self.link.send(wire.ANSWER, answer.head(number), answer.body())
+        return bool(found)
+
+    def glance(self) -> None:
+        """Send on what the worker has reported beside its answers; kill it if it takes too long to end."""
+        if self.worker is None or self.over:
+            return
+        if (fault := self.worker.fault()) != self._told:
+            self._told = fault
+            self.link.send(wire.FAULT, fault.encode())
+        if self.looks and self.worker.has_looked():
+            self.looks = False
+            self.link.send(wire.LOOKED)
+        if self._ends_by is not None and time.monotonic() > self._ends_by:
+            self._ends_by = None
+            self.worker.kill()
+
+    def ended(self, how: Ended) -> None:
+        """Send what the worker had answered, and how it ended."""
+        assert self.worker is not None
+        while not self.worker.gone and self.relay():
+            pass
+        worker, error = self.worker, None if how.error is None else str(how.error)
+        last = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
+        self.over = True
+        worker.close()
+        self.link.send(wire.ENDED, pickle.dumps(last))
+
+    def close(self) -> None:
+        """End it, and the worker with it."""
+        self.link.close()
+        if self.worker is not None and not self.over:
+            self.worker.kill()
+            self.worker.close()
+        self.over = True
+
+
+class NodeSession:
+    """The connections of a loader, and the workers behind them."""
+
+    def __init__(self, channel: Channel, workers: int) -> None:
+        self.host: ProcessHost | None = None  # once trainer and node have agreed
+        self._channel = channel
+        self._count = workers
+        self._control: Link | None = None
+        self._relays: list[Relay] = []
+        self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
+        self._selector.register(channel.fileno(), selectors.EVENT_READ, channel)
+        self._watched: dict[int, int] = {}  # events by descriptor
+
+    def run(self) -> None:
+        """Relay. Raises EOFError or OSError when the trainer or the agent has gone."""
+        while True:
+            seconds = _LOOKING_S if any(relay.looks for relay in self._relays) else _GLANCE_S
+            if self.host is None:
+                ready = self._selector.select(seconds)
+            else:
+                heard, ended = self.host.wait(seconds)
+                self._relay(heard, ended)
+                ready = self._selector.select(0)
+            for key, _ in ready:
+                if key.data is self._channel:
+                    for message, descriptors in self._channel.receive():
+                        self._connected(socket.socket(fileno=descriptors[0]), Secret(*pickle.loads(message)))
+                elif key.data is self._control:
+                    self._obey()
+            self._see_to_relays({key.data for key, _ in ready})
+
+    def _connected(self, end: socket.socket, secret: Secret) -> None:
+        link = Link(end, secret)
+        if self._control is None:
+            self._control = link
+            self._watch(link, link)
+        elif self.host is not None:
+            self._relays.append(Relay(link, self.host))
+            self._watch(link, self._relays[-1])
+
+    def _watch(self, link: Link, data: Any) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.events & select.POLLOUT else 0)
+        if (known := self._watched.get(link.fileno())) != events:
+            (self._selector.register if known is None else self._selector.modify)(link.fileno(), events, data)
+            self._watched[link.fileno()] = events
+
+    def _obey(self) -> None:
+        """Take what the trainer has sent about the job."""
+        assert self._control is not None
+        self._control.flush()
+        for frame in self._control.receive():
+            if frame.kind == wire.PING:
+                self._control.send(wire.PONG)
+            elif frame.kind == wire.JOB and self.host is None:
+                self._agree(*pickle.loads(frame.head))
+        self._watch(self._control, self._control)
+
+    def _agree(self, manifest: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
+        """Begin what begins workers, if this machine is as the trainer's."""
+        assert self._control is not None
+        sys.path += [folder for folder in path if folder not in sys.path]
+        if found := differences(manifest, main, allow):
+            self._control.send(wire.REFUSED, "\n".join(found).encode())
+            return
+        self.host = ProcessHost(SealedJob.of(raw, main), get_context("forkserver"), WrittenAnswerReader)
+        self.host.wakes.append(self._selector.fileno())
+        self._control.send(wire.AGREED, str(self._count).encode())
+
+    def _relay(self, heard: list[ProcessConnection], ended: list[Ended]) -> None:
+        ends = {id(each.worker): each for each in ended}
+        for relay in self._relays:
+            if relay.worker is None or relay.over:
+                continue
+            with contextlib.suppress(OSError):  # of the trainer's end, which `_see_to_relays` will notice
+                if relay.worker in heard:
+                    relay.relay()
+                if end := ends.get(id(relay.worker)):
+                    relay.ended(end)
+
+    def _see_to_relays(self, ready: set[Any]) -> None:
+        for relay in list(self._relays):
+            try:
+                if relay in ready:
+                    relay.obey()
+                relay.glance()
+                self._watch(relay.link, relay)
+            except (EOFError, OSError):
+                self._selector.unregister(relay.link.fileno())
+                del self._watched[relay.link.fileno()]
+                relay.close()
+                self._relays.remove(relay)

@@ -1,0 +1,483 @@
+"""`SocketHost`: workers that agents on other machines run; and `SocketConnection`.
+
+    loader ── greets each agent, in a thread ──▶ agent ── begins ──▶ session, a process a loader and node
+           ◀────── a connection for the job, one for each worker (wire.py) ──────▶
+
+A loader reads when it wants a batch, and only then: at each such time it asks silent connections for a sign of life,
+and one that leaves several in a row unanswered, while the loader listened, is lost. So neither a trainer that was
+stopped nor an agent that waits for it is taken for dead. Nothing connects anew what is lost: agents that answer are
+asked for other workers, and one that does not is tried again from time to time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended
+from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
+from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
+from savable_pipeline.run.nodes import wire
+from savable_pipeline.run.nodes.agent import read_address
+from savable_pipeline.run.nodes.agreement import manifest
+from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
+from savable_pipeline.run.nodes.relayed_answers import read_answer
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 0.35  # between two requests for a sign of life
+_MOST_SILENT = 5  # of them, unanswered: 1.75 s
+_CONNECT_S = 3.0
+_BEGIN_S = 60.0  # for a session to begin, an interpreter that imports this library
+_RETRY_S = 2.0  # between two tries at an agent that does not answer
+_FIRST_S = 30.0  # until some agent has answered for the first time,
+_ALONE_S = 240.0  # and later, until one answers again: as long as a network may be away
+_STACK_S = 2.0
+_MOST_FAILED = 4  # links to a node lost in a row before their workers have started: then the node is
+
+
+class AgentAddress(NamedTuple):
+    """Where an agent listens, and its key."""
+
+    host: str
+    port: int
+    key: bytes
+
+    @classmethod
+    def of(cls, address: str, key: bytes) -> AgentAddress:
+        """Of HOST:PORT. Raises ValueError if it is none."""
+        return cls(*read_address(address), key)
+
+
+class Node:
+    """An agent, as a loader sees it."""
+
+    def __init__(self, address: AgentAddress) -> None:
+        self.address = address
+        self.name = f"{address.host}:{address.port}"
+        self.session = b""
+        self.link: Link | None = None  # once trainer and node have agreed, until it is lost
+        self.workers = 0  # that it runs for all ranks of a loader
+        self.begun = 0  # connections of workers
+        self.failed = 0  # links lost in a row before their workers had started
+        self.error = ""  # why it does not answer
+        self.differs: list[str] = []  # why it was refused
+        self.tried_at = 0.0
+        self.trying: threading.Thread | None = None
+        self.arrived: tuple[Link, int] | None = None  # what the thread has found
+
+    def connect(self, purpose: int, memory: ReusedMemory | None = None) -> Link:
+        """A connection of its session. Raises OSError or EOFError."""
+        end = socket.create_connection(self.address[:2], _CONNECT_S)
+        try:
+            self.begun += 1
+            secret = greet(end, self.address.key, Wanted(purpose, self.session, self.begun))
+            return Link(end, secret, memory)
+        except BaseException:
+            end.close()
+            raise
+
+    def try_once(self, job: bytes) -> None:
+        """In a thread: begin a session, and ask the node whether it is as this machine."""
+        try:
+            self.session, self.begun = os.urandom(16), 0
+            link = self.connect(FOR_SESSION)
+            answer = link.exchange(wire.JOB, job, _BEGIN_S)
+            if answer.kind == wire.AGREED:
+                self.arrived = link, int(answer.head)
+            else:
+                link.close()
+                self.differs = bytes(answer.head).decode().splitlines()
+                self.error = "it is not as this machine"
+        except (OSError, EOFError) as error:
+            self.error = _said(error)
+
+    def hear(self) -> str:
+        """Take its signs of life. Returns why it is lost; "" if it is not."""
+        try:
+            if self.link is not None:
+                self.link.flush()
+                self.link.receive()
+        except (OSError, EOFError) as error:
+            return _said(error)
+        return ""
+
+
+class SocketConnection:
+    """A worker on a node; or one that waits for a node, to which requests are sent when it has one."""
+
+    def __init__(self, pinned: PinnedShards, host: SocketHost) -> None:
+        self.node: Node | None = None
+        self.link: Link | None = None
+        self.end: Ended | None = None
+        self.why = ""  # its link is gone
+        self.answers: list[tuple[int, Answer]] = []
+        self._host = host
+        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # before it has a link
+        self._pid = 0
+        self._fault = self._stack = ""
+        self._looked = True
+        self._status: WorkerStatus | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return f"process {self._pid} of {self.node.name}" if self.node else "a worker without a node"
+
+    @property
+    def started(self) -> bool:
+        """Whether it has said its process id."""
+        return bool(self._pid)
+
+    @property
+    def viewed(self) -> int:
+        """The batches whose memory is viewed in this process."""
+        return self.link.viewed[0] if self.link else 0
+
+    def begin(self, node: Node, link: Link) -> None:
+        """Run on this node."""
+        self.node, self.link = node, link
+        for kind, head in self._unsent:
+            self.tell(kind, head)
+        self._unsent.clear()
+
+    def tell(self, kind: int, head: bytes = b"") -> None:
+        """Send a frame, or keep it until there is a link."""
+        if self.link is None:
+            self._unsent.append((kind, head))
+        elif self.end is None:
+            try:
+                self.link.send(kind, head)
+            except OSError as error:
+                self.lose(_said(error))
+
+    def send(self, request: Request) -> None:
+        """Send a request."""
+        self.tell(wire.REQUEST, pickle.dumps(request, protocol=5))
+
+    def hear(self) -> str:
+        """Take what has arrived. Returns why the link is lost; "" if it is not."""
+        assert self.link is not None
+        try:
+            self.link.flush()
+            for frame in self.link.receive():
+                self._take(frame)
+        except (OSError, EOFError) as error:
+            return _said(error)
+        return ""
+
+    def _take(self, frame: Frame) -> None:
+        kind, head = frame.kind, frame.head
+        if kind == wire.ANSWER:
+            number, answer = read_answer(frame)
+            if number == STARTED and isinstance(answer, int):
+                self._pid = answer
+            elif number == STARTED and isinstance(answer, Failure) and answer.error is not None and self.node:
+                answer.error.add_note(f"on the node {self.node.name}")
+            if self.node is not None:
+                self.node.failed = 0
+            self.answers.append((number, answer))
+        elif kind == wire.FAULT:
+            self._fault = head.decode()
+        elif kind == wire.LOOKED:
+            self._looked = True
+        elif kind == wire.STATUS:
+            status, self._stack = pickle.loads(head)
+            self._status = WorkerStatus(*status)
+        elif kind == wire.ENDED:
+            how, error, status, self._stack, self._fault = pickle.loads(head)
+            self._status = WorkerStatus(*status)
+            self.end = Ended(self, how, None if error is None else WorkerError(f"{error} (on the node {self.name})"))
+
+    def lose(self, why: str) -> None:
+        """Its link is gone."""
+        if self.end is None and self.node is not None:
+            self.why = why
+            self.end = Ended(self, f"was lost with its link to {self.node.name} ({why})", lost=True)
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """The answers that have arrived."""
+        found, self.answers = self.answers, []
+        if not found and self.end is not None:
+            raise EOFError
+        return found
+
+    def look(self) -> None:
+        """Have the worker look at its shards."""
+        self._looked = False
+        self.tell(wire.LOOK)
+
+    def has_looked(self) -> bool:
+        """Whether it has, since then; one that has ended never will."""
+        return self._looked or self.end is not None
+
+    def fault(self) -> str:
+        """What it has reported as wrong with batches that it delivered."""
+        return self._fault
+
+    def working_on(self) -> WorkerStatus:
+        """What its status page said when it ended, or when its stack was asked for."""
+        return self._status or WorkerStatus(None, None, 0, 0)
+
+    def stack(self) -> str:
+        """Its stack, for which the node of one that has not ended is asked."""
+        if self.end is None and self.link is not None:
+            self._status = None
+            self.tell(wire.STACK)
+            deadline = time.monotonic() + _STACK_S
+            while self._status is None and self.end is None and (left := deadline - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(self.link.fileno(), self.link.events)
+                poll.poll(left * 1000)
+                if why := self.hear():
+                    self.lose(why)
+        return self._stack
+
+    def kill(self) -> bool:
+        """Have it killed."""
+        self.tell(wire.KILL)
+        return True
+
+    def close(self) -> None:
+        """Close the connection, which ends the worker."""
+        self._host.forget(self)
+        if self.link is not None:
+            self.link.close()
+
+
+class SocketHost:
+    """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
+
+    The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
+    has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a
+    pipeline that cannot be sent to them.
+    """
+
+    now = staticmethod(time.monotonic)
+
+    def __init__(
+        self,
+        job: LaneJob,
+        addresses: Callable[[], Sequence[AgentAddress]],
+        share: tuple[int, int],
+        allow: Sequence[str] = (),
+    ) -> None:
+        check_main_is_guarded()
+        self._addresses = addresses
+        self._rank, self._ranks = share
+        self._job = _sent_job(job, allow)
+        self._memory = ReusedMemory()
+        self._nodes: list[Node] = []
+        self._connections: list[SocketConnection] = []  # that are not closed
+        self._asked_at = self._waited_at = time.monotonic()
+        self._alone_s = 0.0  # that it has waited without any node
+        self._has_begun = False  # whether a worker has started, in the life of this host
+        self._see_to_nodes()
+
+    # Nodes.
+
+    def _see_to_nodes(self) -> None:
+        """Take the nodes that have answered, try those that have not, and give each waiting worker a node."""
+        now = time.monotonic()
+        known = self._addresses()
+        gone = [node for node in self._nodes if node.address not in known and not node.link and not node.trying]
+        new = [address for address in known if all(node.address != address for node in self._nodes)]
+        self._nodes = [node for node in self._nodes if node not in gone] + [Node(address) for address in new]
+        for node in self._nodes:
+            if node.trying is not None and not node.trying.is_alive():
+                node.trying = None
+                self._tried(node)
+            if node.link is None and node.trying is None and (not node.tried_at or now > node.tried_at + _RETRY_S):
+                node.tried_at, node.differs = now, []
+                node.trying = threading.Thread(target=node.try_once, args=(self._job,), daemon=True)
+                node.trying.start()
+        if all(node.link or node.error for node in self._nodes):  # each has been tried
+            for waiting in [each for each in self._connections if each.link is None and each.end is None]:
+                self._find_node(waiting)
+
+    def _tried(self, node: Node) -> None:
+        """Take what a try at a node has found. Raises `WorkerError` for one that differs, before the first batch."""
+        node.tried_at = time.monotonic()
+        if node.arrived is not None:
+            (node.link, node.workers), node.arrived, node.error, node.failed = node.arrived, None, "", 0
+            log.info("%s has answered: %d workers", node.name, node.workers)
+        elif node.differs:
+            message = (
+                f"the node {node.name} is not as this machine, so that its batches could differ: "
+                f"{'; '.join(node.differs)}. Install the same there, or name in SocketWorkers(allow=) what may differ"
+            )
+            if not self._has_begun:
+                raise WorkerError(message)
+            log.warning("%s; it is not used", message)
+
+    def _lose(self, each: Node | SocketConnection, why: str) -> None:
+        """Go on without a worker; or without a node, until it answers again. Nothing, if `why` is ""."""
+        if not why or each.link is None:
+            return
+        if isinstance(each, SocketConnection):
+            each.lose(why)
+            return
+        log.warning("the node %s is lost: %s; it is tried again from time to time", each.name, why)
+        each.link.close()
+        each.link, each.error, each.tried_at = None, why, time.monotonic()
+        for worker in self._connections:
+            if worker.node is each:
+                worker.lose(why)
+
+    def _share(self, node: Node) -> int:
+        """How many of a node's workers are this rank's."""
+        first = sum(other.workers for other in self._nodes[: self._nodes.index(node)])
+        return sum((first + i) % self._ranks == self._rank for i in range(node.workers))
+
+    def _room(self, node: Node) -> int:
+        """How many workers more it could have; less than none where others have lost theirs."""
+        return self._share(node) - sum(each.node is node and each.end is None for each in self._connections)
+
+    def count(self, wanted: int) -> int:
+        """This rank's share of the workers of the nodes that answer."""
+        return max(1, sum(self._share(node) for node in self._nodes if node.link is not None))
+
+    def _find_node(self, worker: SocketConnection) -> None:
+        """Begin a worker on the node with the most room; it waits on if none answers, and ends if none has room."""
+        while answering := [node for node in self._nodes if node.link is not None]:
+            first = self._rank % len(answering)  # where a rank has no share
+            node = max([*answering[first:], *answering[:first]], key=self._room)
+            if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
+                worker.end = Ended(
+                    worker, f"has no node, since {node.name} and others run as many as they can", lost=True
+                )
+                return
+            try:
+                worker.begin(node, node.connect(FOR_WORKER, self._memory))
+                return
+            except (OSError, EOFError) as error:
+                self._lose(node, _said(error))
+
+    # Workers.
+
+    def begin(self, pinned: PinnedShards) -> SocketConnection:
+        """Begin a worker, on a node if one answers, else as soon as one does."""
+        worker = SocketConnection(pinned, self)
+        self._connections.append(worker)
+        self._see_to_nodes()
+        return worker
+
+    def forget(self, worker: SocketConnection) -> None:
+        """Wait no more for a worker."""
+        if worker in self._connections:
+            self._connections.remove(worker)
+
+    def wait(self, seconds: float) -> tuple[list[SocketConnection], list[Ended]]:
+        """Wait for answers and ends; shorter, where connections are to be asked for a sign of life."""
+        self._see_to_nodes()
+        self._hear(0.0 if any(each.answers or each.end for each in self._connections) else min(seconds, _ASK_S))
+        self._check_alone()
+        ended = [each for each in self._connections if each.end is not None]
+        for each in ended:
+            if each.why and each.node is not None and not each.started:
+                each.node.failed += 1
+                if each.node.failed >= _MOST_FAILED:
+                    self._lose(each.node, each.why)
+        self._has_begun = self._has_begun or any(each.started for each in self._connections)
+        heard = [each for each in self._connections if each.answers]
+        for each in ended:
+            self.forget(each)
+        return heard, [each.end for each in ended if each.end is not None]
+
+    def _hear(self, seconds: float) -> None:
+        """Take what arrives within these seconds, and ask for signs of life when it is time."""
+        poll = select.poll()
+        peers: list[Node | SocketConnection] = [*(each for each in self._connections if each.end is None), *self._nodes]
+        links = {each.link.fileno(): (each, each.link) for each in peers if each.link is not None}
+        for descriptor, (_, link) in links.items():
+            poll.register(descriptor, link.events)
+        for descriptor, _ in poll.poll(seconds * 1000):
+            self._lose(links[descriptor][0], links[descriptor][0].hear())
+        if time.monotonic() - self._asked_at >= _ASK_S:
+            self._asked_at = time.monotonic()
+            for each, link in links.values():
+                if link.fileno() >= 0:
+                    self._lose(each, _asked(link))
+
+    def _check_alone(self) -> None:
+        """Raise `WorkerError` if no agent has answered for too long."""
+        now = time.monotonic()
+        since, self._waited_at = now - self._waited_at, now
+        if any(node.link is not None for node in self._nodes):
+            self._alone_s = 0.0
+            return
+        self._alone_s += min(since, 2 * _ASK_S)
+        limit = _ALONE_S if self._has_begun else _FIRST_S
+        if self._alone_s > limit:
+            self._alone_s = 0.0
+            found = "; ".join(f"{node.name}: {node.error or 'not tried yet'}" for node in self._nodes)
+            raise WorkerError(
+                f"no agent has answered in {limit:g} s: {found or 'there is none'}. Start `savable serve` on each node "
+                "and see whether this machine may connect to it. The loader's state is whole: save it or continue"
+            )
+
+    def end_workers(self) -> None:
+        """Have all workers end after a last look; after 5 s the connections are closed, which kills them."""
+        workers = [each for each in self._connections if each.link is not None and each.end is None]
+        for worker in workers:
+            worker.tell(wire.END)
+        deadline = time.monotonic() + END_WAIT_S
+        while any(worker.end is None for worker in workers) and time.monotonic() < deadline:
+            self._hear(0.05)
+        if late := sum(worker.end is None for worker in workers):
+            log.warning("%d workers did not end in %g s; they are killed before a last look", late, END_WAIT_S)
+        for worker in list(self._connections):
+            worker.close()
+
+    def close(self) -> None:
+        """End the workers and the sessions."""
+        for worker in list(self._connections):
+            worker.close()
+        for node in self._nodes:
+            if node.trying is not None:
+                node.trying.join(_CONNECT_S)
+            for link in (node.link, node.arrived and node.arrived[0]):
+                if link:
+                    link.close()
+            node.link = node.arrived = None
+
+
+def _asked(link: Link) -> str:
+    """Ask for a sign of life. Returns why the connection is lost; "" if it is not."""
+    link.silent = 0 if link.heard else link.silent + 1
+    link.heard = False
+    if link.silent >= _MOST_SILENT:
+        return f"no sign of life in {_MOST_SILENT * _ASK_S:.2g} s"
+    try:
+        link.send(wire.PING)
+    except OSError as error:
+        return _said(error)
+    return ""
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
+    """What an agent needs to build lanes. Raises ValueError for a pipeline that cannot be pickled."""
+    try:
+        raw = pickle.dumps(job, protocol=5)
+    except Exception as error:
+        raise ValueError(
+            f"the pipeline cannot be sent to other machines: {error}. Define it, and what it uses, at the top of a "
+            "module, and bind arguments with functools.partial"
+        ) from error
+    main = main_module()
+    return pickle.dumps((manifest(raw, main), list(allow), sys.path, raw, main), protocol=5)

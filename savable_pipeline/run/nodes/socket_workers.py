@@ -1,0 +1,79 @@
+"""`SocketWorkers`: the workers of a loader, on other machines; and what all such settings have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.engine.worker_settings import Workers
+from savable_pipeline.run.nodes.handshake import read_key
+from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
+
+
+@dataclass(frozen=True)
+class NodeWorkers(Workers):
+    """Settings of workers on other machines, which say themselves how many they are: see `SocketHost.count`."""
+
+    count: int | None = field(default=1, kw_only=True)
+    start_method: None = field(default=None, init=False)
+    timeout: float = field(default=600.0, kw_only=True)
+    max_restarts: int = field(default=100, kw_only=True)
+    prefetch: int = field(default=2, kw_only=True)
+    allow: Collection[str] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.count not in (None, 1):
+            raise ValueError(f"count={self.count}: how many workers there are is said where they run, on the nodes")
+        object.__setattr__(self, "count", 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class SocketWorkers(NodeWorkers):
+    """Workers that agents on other machines run: `savable serve` on each. None of it changes a batch.
+
+    The ranks share each agent's workers. An agent that is lost is done without until it answers again.
+
+    Args:
+        agents: Their addresses, HOST:PORT.
+        key_file: A file with the key that the agents have too, and nobody else can read.
+        timeout: Seconds for a batch before its worker is replaced.
+        max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
+        prefetch: Batches that a worker may be ahead.
+        allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
+        count: Not to be given: the agents say how many there are.
+        start_method: Not to be given.
+
+    Raises:
+        ValueError: An address or a number is none, or the file is no secret.
+
+    Example:
+        >>> workers = sp.SocketWorkers(["cpu1:7000", "cpu2:7000"], key_file="nodes.key")  # doctest: +SKIP
+        >>> loader = sp.SavableLoader(pipeline, seed=7, workers=workers)  # doctest: +SKIP
+    """
+
+    agents: Sequence[str]
+    key_file: str | os.PathLike[str] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.agents, str) or not self.agents:
+            raise ValueError(f"agents is a list of addresses HOST:PORT, not {self.agents!r}")
+        self._addresses()
+
+    def _addresses(self) -> list[AgentAddress]:
+        key = read_key(self.key_file)
+        return [AgentAddress.of(agent, key) for agent in self.agents]
+
+    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
+        """Return what begins the workers of a loader.
+
+        Args:
+            job: The pipeline and settings of their lanes.
+            share: The loader's rank and the number of ranks.
+        """
+        addresses = self._addresses()
+        return SocketHost(job, lambda: addresses, share, sorted(self.allow))

@@ -1,0 +1,263 @@
+"""`Link`: one authenticated TCP connection between a trainer and an agent; it carries frames, in one order, each once.
+
+    a frame   magic │ kind │ generation │ nonce │ sequence number │ bytes of the head │ of the body │ code ┃ head ┃ body
+
+The head is small, and the code authenticates header and head by a key that only this direction of this connection has:
+nothing else is ever unpickled. The body is the memory of a batch's tensors: it is sent from where the worker wrote it,
+and received into memory that is used again when the trainer has let go of the batch. A frame that is not the next one
+of this connection ends the connection, and nothing connects it anew: what replaces it is another one, with other keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from savable_pipeline.run.transport.batch_pickle import Buffer
+
+MAGIC = b"SvP1"  # another number for another layout of frames, or of the messages before them
+_HEADER = struct.Struct("<4sBxxxI8sQIQ")
+_CODE_BYTES = 16
+MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes of a frame; more is no frame of ours
+_SMALL = 1 << 16  # bodies of up to so many bytes do not use memory again
+_FREE_BLOCKS = 8  # at most
+_VIEWS = 512  # in one call of the system
+_FRAMES = 16  # taken at a time
+_WAKE_BYTES = 1 << 20  # of a large body: fewer turns between the two ends
+
+# From the trainer to the session: of a job.        From the session to the trainer.
+JOB, AGREED, REFUSED = 1, 2, 3
+# Of a worker.
+BEGIN, REQUEST, LOOK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
+ANSWER, FAULT, LOOKED, STATUS, ENDED = 20, 21, 22, 23, 24
+# Of either, as a sign of life: the session answers each.
+PING, PONG = 30, 31
+
+
+class WireError(ConnectionError):
+    """A frame is not the next one of its connection."""
+
+
+class Secret(NamedTuple):
+    """What the two ends of a connection have proved to share: a key for each direction, and names for its frames."""
+
+    sends: bytes
+    receives: bytes
+    nonce: bytes  # 8
+    generation: int
+
+
+class Frame(NamedTuple):
+    """A frame that has arrived."""
+
+    kind: int
+    head: bytearray
+    body: memoryview
+
+
+class ReusedMemory:
+    """Memory for the bodies of frames: a block is used again when nothing views it any more.
+
+    Its pages are private, so that a forked child keeps what it views.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[mmap.mmap] = deque()
+        self._views: dict[int, weakref.ref[Any]] = {}
+
+    def take(self, size: int, viewed: list[int]) -> memoryview:
+        """`size` writable bytes; the number of a connection's `viewed` blocks is one more until nothing views them."""
+        if size <= _SMALL:
+            return memoryview(bytearray(size))
+        block = next((each for each in self._free if size <= len(each) <= 2 * size + _SMALL), None)
+        if block is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+            block = mmap.mmap(-1, -(-size // _SMALL) * _SMALL, flags=flags)
+        else:
+            self._free.remove(block)
+        whole = np.frombuffer(block, np.uint8)
+        viewed[0] += 1
+        key = id(whole)
+
+        def gone(_: object, block: mmap.mmap = block) -> None:
+            del self._views[key]
+            viewed[0] -= 1
+            self._free.append(block)
+            if len(self._free) > _FREE_BLOCKS:
+                self._free.popleft()
+
+        self._views[key] = weakref.ref(whole, gone)
+        return memoryview(whole)[:size]  # type: ignore[arg-type]
+
+
+class Link:
+    """One end of a connection. It never waits, but for `exchange`.
+
+    Raises `WireError`, or another OSError, when the connection cannot go on.
+    """
+
+    def __init__(self, end: socket.socket, secret: Secret, memory: ReusedMemory | None = None) -> None:
+        be_live(end)
+        end.setblocking(False)
+        self._socket = end
+        self._secret = secret
+        self._memory = memory or ReusedMemory()
+        self.viewed = [0]  # blocks of memory that are viewed in this process
+        self.heard = True  # since `silent` was looked at last
+        self.silent = 0  # signs of life in a row for which it was asked, and that have not come
+        self._sent = self._received = 0  # frames
+        self._unsent: deque[memoryview] = deque()
+        self._arrived: list[Frame] = []
+        self._fault: Exception | None = None  # after which nothing more can arrive
+        self._parser = self._parsed()
+        self._target = memoryview(b"")  # where what comes next belongs
+        self._wakes_at = 1
+        _open.add(self)
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """What `poll` waits for: something to receive and, if something is unsent, room to send it."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    def send(self, kind: int, head: Buffer = b"", body: Sequence[Buffer] = ()) -> None:
+        """Send a frame, or keep what does not fit into the socket for `flush`."""
+        views = [memoryview(each).cast("B") for each in body if len(each)]
+        secret = self._secret
+        length = sum(map(len, views))
+        header = _HEADER.pack(MAGIC, kind, secret.generation, secret.nonce, self._sent, len(head), length)
+        self._sent += 1
+        self._unsent.append(memoryview(header + _code(secret.sends, header, head)))
+        if len(head):
+            self._unsent.append(memoryview(head).cast("B"))
+        self._unsent.extend(views)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what is unsent; whether nothing is left."""
+        while self._unsent:
+            views = [self._unsent[i] for i in range(min(len(self._unsent), _VIEWS))]
+            try:
+                sent = self._socket.sendmsg(views)
+            except BlockingIOError:
+                return False
+            for view in views:
+                if sent < len(view):
+                    self._unsent[0] = view[sent:]
+                    break
+                sent -= len(view)
+                self._unsent.popleft()
+        return True
+
+    def receive(self) -> list[Frame]:
+        """The frames that have arrived. Raises EOFError once nothing more can."""
+        try:
+            while self._fault is None and len(self._arrived) < _FRAMES:
+                while not self._target:
+                    self._target = next(self._parser)
+                count = self._socket.recv_into(self._target)
+                if not count:
+                    raise EOFError("the other end has closed the connection")
+                self.heard = True
+                self._target = self._target[count:]
+        except BlockingIOError:
+            self._wake_at(min(len(self._target), _WAKE_BYTES))
+        except (EOFError, OSError) as error:
+            self._fault = error
+        if self._fault is not None and not self._arrived:
+            raise self._fault
+        found, self._arrived = self._arrived, []
+        return found
+
+    def _wake_at(self, size: int) -> None:
+        """Have `poll` wake this process only for so many bytes: a large body arrives in many small pieces."""
+        if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
+            self._wakes_at = size
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+    def _parsed(self) -> Iterator[memoryview]:
+        """Ask for the memory of header, head and body in turn, and put each whole frame among those that arrived."""
+        header = memoryview(bytearray(_HEADER.size + _CODE_BYTES))
+        while True:
+            yield header
+            magic, kind, generation, nonce, number, head_bytes, body_bytes = _HEADER.unpack_from(header)
+            if magic != MAGIC or (generation, nonce) != (self._secret.generation, self._secret.nonce):
+                raise WireError("what arrived is no frame of this connection")
+            if number != self._received:
+                raise WireError(f"frame {number} arrived in place of {self._received}: one is lost, or came twice")
+            if head_bytes > MOST_HEAD or body_bytes > MOST_BODY:
+                raise WireError(f"a frame of {head_bytes} + {body_bytes} bytes is longer than any can be")
+            head = bytearray(head_bytes)
+            yield memoryview(head)
+            code = _code(self._secret.receives, header[: _HEADER.size], head)
+            if not hmac.compare_digest(code, header[_HEADER.size :]):
+                raise WireError(f"frame {number} was changed on its way")
+            body = self._memory.take(body_bytes, self.viewed)
+            yield body
+            self._received += 1
+            self._arrived.append(Frame(kind, head, body))
+            del body, head  # nothing of a frame is viewed from here
+
+    def exchange(self, kind: int, head: Buffer, seconds: float) -> Frame:
+        """Send a frame and wait so long for the answer. Raises OSError or EOFError if none comes."""
+        self.send(kind, head)
+        deadline = time.monotonic() + seconds
+        while not (found := self.receive()):
+            poll = select.poll()
+            poll.register(self._socket, self.events)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError(f"no answer in {seconds:g} s")
+            self.flush()
+        return found[0]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._unsent.clear()
+        self._socket.close()
+
+
+def _code(key: bytes, header: Buffer, head: Buffer) -> bytes:
+    if len(head) <= _SMALL:
+        return hmac.digest(key, b"".join((header, head)), "sha256")[:_CODE_BYTES]
+    whole = hmac.new(key, header, hashlib.sha256)
+    whole.update(head)
+    return whole.digest()[:_CODE_BYTES]
+
+
+def be_live(end: socket.socket) -> None:
+    """Send small messages at once; and have the system ask a silent machine for a sign of life.
+
+    The system answers for a process that is stopped or busy: only a machine that is gone, or a cut, ends it.
+    """
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for link in list(_open):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -1,0 +1,119 @@
+"""A node that is not as the trainer is refused before the first batch, and what differs is named."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.engine.sealed_job import main_module
+from savable_pipeline.run.nodes import agreement
+from tests.conftest import write_numbered_shards
+from tests.support.agents import Agent, new_key
+from tests.support.toy_faults import number_pipeline
+
+ENCODER = """
+import own_lengths
+from tests.support.toy_faults import NumberEncoder
+
+class OwnEncoder(NumberEncoder):
+    def length(self, item):
+        return own_lengths.length(item)
+"""
+LENGTHS = "def length(item):\n    return {}\n"
+SCRIPT = """
+import sys
+import savable_pipeline as sp
+from own_encoders import OwnEncoder
+
+if __name__ == "__main__":
+    shards, key_file, address, *allow = sys.argv[1:]
+    pipeline = sp.read(shards).encode(OwnEncoder()).batch(2)
+    workers = sp.SocketWorkers([address], key_file=key_file, allow=allow)
+    with sp.SavableLoader(pipeline, seed=3, lanes=6, workers=workers) as loader:
+        try:
+            print("batch", next(loader))
+        except sp.WorkerError as error:
+            print("refused", error)
+"""
+
+
+def written(folder: Path, length: int) -> Path:
+    folder.mkdir()
+    (folder / "own_encoders.py").write_text(ENCODER)
+    (folder / "own_lengths.py").write_text(LENGTHS.format(length))
+    return folder
+
+
+def test_a_stale_source_file_of_the_user_is_named(tmp_path: Path) -> None:
+    write_numbered_shards(tmp_path / "shards", [40])
+    here, there = written(tmp_path / "here", 1), written(tmp_path / "there", 2)
+    script = here / "train.py"
+    script.write_text(SCRIPT)
+    key_file = new_key(tmp_path)
+    root = str(Path(__file__).parents[3])
+    agent = Agent(key_file, 1, PYTHONPATH=f"{there}:{root}")
+
+    def run(*allow: str) -> str:
+        command = [sys.executable, str(script), str(tmp_path / "shards"), str(key_file), agent.address, *allow]
+        environment = {**os.environ, "PYTHONPATH": root}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    try:
+        refused = run()
+        assert refused.startswith(f"refused the node {agent.address} is not as this machine")
+        assert "module own_lengths: source" in refused and "own_encoders" not in refused
+        assert "batch [" in run("module own_lengths")
+        (there / "own_lengths.py").write_text((here / "own_lengths.py").read_text())
+        assert "batch [" in run()
+    finally:
+        agent.end()
+
+
+@pytest.fixture
+def here() -> tuple[agreement.Manifest, dict[str, Any]]:
+    main = main_module()
+    return agreement.manifest(pickle.dumps(partial(number_pipeline, "x")), main), main
+
+
+def test_a_machine_agrees_with_itself_and_says_on_what(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:
+    manifest, main = here
+    assert not agreement.differences(manifest, main, [])
+    assert {"savable_pipeline", "python", "processor", "numpy", "torch", "pillow"} <= manifest.keys()
+    assert "module tests.support.toy_faults" in manifest and "module tests" in manifest
+    assert "module savable_pipeline" not in manifest and "module numpy" not in manifest
+    assert "(build " in manifest["pillow"] and "ORDER" in manifest["savable_pipeline"]
+
+
+@pytest.mark.parametrize(
+    "name", ["savable_pipeline", "python", "processor", "pillow", "module tests.support.toy_faults"]
+)
+def test_each_of_these_may_not_differ_unless_it_is_allowed(
+    here: tuple[agreement.Manifest, dict[str, Any]], name: str
+) -> None:
+    manifest, main = here
+    others = {**manifest, name: "another"}
+    assert agreement.differences(others, main, []) == [f"{name}: {manifest[name]} there, another here"]
+    assert not agreement.differences(others, main, [name])
+
+
+def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:
+    manifest = {"module nowhere.at_all": "source 1", agreement.MAIN: "source 2"}
+    found = agreement.differences(manifest, {"init_main_from_path": "/nowhere/train.py"}, [])
+    assert found == [
+        "module nowhere.at_all: no such file there, source 1 here",
+        "module __main__: no file /nowhere/train.py there, source 2 here",
+    ]
+
+
+def test_a_pipeline_that_cannot_be_sent_is_refused_at_once(tmp_path: Path) -> None:
+    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path))
+    with pytest.raises(ValueError, match="cannot be sent to other machines"):
+        sp.SavableLoader(lambda lane: number_pipeline("x", lane), seed=3, workers=workers)

@@ -1,0 +1,278 @@
+"""Workers on other machines: the same batches and states as local ones, and from one to the other and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.nodes import socket_host
+from tests.conftest import write_numbered_shards
+from tests.support.agents import Agent, agents, new_key, remote
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.processes import descendants
+from tests.support.toy_faults import CuredEncoder, FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
+
+LANES = 6
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("nodes") / "shards"
+    write_numbered_shards(folder, [40, 7, 60])
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Agent], Path]]:
+    """Two agents, which the tests that kill none share."""
+    with agents(tmp_path_factory.mktemp("agents"), 2, 1) as made:
+        yield made
+
+
+def taken(loader: sp.SavableLoader, steps: int) -> list[tuple[Any, Any]]:
+    """Batches, each with the state after it."""
+    return [(next(loader), loader.state_dict()) for _ in range(steps)]
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+    """Wait; returns the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def test_batches_and_states_are_those_of_local_workers(shards: str, nodes: tuple[list[Agent], Path]) -> None:
+    pipeline = partial(packed_numbers, shards)
+    expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 24)
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes)) as loader:
+        assert taken(loader, 24) == expected
+        assert loader.stats()["num_workers"] == 3
+
+
+def test_a_state_goes_from_local_to_remote_workers_and_back(shards: str, nodes: tuple[list[Agent], Path]) -> None:
+    pipeline = partial(packed_numbers, shards)
+    expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 32)
+    made, key_file = nodes
+    begin, state = 0, None
+    for workers in (sp.Workers(2), remote(made, key_file), sp.Workers(0), remote(made[:1], key_file, prefetch=1)):
+        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            assert taken(loader, 8) == expected[begin : begin + 8]
+            begin, state = begin + 8, loader.state_dict()
+
+
+def test_ranks_share_the_workers_of_each_agent(shards: str, nodes: tuple[list[Agent], Path]) -> None:
+    pipeline = partial(packed_numbers, shards)
+    numbers = {}
+    for ranks in (1, 2, 6):
+        expected = sp.SavableLoader(pipeline, seed=3, lanes=LANES, ranks=(ranks - 1, ranks))
+        loaders = [
+            sp.SavableLoader(pipeline, seed=3, lanes=LANES, ranks=(rank, ranks), workers=remote(*nodes))
+            for rank in range(ranks)
+        ]
+        assert [next(loaders[-1]) for _ in range(6)] == [next(expected) for _ in range(6)]
+        for rank, loader in enumerate(loaders):
+            share = max(1, sum(number % ranks == rank for number in range(3)))
+            until(lambda share=share, loader=loader: loader.stats()["num_workers"] == share or next(loader) is None)
+        numbers[ranks] = [loader.stats()["num_workers"] for loader in loaders]
+        for loader in loaders:
+            loader.close()
+    assert numbers == {1: [3], 2: [2, 1], 6: [1] * 6}  # of six, three are without a share, and take one all the same
+
+
+def test_what_a_trainer_keeps_is_not_written_over(shards: str, nodes: tuple[list[Agent], Path]) -> None:
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder())
+    expected = [int(batch[0]) for batch, _ in taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)]
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes)) as loader:
+        kept = [next(loader) for _ in range(20)]
+        assert loader.stats()["viewed_batches"] >= 20
+        places = set()
+        for number in expected[20:]:
+            batch = next(loader)
+            places.add(batch.data_ptr())
+            assert bool((batch == number).all())
+        assert [int(batch[0]) for batch in kept] == expected[:20] and all(bool((b == b[0]).all()) for b in kept)
+        assert len(places) < 12  # memory is used again
+
+
+def test_an_encoder_fails_as_in_a_local_worker(shards: str, nodes: tuple[list[Agent], Path], tmp_path: Path) -> None:
+    pipeline = partial(number_pipeline, shards, encoder=FaultyEncoder("value", 20, tmp_path / "cured"))
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes))
+    with loader, pytest.raises(sp.EncodeError, match="no such colour"):
+        taken(loader, 24)
+
+
+def test_a_sample_that_kills_its_workers_is_blamed_and_left_out(
+    shards: str, nodes: tuple[list[Agent], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = partial(
+        number_pipeline, shards, encoder=FaultyEncoder("segfault", 20, tmp_path / "cured"), on_error="skip"
+    )
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes)) as loader:
+        found = [number for _ in range(20) for number in next(loader)]
+        assert loader.stats()["restarts"] == 4
+    assert 20 not in found and {18, 19, 21, 22} <= set(found)
+    assert "ended by signal SIGSEGV, while it made a batch of lane" in caplog.text
+    assert "it is left out from now on" in caplog.text and "in fail" in caplog.text  # its stack
+    assert nodes[0][0].address in caplog.text or nodes[0][1].address in caplog.text
+
+
+def test_a_worker_that_hangs_is_replaced_and_its_stack_is_told(
+    shards: str, nodes: tuple[list[Agent], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = partial(number_pipeline, shards, encoder=CuredEncoder("hang", 20, 1, tmp_path / "log"))
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes, timeout=1.5)) as loader:
+        found = [batch for batch, _ in taken(loader, 24)]
+        assert loader.stats()["restarts"] == 1
+    assert found == [
+        next(each) for each in [sp.SavableLoader(partial(number_pipeline, shards), seed=3, lanes=LANES)] * 24
+    ]
+    assert "gave no batch in 1.5 s and was killed" in caplog.text and "in fail" in caplog.text
+
+
+def test_a_shard_that_is_overwritten_is_told_at_the_close(tmp_path: Path, nodes: tuple[list[Agent], Path]) -> None:
+    write_numbered_shards(tmp_path / "shards", [84])
+    loader = sp.SavableLoader(
+        partial(number_pipeline, str(tmp_path / "shards")), seed=3, lanes=2, workers=remote(*nodes)
+    )
+    taken(loader, 6)
+    shard = tmp_path / "shards/0000.tar"
+    raw = shard.read_bytes().replace(b'{"id": ', b'{"id":-')
+    time.sleep(0.02)
+    shard.write_bytes(raw)
+    with pytest.raises(sp.ShardError, match=r"0000\.tar: it was overwritten"):
+        taken(loader, 3)
+        loader.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut"])
+def test_a_node_that_is_gone_is_done_without_within_two_seconds(
+    shards: str, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = partial(packed_numbers, shards)
+    expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 30)
+    with agents(tmp_path, 1, 2) as (made, key_file), contextlib.ExitStack() as proxies:
+        proxy = FaultyProxy(made[1].port)
+        proxies.callback(proxy.close)
+        workers = sp.SocketWorkers([made[0].address, proxy.address], key_file=key_file)
+        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
+            found = taken(loader, 10)
+            until(lambda: loader.stats()["num_workers"] == 3 or bool(found.append((next(loader), loader.state_dict()))))
+            gone = [made[1].process.pid, *descendants(made[1].process.pid)]
+            for pid in gone:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+            if how == "cut":
+                proxy.troubles = {"silent": 1.0}
+            began = time.time()
+            while len(found) < 30:
+                found.append((next(loader), loader.state_dict()))
+            assert found == expected[: len(found)]
+            seen = next(each.created for each in caplog.records if "was lost with its link" in each.message) - began
+            assert seen < 2.0 + 2.0  # and what a busy machine takes
+            assert loader.stats()["restarts"] == 0  # it was not the workers' fault
+            until(lambda: loader.stats()["num_workers"] == 1 or next(loader) is None)
+            for pid in gone if how == "stopped" else []:
+                os.kill(pid, signal.SIGCONT)
+    assert f"the node {proxy.address} is lost" in caplog.text
+
+
+def test_an_agent_may_join_a_running_loader(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_host, "_RETRY_S", 0.1)
+    pipeline = partial(packed_numbers, shards)
+    expected = sp.SavableLoader(pipeline, seed=3, lanes=LANES)
+    with agents(tmp_path, 1, 1) as (made, key_file):
+        address = made[1].address
+        made[1].end()
+        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(made, key_file)) as loader:
+            assert [next(loader) for _ in range(8)] == [next(expected) for _ in range(8)]
+            assert loader.stats()["num_workers"] == 1
+            made[1] = Agent(key_file, 3, int(address.rpartition(":")[2]))
+            until(lambda: next(loader) == next(expected) and loader.stats()["num_workers"] == 4)
+            assert [next(loader) for _ in range(8)] == [next(expected) for _ in range(8)]
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_trainer_that_was_stopped_loses_no_node(
+    shards: str, nodes: tuple[list[Agent], Path], caplog: pytest.LogCaptureFixture, large: bool
+) -> None:
+    """With large batches, the agents wait with full sockets meanwhile."""
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder() if large else None)
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes, prefetch=4)) as loader:
+        taken(loader, 6)
+        until(lambda: loader.stats()["num_workers"] == 3 or next(loader) is None)
+        pid = os.getpid()
+        subprocess.run(["sh", "-c", f"(kill -STOP {pid}; sleep 3; kill -CONT {pid}) & sleep 0.1"], check=True)
+        time.sleep(0.5)
+        taken(loader, 12)
+        time.sleep(3.0)  # a long step
+        taken(loader, 12)
+    assert "lost" not in caplog.text
+
+
+def test_when_no_agent_answers_each_is_named_with_its_reason(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_host, "_FIRST_S", 1.0)
+    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path))
+    loader = sp.SavableLoader(partial(number_pipeline, shards), seed=3, lanes=LANES, workers=workers)
+    with loader, pytest.raises(sp.WorkerError, match=r"answered in 1 s: 127\.0\.0\.1:1: .*refused.*savable serve"):
+        next(loader)
+
+
+def test_sessions_and_their_processes_end_with_their_trainer(shards: str, tmp_path: Path) -> None:
+    with agents(tmp_path, 2) as (made, key_file):
+        script = (
+            "import sys, os, signal; from functools import partial; import savable_pipeline as sp\n"
+            "from tests.support.toy_faults import number_pipeline\n"
+            "if __name__ == '__main__':\n"
+            f"    workers = sp.SocketWorkers([{made[0].address!r}], key_file={str(key_file)!r})\n"
+            f"    next(sp.SavableLoader(partial(number_pipeline, {shards!r}), seed=3, lanes=6, workers=workers))\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        (tmp_path / "script.py").write_text(script)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, check=False)
+        until(lambda: len(descendants(made[0].process.pid)) <= 1)  # multiprocessing's tracker stays
+
+
+def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
+    script = (
+        "import sys; from functools import partial; import savable_pipeline as sp\n"
+        "from tests.support.toy_faults import number_pipeline\n"
+        f"loader = sp.SavableLoader(partial(number_pipeline, {shards!r}), seed=3, lanes=6, num_workers=1)\n"
+        "next(loader); loader.close()\n"
+        "print([name for name in sys.modules if 'run.nodes' in name])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"agents": "cpu1:7000"}, "a list of addresses"),
+        ({"agents": ["cpu1"]}, "'cpu1' is no HOST:PORT"),
+        ({"agents": ["cpu1:7000"], "count": 4}, "said where they run"),
+        ({"agents": ["cpu1:7000"], "prefetch": 0}, "prefetch must be at least 1"),
+    ],
+    ids=["text", "no port", "count", "prefetch"],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sp.SocketWorkers(**wrong, key_file=new_key(tmp_path))
