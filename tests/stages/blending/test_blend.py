@@ -29,7 +29,7 @@ def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any)
     """Readers of datasets that are only numbers, of so many samples each."""
     shared: dict[Any, Any] = {known(name): NumberDataset([size]) for name, size in sizes.items()}
     lane = lane or sp.Lane(worker=WorkerContext(shared=shared))
-    lane._shared.update(shared)
+    lane.worker.shared.update(shared)
     return {name: sp.TarShardReader(name, lane, **how) for name in sizes}
 
 
@@ -342,7 +342,7 @@ def test_a_weight_of_0_is_off_and_the_others_come_as_if_it_were_not_there() -> N
 def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
     finite, endless = make_readers({"a": 4}, epochs=1), make_readers({"b": 4})
     lane = finite["a"].lane
-    lane._shared.update(endless["b"].lane._shared)
+    lane.worker.shared.update(endless["b"].lane.worker.shared)
     readers = {**finite, "b": sp.TarShardReader("b", lane)}
     stage = sp.Blend(readers, weights={"a": 1, "b": 0}, until=until)
     assert not stage.info.endless

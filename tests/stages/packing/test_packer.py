@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.stage import ItemRef
 from tests.support.toy_dataset import readers
 
@@ -488,7 +489,7 @@ def test_lanes_of_a_process_share_the_budget() -> None:
     stages = []
     for _ in range(2):
         items = Items([4, 4, 4])
-        items.source._lane._shared = shared  # type: ignore[attr-defined]
+        items.source._lane.worker = WorkerContext(shared)  # type: ignore[attr-defined]
         stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_held_bytes=300))
     for stage in stages:
         assert stage._pieces.place_next() and stage._pieces.place_next()
