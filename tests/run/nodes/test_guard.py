@@ -166,3 +166,19 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: byte
 def test_an_agent_binds_to_an_address_that_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="no HOST:PORT"):
         read_address(address)
+
+
+def test_an_interrupt_while_a_frame_arrives_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
+    sender, taker = wire.Link(ours, secret), wire.Link(theirs, secret)
+    sender.send(wire.REQUEST, b"a pickle")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(wire.hmac, "compare_digest", interrupted)
+        taker.receive()
+    with pytest.raises(wire.WireError, match="interrupted"):
+        taker.receive()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
