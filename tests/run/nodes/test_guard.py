@@ -182,3 +182,21 @@ def test_an_interrupt_while_a_frame_arrives_ends_the_connection() -> None:
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)], ids=["twice", "swapped", "one lost"])
+def test_whole_frames_that_come_twice_or_in_another_order_end_the_connection(order: tuple[int, int]) -> None:
+    caught, relayed = socket.socketpair()
+    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
+    sender = wire.Link(caught, secret)
+    frames = []
+    for number in range(3):
+        sender.send(wire.REQUEST, b"request %d" % number)
+        frames.append(relayed.recv(4096))
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"".join(frames[number] for number in order))
+    taker, found = wire.Link(theirs, secret), []
+    with pytest.raises(wire.WireError, match="one is lost, or came twice"):
+        while True:
+            found += [bytes(each.head) for each in taker.receive()]
+    assert found == [b"request 0"][: 1 - order[0]]
