@@ -37,7 +37,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/data": 13306,
     "savable_pipeline/run": 7952,
     "savable_pipeline/stages": 6246,
-    "savable_pipeline/tools": 6439,
+    "savable_pipeline/tools": 6470,
     "savable_pipeline/trainers": 2721,
     "task_encoders": 2169,
 }
