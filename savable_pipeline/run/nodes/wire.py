@@ -178,6 +178,8 @@ class Link:
                 self._target = self._target[count:]
         except BlockingIOError:
             self._wake_at(min(len(self._target), _WAKE_BYTES))
+        except StopIteration:
+            self._fault = WireError("the program was interrupted while a frame arrived")
         except (EOFError, OSError) as error:
             self._fault = error
         if self._fault is not None and not self._arrived:

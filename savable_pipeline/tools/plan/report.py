@@ -35,6 +35,7 @@ def sections(plan: RunPlan) -> list[Section]:
         Section("steps", list(_steps(plan))),
         Section("lanes", [_choice(plan, choice) for choice in plan.choices]),
         Section("memory of a rank", list(_memory(plan))),
+        Section("workers", list(_workers(plan))),
         Section("bytes of a node", [fact for source in plan.sources for fact in _bytes(source)]),
     ]
     return [section for section in found if section.facts]
@@ -71,6 +72,14 @@ def _better(plan: RunPlan) -> str:
         f"for a new run, use lanes={better.lanes}: it {' and '.join(reasons)}"
         f"{fewer if better.workers < ours.workers else ''}"
     )
+
+
+def _workers(plan: RunPlan) -> Iterator[Fact]:
+    if plan.workers is not None:
+        yield Fact("workers a rank", str(plan.workers.a_rank), "seconds of a batch ÷ seconds of a step, as measured")
+        yield Fact(
+            "CPU nodes, if they run elsewhere", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each"
+        )
 
 
 def _how(steps: Steps) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -15,6 +16,23 @@ from savable_pipeline.tools.plan.steps import (
     fitting_lanes,
     lanes_choices,
 )
+
+
+@dataclass(frozen=True)
+class WorkersNeeded:
+    """What keeps up with the trainers, by what was measured."""
+
+    a_rank: int
+    a_node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
+        """For batches that take a worker so long, a batch of each rank a step. Raises ValueError for none."""
+        if not (batch_s > 0 and step_s > 0 and a_node > 0):
+            raise ValueError("--batch-s, --step-s and --node-workers are given together, each more than 0")
+        busy = round(batch_s / step_s, 9)
+        return cls(math.ceil(busy), a_node, math.ceil(ranks * busy / a_node))
 
 
 @dataclass(frozen=True)
@@ -35,9 +53,12 @@ class RunPlan:
     choices: list[LanesChoice]
     memory: RankMemory
     sources: list[SourceBytes]
+    workers: WorkersNeeded | None = None
 
 
-def plan_run(settings: LoaderSettings, *, ranks: int = 1, nodes: int = 1, target: str = "") -> RunPlan:
+def plan_run(
+    settings: LoaderSettings, *, ranks: int = 1, nodes: int = 1, target: str = "", workers: WorkersNeeded | None = None
+) -> RunPlan:
     """Work out the plan of a run with these settings on this many ranks, spread over the nodes.
 
     Opens the data, and indexes them on first use; encodes nothing. Raises ValueError for wrong wishes, and what the
@@ -64,4 +85,5 @@ def plan_run(settings: LoaderSettings, *, ranks: int = 1, nodes: int = 1, target
         choices=choices,
         memory=plan_memory(settings, parts, ranks=ranks),
         sources=plan_bytes(builder, parts, ranks=ranks, nodes=nodes),
+        workers=workers,
     )

@@ -166,3 +166,37 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: byte
 def test_an_agent_binds_to_an_address_that_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="no HOST:PORT"):
         read_address(address)
+
+
+def test_an_interrupt_while_a_frame_arrives_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
+    sender, taker = wire.Link(ours, secret), wire.Link(theirs, secret)
+    sender.send(wire.REQUEST, b"a pickle")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(wire.hmac, "compare_digest", interrupted)
+        taker.receive()
+    with pytest.raises(wire.WireError, match="interrupted"):
+        taker.receive()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)], ids=["twice", "swapped", "one lost"])
+def test_whole_frames_that_come_twice_or_in_another_order_end_the_connection(order: tuple[int, int]) -> None:
+    caught, relayed = socket.socketpair()
+    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
+    sender = wire.Link(caught, secret)
+    frames = []
+    for number in range(3):
+        sender.send(wire.REQUEST, b"request %d" % number)
+        frames.append(relayed.recv(4096))
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"".join(frames[number] for number in order))
+    taker, found = wire.Link(theirs, secret), []
+    with pytest.raises(wire.WireError, match="one is lost, or came twice"):
+        for _ in range(4):
+            found += [bytes(each.head) for each in taker.receive()]
+    assert found == [b"request 0"][: 1 - order[0]]

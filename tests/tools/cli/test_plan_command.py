@@ -72,3 +72,12 @@ def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:
     printed = plan(f"{train}:loader --ranks 8 --nodes 3")
     assert printed.startswith("2\n") and "--nodes must divide --ranks" in printed
     assert "for a pipeline function" in plan(f"{train}:loader --lanes 4")
+
+
+def test_the_nodes_that_keep_up_are_said_of_what_was_measured(train: str) -> None:
+    printed = plan(f"{train}:loader --ranks 2 --batch-s 0.9 --step-s 0.25 --node-workers 4")
+    assert re.search(r"workers a rank +4 ", printed), printed  # 3.6 are busy
+    assert re.search(r"CPU nodes, if they run elsewhere +2 +4 workers on each", printed), printed  # 7.2 of 4
+    assert "CPU nodes" not in plan(f"{train}:loader --ranks 2")
+    refused = CliRunner().invoke(app, shlex.split(f"plan {train}:loader --batch-s 0.9"))
+    assert refused.exit_code == 2
