@@ -35,7 +35,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/core": 1048,
     "savable_pipeline/data": 13306,
     "savable_pipeline/run": 6652,
-    "savable_pipeline/stages": 6246,
+    "savable_pipeline/stages": 6160,
     "savable_pipeline/tools": 6411,
     "savable_pipeline/trainers": 2721,
     "task_encoders": 2169,
