@@ -62,7 +62,6 @@ class SampleFilter(TakesRefs):
         on_error: OnError = "raise",
         global_rng: bool | tuple[str, ...] = True,
     ) -> None:
-        self._check_source(source, SampleStage)
         super().__init__(source)
         self.keep, self.on_error = keep, on_error
         encoder = MappedFunction(".filter", source.lane.own(keep), global_rng=global_rng)

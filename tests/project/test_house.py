@@ -35,7 +35,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/core": 1042,
     "savable_pipeline/data": 13305,
     "savable_pipeline/run": 7912,
-    "savable_pipeline/stages": 6159,
+    "savable_pipeline/stages": 6156,
     "savable_pipeline/tools": 6470,
     "savable_pipeline/trainers": 2717,
     "task_encoders": 2169,

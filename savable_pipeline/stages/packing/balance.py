@@ -29,7 +29,7 @@ from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems
+from savable_pipeline.stages.stage_bases import TakesItems, make
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 PAST = 16  # times `hold`: packs given last that count
@@ -236,9 +236,8 @@ class Balance(TakesItems):
                 return
             (element,) = elements
             if element.sizes is None:
+                make(element, self.source)
                 if not element.is_made:
-                    element.value, element.ref = self.source.fetch_left(element.ref)
-                if type(element.value) is Skip:
                     continue
                 element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
             self._packs.append(self._held_pack(element.ref, self._rule.count, element.sizes))

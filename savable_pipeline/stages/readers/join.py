@@ -76,7 +76,6 @@ class Join(TakesRefs):
         on: Literal["key"] = "key",
         missing: Missing = "skip",
     ) -> None:
-        self._check_source(source, SampleStage)
         super().__init__(source)
         for name, value, choices in [("on", on, ("key",)), ("missing", missing, get_args(Missing))]:
             if value not in choices:
