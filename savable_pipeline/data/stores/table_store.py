@@ -200,10 +200,12 @@ class TableStore(FileStore):
 
     def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
         """The error for what is wrong with a row."""
+        reason = str(error).partition(": ")[0]
+        folder = ", say where they are with files_from=" if reason == "missing file" else ""
         return ShardError(
-            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
-            'or leave its sample out with on_error="skip"',
-            reason=str(error).partition(": ")[0],
+            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names"
+            f'{folder}, or leave its sample out with on_error="skip"',
+            reason=reason,
         )
 
     def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
