@@ -200,12 +200,10 @@ class TableStore(FileStore):
 
     def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
         """The error for what is wrong with a row."""
-        reason = str(error).partition(": ")[0]
-        folder = ", say where they are with files_from=" if reason == "missing file" else ""
         return ShardError(
-            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names"
-            f'{folder}, or leave its sample out with on_error="skip"',
-            reason=reason,
+            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
+            'or leave its sample out with on_error="skip"',
+            reason=str(error).partition(": ")[0],
         )
 
     def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
@@ -250,7 +248,7 @@ class TableStore(FileStore):
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
-            raise RecordError(f"missing file: {where}") from error
+            raise RecordError(f"missing file: {where}, not in the folder of files_from= or else the table") from error
         if not stat.S_ISREG(status.st_mode):
             raise RecordError(f"not a regular file: {where}")
         suffix = path.suffix.removeprefix(".")
