@@ -41,7 +41,7 @@ def _is_installed(module: str) -> bool:
 def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path: Path) -> None:
     installed = [trainer for trainer, module in NEEDS.items() if _is_installed(module)]
     assert "torch" in installed
-    command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed, "elastic"]
+    command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
 

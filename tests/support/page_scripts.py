@@ -14,21 +14,12 @@ from typing import Any
 
 import torch
 
-from tests.project.pages import ROOT, blocks_of, write_captioned_shards
+from tests.project.pages import write_captioned_shards
 from tests.trainers.drive import block, child, ended, preload
 
 STEPS = {'"30ba"': '"40ba"', '"max_steps": 30': '"max_steps": 40', '".", 30': '".", 40', ", 30, 10": ", 40, 10"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-OTHERS = {"elastic": "several-machines.md"}  # pages with loops that torchrun starts
-BY_TORCHRUN = {"deepspeed", "torchtitan", "megatron", *OTHERS}
-
-
-def script_of(name: str) -> str:
-    """The script of a trainer, or of another page."""
-    if name not in OTHERS:
-        return block(name)
-    (found,) = (one.text for one in blocks_of(ROOT / "docs" / OTHERS[name]) if one.title == f"train_{name}.py")
-    return found
+BY_TORCHRUN = {"deepspeed", "torchtitan", "megatron"}
 
 
 def longer(script: str) -> str:
@@ -52,12 +43,10 @@ def run_twice(trainer: str, folder: Path) -> None:
     """Raises SystemExit unless it ends, saves, and goes on from there for ten steps."""
     folder.mkdir(parents=True)
     write_captioned_shards(folder / "shards")
-    script = script_of(trainer)
-    for text in (script, script if trainer in OTHERS else longer(script)):
+    script = block(trainer)
+    for text in (script, longer(script)):
         if ended(child(partial(run, trainer, text, folder))):
             raise SystemExit(f"{trainer}: see above")
-    if trainer in OTHERS:
-        return
     saved = sorted(path.name for path in (folder / "run").iterdir())
     for step in ("10", "20", "30", "40"):
         if not any(step in name for name in saved):
@@ -66,7 +55,7 @@ def run_twice(trainer: str, folder: Path) -> None:
 
 def main(folder: Path, trainers: list[str]) -> None:
     for trainer in trainers:
-        preload("torch" if trainer in OTHERS else trainer)
+        preload(trainer)
     children = {trainer: child(partial(run_twice, trainer, folder / trainer)) for trainer in trainers}
     if failed := [trainer for trainer, pid in children.items() if ended(pid)]:
         raise SystemExit(f"{', '.join(failed)}: see above")

@@ -248,7 +248,7 @@ class TableStore(FileStore):
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
-            raise RecordError(f"missing file: {where}") from error
+            raise RecordError(f"missing file: {where}, not in the folder of files_from= or else the table") from error
         if not stat.S_ISREG(status.st_mode):
             raise RecordError(f"not a regular file: {where}")
         suffix = path.suffix.removeprefix(".")
