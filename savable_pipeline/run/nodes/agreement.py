@@ -151,5 +151,9 @@ def _is_users(module: ModuleType) -> bool:
     if not isinstance(file, str) or not file.endswith(".py"):
         return False
     path = Path(file).resolve()
-    theirs = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not any(path.is_relative_to(each) for each in (*theirs, _OURS)) and "site-packages" not in path.parts
+    return not any(path.is_relative_to(each) for each in (*_installed(), _OURS)) and "site-packages" not in path.parts
+
+
+@cache
+def _installed() -> list[Path]:
+    return [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
