@@ -68,7 +68,10 @@ def test_no_class_and_no_function_is_too_long() -> None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{path.name}:{node.name}"
                 allowed = LONGEST_CLASS if isinstance(node, ast.ClassDef) else LONGEST_FUNCTION
-                lines = code_lines(textwrap.dedent("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])))
+                body = source.splitlines()[node.lineno - 1 : node.end_lineno]
+                if len(body) <= allowed:
+                    continue
+                lines = code_lines(textwrap.dedent("\n".join(body)))
                 if lines > STILL_LONGER.get(name, allowed):
                     too_long[name] = lines
     assert not too_long
