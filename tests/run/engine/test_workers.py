@@ -513,13 +513,13 @@ def one(loader: sp.SavableLoader) -> str:
     [
         pytest.param(0, 1, None, 0, marks=pytest.mark.landing),
         (0, 1, None, 5),
-        pytest.param(0, 1, 1, 0, marks=pytest.mark.landing),
+        pytest.param(0, 1, 1, 0, marks=pytest.mark.long),
         pytest.param(0, 1, 1, 2, marks=pytest.mark.long),
         (0, 1, 1, -2),
         pytest.param(0, 1, 1, -1, marks=pytest.mark.long),
         pytest.param(1, 9, 1, -1, marks=pytest.mark.landing),
         pytest.param(1, 9, 1, 2, marks=pytest.mark.long),
-        pytest.param(1, 9, None, 2, marks=pytest.mark.landing),
+        pytest.param(1, 9, None, 2, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that is closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -231,7 +232,9 @@ def test_what_is_no_encoder_is_refused_with_what_to_write(make_shards: Any, wron
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_loader_in_a_loader_is_refused(make_shards: Any, num_workers: int, epochs: int | None) -> None:
+def test_a_loader_in_a_loader_is_refused(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, epochs: int | None
+) -> None:
     class OneToOne(NumberEncoder):
         one_to_one = True
 
@@ -241,8 +244,10 @@ def test_a_loader_in_a_loader_is_refused(make_shards: Any, num_workers: int, epo
         seed=0,
         lanes=1,
     )
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # to wait for each of its workers
     with pytest.raises(TypeError, match=r"iterate over (it|this loader) itself"):
         next(iter(torch.utils.data.DataLoader(own, batch_size=2, num_workers=num_workers)))  # type: ignore[arg-type]
+    gc.collect()
 
 
 class Scaled(NumberEncoder):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,14 @@ import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture(autouse=True)
+def closed_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch loader that failed waits five seconds for each of its workers, which nobody has told to end."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
 
 
 @pytest.fixture
