@@ -23,7 +23,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_loader_whose_server_is_stopped_is_closed_and_leaves_nothing(make_shards: Any, caplog: Any) -> None:
+def test_a_loader_whose_server_is_stopped_is_closed_and_leaves_nothing(
+    make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_host, "_LOOK_S", 1.0)
+    monkeypatch.setattr(process_host, "END_WAIT_S", 1.0)
     before = set(children(os.getpid()))
     loader = sp.SavableLoader(partial(number_pipeline, str(make_shards([40]))), seed=1, lanes=4, num_workers=2)
     next(loader)
