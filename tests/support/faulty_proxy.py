@@ -14,6 +14,7 @@ from savable_pipeline.run.nodes import handshake, wire
 TROUBLES = ("delay", "drop", "half", "twice", "swapped", "silent")
 _HEADER = struct.Struct("<4sBxxxI8sQIQ16s")  # as wire.py has it, with the code
 _CHUNK = 1 << 20
+_PIECE = 1 << 16  # on a slow link
 
 
 class FaultyProxy:
@@ -21,6 +22,7 @@ class FaultyProxy:
 
     def __init__(self, port: int, seed: int = 0) -> None:
         self.troubles: dict[str, float] = {}
+        self.bytes_per_s: float | None = None  # of each connection
         self.seen = dict.fromkeys(TROUBLES, 0)
         self.frames = 0
         self.draw = random.Random(seed)
@@ -87,8 +89,16 @@ class FaultyProxy:
             return b""
         elif trouble == "swapped" and not kept:
             return frame
-        target.sendall(frame + kept)
+        self._send(target, frame + kept)
         return b""
+
+    def _send(self, target: socket.socket, found: bytes) -> None:
+        if self.bytes_per_s is None:
+            target.sendall(found)
+            return
+        for at in range(0, len(found), _PIECE):
+            target.sendall(found[at : at + _PIECE])
+            time.sleep(len(found[at : at + _PIECE]) / self.bytes_per_s)
 
     def cut(self) -> None:
         """Drop all connections."""

@@ -407,8 +407,8 @@ class SocketHost:
         if time.monotonic() - self._asked_at >= _ASK_S:
             self._asked_at = time.monotonic()
             for each, link in links.values():
-                if link.fileno() >= 0:
-                    self._lose(each, _asked(link))
+                if link.fileno() >= 0:  # a part of a body on a slow link wakes nobody, and is a sign of life too
+                    self._lose(each, each.hear() or _asked(link))
 
     def _check_alone(self) -> None:
         """Raise `WorkerError` if no agent has answered for too long."""

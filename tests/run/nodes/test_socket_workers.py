@@ -225,6 +225,25 @@ def test_a_trainer_that_was_stopped_loses_no_node(
     assert "lost" not in caplog.text
 
 
+def test_a_slow_link_is_not_taken_for_a_lost_one(
+    shards: str, nodes: tuple[list[Agent], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A megabyte takes longer than a connection may be silent."""
+    made, key_file = nodes
+    proxy = FaultyProxy(made[1].port)
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder())
+    expected = next(sp.SavableLoader(pipeline, seed=3, lanes=LANES))
+    workers = sp.SocketWorkers([proxy.address], key_file=key_file, prefetch=1)
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
+        proxy.bytes_per_s = 4e5
+        try:
+            assert bool((next(loader) == expected).all())
+        finally:
+            proxy.bytes_per_s = None
+    proxy.close()
+    assert "lost" not in caplog.text
+
+
 def test_when_no_agent_answers_each_is_named_with_its_reason(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
