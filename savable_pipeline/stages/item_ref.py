@@ -61,10 +61,15 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
     return (ref[0], *kept) if is_pack and kept else None
 
 
+def batch_number(ref: ItemRef) -> ItemRef:
+    """The number of a batch, alone in a tuple; a user's own batch may have none."""
+    return ref[:1] if ref and type(ref[0]) is int else ()
+
+
 def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
-    """The number of a batch, alone in a tuple, and the refs of its rows; a user's own batch may have no number."""
-    numbered = bool(ref) and type(ref[0]) is int
-    return ref[:numbered], ref[numbered:]
+    """The number of a batch, alone in a tuple or none, and the refs of its rows."""
+    number = batch_number(ref)
+    return number, ref[len(number) :]
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:

@@ -16,7 +16,7 @@ from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef, batch_rows
+from savable_pipeline.stages.item_ref import ItemRef, batch_number
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
@@ -129,13 +129,14 @@ class MadeOf(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, ref: ItemRef, stage: str, kept: tuple[int, ...] = ()) -> MadeOf:
         """Of the ref of a batch that this stage made. Raises `SavableError` if it does not show the batch's rows."""
-        _, rows = batch_rows(ref)
-        if rows and not type(rows[0]) is type(rows[-1]) is tuple:
+        first = len(batch_number(ref))
+        rows = len(ref) - first
+        if rows and not type(ref[first]) is type(ref[-1]) is tuple:
             raise SavableError(
                 f"acknowledge=True needs the rows of a batch, which the ref of {stage} does not show: {ref!r}; make it "
                 "(number of the batch, ref of each row)"
             )
-        return cls(len(rows), ref, kept)
+        return cls(rows, ref, kept)
 
     @property
     def sent(self) -> MadeOf:

@@ -174,7 +174,7 @@ class Acknowledgements:
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
-            handed = Handed.of(receipts_of(batch, size, (1 << rows) - 1).numpy().tobytes())
+            handed = Handed.of(receipts_of(batch, size, (1 << rows) - 1).numpy())
         else:
             if not self._receipts.has(batch, rows):
                 self._receipts.make(batch, rows)

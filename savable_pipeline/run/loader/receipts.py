@@ -10,36 +10,37 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.run.state.flights import MOST_ROWS
 
 if TYPE_CHECKING:
     import torch
 
-_AHEAD = 1024  # receipts that are made at once: one batch's alone would take ten times as long
+_AHEAD = 32  # batches whose receipts are made at once, unless they are large: one's alone would take ten times as long
+_LARGEST = 1 << 14  # receipts that are made at once, but for a larger batch
 
 
 class Handed(NamedTuple):
-    """Receipts as the trainer has them: the bytes that stood there, the memory, and where torch has it."""
+    """Receipts as the trainer has them: the bytes that were there, their memory, and where torch has it."""
 
     tensor: torch.Tensor
     raw: bytes
-    memory: bytearray
+    memory: NDArray[np.int64]
     pointer: int
 
     @classmethod
-    def of(cls, raw: bytes) -> Handed:
-        """Those with these bytes."""
+    def of(cls, receipts: NDArray[np.int64]) -> Handed:
+        """These, whose memory nobody else has."""
         import torch
 
-        memory = bytearray(raw)
-        tensor = torch.frombuffer(memory, dtype=torch.int64).view(-1, 2)
-        return cls(tensor, raw, memory, tensor.data_ptr())
+        tensor = torch.from_numpy(receipts)  # half the time of `torch.frombuffer`
+        return cls(tensor, receipts.tobytes(), receipts, tensor.data_ptr())
 
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written there, or moved it to memory that other processes share."""
-        return self.memory == self.raw and self.tensor.data_ptr() == self.pointer
+        return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
@@ -69,11 +70,11 @@ class NextReceipts:
 
     def make(self, batch: int, size: int) -> None:
         """Make those of a batch and of some of the next."""
-        batches = range(batch, batch + self._step * max(1, min(64, _AHEAD // size)), self._step)
+        batches = range(batch, batch + self._step * max(1, min(_AHEAD, _LARGEST // size)), self._step)
         made = np.empty((len(batches), size, 2), np.int64)
         made[:, :, 0] = np.array(batches)[:, None]
         made[:, :, 1] = np.arange(size)
-        self._made = {each: Handed.of(made[at].tobytes()) for at, each in enumerate(batches)}
+        self._made = {each: Handed.of(made[at].copy()) for at, each in enumerate(batches)}
         self._size = size
 
     def take(self, batch: int) -> Handed:
