@@ -7,6 +7,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -97,7 +98,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
                 addresses[field] = clean_address(addressed[setting])
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
-    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required), rules)
+    return FingerprintHere(fields, dict(_environment()), addresses, shards, frozenset(required), rules)
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
@@ -325,7 +326,9 @@ def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
     return f"; here {now}" if before is None else f"; saved on {before}, here {now}"
 
 
+@cache
 def _environment() -> dict[str, str]:
+    """Read once a process: the metadata of installed packages take some milliseconds."""
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
     for name in (*_PIXEL_LIBRARIES, *_OPTIONAL_LIBRARIES):
         try:
