@@ -100,7 +100,7 @@ def grown_run(
     return found, places
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", [{}, {"shuffle": False}, {"subset": 0.7}])
 def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], how: dict[str, Any], seed: int) -> None:
     draw = random.Random(f"{how}{seed}")

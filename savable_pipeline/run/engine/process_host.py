@@ -29,7 +29,6 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended
-from savable_pipeline.run.engine.interpreter import begin_interpreter
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import (
     NOT_IMPORTED,
@@ -37,6 +36,7 @@ from savable_pipeline.run.engine.sealed_job import (
     UNGUARDED,
     UNGUARDED_CODE,
     SealedJob,
+    begin_interpreter,
     check_main_is_guarded,
 )
 from savable_pipeline.run.engine.shared_batches import AnswerReader

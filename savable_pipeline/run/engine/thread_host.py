@@ -28,9 +28,8 @@ from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import PinnedShards, ThreadValues
 from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.last_look import LastLook
 from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.worker_main import answer_request
+from savable_pipeline.run.engine.worker_main import LastLook, answer_request
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.status_page import begin_request, read_status
 from savable_pipeline.stages.mapped_function import MappedFunction

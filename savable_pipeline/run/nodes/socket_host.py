@@ -31,8 +31,7 @@ from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import manifest
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.relayed_answers import read_answer
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer
 
 log = logging.getLogger(__name__)
 

@@ -120,12 +120,12 @@ def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_ta
 
 def votes_of_step(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the ranks vote in a step that fails at first; taken again, they do not vote."""
-    monkeypatch.setattr(run, "pinned", fails)
+    monkeypatch.setattr(run, "in_pinned_memory", fails)
     sent, votes = None, 0
     while asked := [vote for one in runs if (vote := asked_by(one, sent)) is not None]:
         assert len(asked) == len(runs), "all ranks vote or none"
         sent, votes = min(asked), votes + 1
-    monkeypatch.setattr(run, "pinned", lambda batch: batch)
+    monkeypatch.setattr(run, "in_pinned_memory", lambda batch: batch)
     for one in runs:
         assert asked_by(one, None) is None, "the ranks would not be in step"
     return votes

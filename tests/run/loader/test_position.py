@@ -55,7 +55,7 @@ def test_a_batch_that_came_and_was_not_given_is_the_next_one(
         return batch
 
     calls: list[int] = []
-    monkeypatch.setattr(run, "pinned", fails_at_the_fourth)
+    monkeypatch.setattr(run, "in_pinned_memory", fails_at_the_fourth)
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=3), 9)
     with sp.SavableLoader(pipeline, seed=3, lanes=3, num_workers=num_workers, pin_memory=True) as loader:
