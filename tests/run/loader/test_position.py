@@ -41,8 +41,7 @@ def test_lanes_are_asked_for_more_only_where_it_is_not_known() -> None:
     assert position.with_changes().unknown_lanes == [0, 1, 2]
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (2, 1)])
 def test_a_batch_that_came_and_was_not_given_is_the_next_one(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, epochs: int | None
 ) -> None:
