@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
@@ -12,14 +12,7 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.stages.pipeline import seeded_kinds
 
-
-class Ticket(NamedTuple):
-    """A request, answered only when `answer` is called with it."""
-
-    lane: int
-    state: bytes
-    want: RequestKind
-    facts: RunFacts
+Ticket: TypeAlias = tuple[int, bytes, RequestKind, RunFacts]  # a request, answered only when `answer` is called with it
 
 
 class InProcess:
@@ -34,7 +27,7 @@ class InProcess:
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
         """Request the next batch of a lane whose position is `state`, in a run with these facts."""
-        return Ticket(lane, state, want, facts)
+        return lane, state, want, facts
 
     def answer(self, ticket: Ticket) -> Delivery:
         """Make the batch of a request. Raises what the lane's stages raise."""

@@ -314,7 +314,7 @@ class SocketHost:
         elif node.differs:
             message = (
                 f"the node {node.name} is not as this machine, so that its batches could differ: "
-                f"{'; '.join(node.differs)}. Install the same there, or name in SocketWorkers(allow=) what may differ"
+                f"{'; '.join(node.differs)}. Install the same there, or name in allow= of the workers what may differ"
             )
             if not self._has_begun:
                 raise WorkerError(message)

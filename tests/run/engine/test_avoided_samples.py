@@ -101,13 +101,6 @@ def test_a_sample_of_an_open_pack_that_cannot_be_made_again_leaves_the_pack(make
         assert next(own)[0][:2] == [3, 5] and next(own) is not None
 
 
-def test_it_ends_the_run_where_the_policy_is_to_raise(make_shards: Any, tmp_path: Path) -> None:
-    pipeline = partial(tolerant, str(make_shards([60, 60])), "kill", tmp_path / "cured", "raise")
-    with loader(pipeline) as own, pytest.raises(sp.WorkerError, match="key 's000009'"):
-        for _ in range(24):
-            next(own)
-
-
 def test_the_policy_is_that_of_the_branch_to_which_the_sample_belongs(make_shards: Any, tmp_path: Path) -> None:
     shards = str(make_shards([20]))
 

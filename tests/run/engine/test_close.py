@@ -68,17 +68,6 @@ def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeli
     assert held() <= before
 
 
-def test_workers_live_from_pass_to_pass_until_the_loader_is_closed(make_shards: Any) -> None:
-    own = loader(partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1))
-    assert take(own, 1000)
-    living = workers(own)
-    assert len(living) == 2
-    assert take(own, 1000)
-    assert workers(own) == living
-    own.close()
-    assert not workers(own)
-
-
 def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_path: Path) -> None:
     encoder = FaultyEncoder("value", 9, tmp_path / "cured")
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder))

@@ -21,7 +21,6 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.engine import pool, process_host
 from savable_pipeline.run.engine import worker_main as worker
-from savable_pipeline.run.engine.connection import Ended
 from tests.support.processes import alive, kill, notice_deaths, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import (
@@ -139,37 +138,6 @@ def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_de
             kill(pid)
         assert given + take(own, 8) == expected
         assert own.stats()["restarts"] == 2
-
-
-def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
-    faulty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_host, "END_WAIT_S", 0.5)
-    own = loader(faulty("none"), 3)
-    next(own)
-    for pid in workers(own):
-        kill(pid)
-
-    host: Any = own._run.prefetcher._host
-    ended = host.ended
-
-    def all_at_once() -> list[Ended]:
-        found = ended()
-        while len(found) < 3:
-            time.sleep(0.01)
-            found += ended()
-        monkeypatch.setattr(host, "ended", ended)
-        return found  # type: ignore[no-any-return]
-
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(host, "ended", all_at_once)
-
-    monkeypatch.setattr(pool.Pool, "_replace", broken)
-    with pytest.raises(ZeroDivisionError):
-        take(own, 12)
-    own.close()
 
 
 @pytest.mark.parametrize("how", ["segfault", "hang"])

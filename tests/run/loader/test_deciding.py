@@ -27,7 +27,6 @@ from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Facts, read_records
-from savable_pipeline.run.loader.decided import further
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -42,7 +41,7 @@ from tests.support.processes import started
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 4
-REST = [("stop", True), ("pad", False)]  # tails and whether the items are packed
+OTHERS = [("stop", True), ("pad", False)]  # tails, and whether the items are packed
 NAMES = ("a", "b", "text/c", "text/d")
 
 
@@ -265,7 +264,7 @@ def sp_decisions(made: sp.SavableLoader) -> Decisions:
 
 @pytest.mark.parametrize(
     ("tail", "packed"),
-    [("stop", False), ("pad", True), *(pytest.param(*each, marks=pytest.mark.long) for each in REST)],
+    [("stop", False), ("pad", True), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)],
 )
 def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str, packed: bool) -> None:
     how: dict[str, Any] = {"epochs": 1, "max_length": 16 if packed else None, "settings": {"tail": tail}}
@@ -533,16 +532,15 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
     assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
 
 
-def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded() -> None:
-    none = further(NOTHING_DECIDED, 0, weights={}, excluded={}, max_length=0)
-    many = further(none, 0, weights={}, excluded={7: range(10_000)}, max_length=0)
-    grown = len(msgspec.msgpack.encode(many)) - len(msgspec.msgpack.encode(none))
-    assert 80_000 <= grown < 80_100
-    assert many.numbers(7) == frozenset(range(10_000)) and not many.numbers(8)
-    tiny = further(none, 0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
-    assert tiny.weights[""]["a"] == 1 and tiny.weights[""]["c"] == 0 and tiny.weights[""]["b"] > (1 << 30) - 9
-    tenths = further(none, 4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0)
-    assert tenths.weights == {"": {"a": 7, "b": 3}}
+def test_excluded_keys_take_eight_bytes_each_in_a_state_and_tiny_weights_are_bounded(shards: Path) -> None:
+    with loader(shards) as one:
+        one.decide(weights={"a": 3.3124783621789234e-25, "b": 1.0, "text": 0})
+        tiny, before = sp_decisions(one).weights[""], one.state_dict()["facts"]
+        assert tiny["a"] == 1 and tiny["text"] == 0 and tiny["b"] > (1 << 30) - 9
+        one.decide(exclude=[key("a", number) for number in range(40)])
+        assert 320 <= len(one.state_dict()["facts"]) - len(before) < 380
+        one.decide(weights={"a": 0.7, "b": 0.3, "text": 0})
+        assert sp_decisions(one).weights == {"": {"a": 7, "b": 3, "text": 0}}
 
 
 def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import threading
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
-from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.testing import _take_step
 from tests.support.processes import descendants, kill, wait_until_gone, workers
 from tests.support.streams import take, through_a_file
 from tests.support.toy_faults import number_pipeline
@@ -129,6 +125,14 @@ def test_a_state_is_a_flat_dict_of_small_plain_values(pipeline: Any) -> None:
     assert through_a_file(state) == state
 
 
+def test_save_state_and_restore_state_are_the_same_two_methods(pipeline: Any) -> None:
+    own, fresh = loader(pipeline), loader(pipeline)
+    take(own, 5)
+    assert own.save_state() == own.state_dict()
+    fresh.restore_state(own.save_state())
+    assert take(fresh, 5) == take(own, 5)
+
+
 def test_a_live_list_in_a_stages_state_is_copied_when_it_is_taken(make_shards: Any) -> None:
     """As the last stage of a finite pipeline, whose next batch is made to know that there is one."""
     pipeline = partial(pairing_pipeline, str(make_shards([60])))
@@ -186,29 +190,6 @@ def test_a_state_after_the_last_batch_begins_the_next_epoch_before_and_after_its
     with resumed(finite, before, 2) as fresh:
         assert fresh.epoch == 1
         assert take(fresh, 1000) == second
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_of_an_older_release_at_an_end_begins_the_next_epoch_never_an_empty_pass(
-    make_shards: Any, world_size: int
-) -> None:
-    """They stood behind the last slot of the epoch until StopIteration was raised."""
-    pipeline = partial(number_pipeline, str(make_shards([24])), epochs=1)
-    alone = loader(pipeline)
-    first, second = take(alone, 1000), take(alone, 1000)
-    own = loader(pipeline)
-    take(own, len(first) - 1)
-    at = own._run.position
-    next(own)
-    last = own._run.position.previous
-    assert last is not None and last.slot == at.slot + 1 == len(first)
-    state = last.flat(own.state_dict()["fingerprint"])
-    settings = LoaderSettings(pipeline, seed=3, lanes=12)
-    ranks = [Run(replace(settings, ranks=(rank, world_size))) for rank in range(world_size)]
-    for rank in ranks:
-        rank.load_state_dict(through_a_file(state))
-    found = [digest(entry.batch) for _ in range(len(second) // world_size) for entry in _take_step(ranks)]
-    assert found == second and ranks[0].epoch == 1
 
 
 def test_the_second_epoch_differs_from_the_first_and_resumes(finite: Any) -> None:
@@ -332,9 +313,7 @@ def test_lag_after_the_last_batch_goes_back_into_its_epoch_until_the_end_is_told
     assert own.state_dict(lag=1) == own.state_dict() == states[last]
 
 
-def test_a_trainer_that_fetches_one_ahead_and_saves_with_lag_1_at_every_batch_resumes_with_the_next(
-    finite: Any,
-) -> None:
+def test_a_trainer_that_fetches_one_ahead_and_saves_with_lag_1_resumes_with_the_next(finite: Any) -> None:
     """As accelerate and Lightning do: they know at the last batch that it is the last."""
     alone = loader(finite)
     expected = take(alone, 1000) + take(alone, 3)

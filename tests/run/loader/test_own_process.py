@@ -130,10 +130,3 @@ def test_a_forked_process_may_look_at_its_parents_loader_and_make_its_own(make: 
         assert take(own, 2) == take(make(), 3)[1:]
 
     assert in_a_fork(work) == ""
-
-
-def test_other_batches_cost_no_look_at_the_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make()
-    next(loader)
-    monkeypatch.setattr(loader._run._process, "check", lambda: pytest.fail("looked again"))
-    next(loader)

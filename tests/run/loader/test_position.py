@@ -8,37 +8,9 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader import run
-from savable_pipeline.run.loader.position import MAX_LAG, Position
-from savable_pipeline.run.loader.ranks import Ranks
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
-
-
-def test_a_step_moves_the_slot_one_lane_and_the_history_and_leaves_the_position_before_as_it_was() -> None:
-    start = Position.start(0, Ranks(1, 2, None), 4, pad=False)
-    before = start.lanes[1]
-    after = start.advanced(Delivery(None, b"after", more=True))
-    assert (start.slot, start.lanes[1], start.history) == (0, before, ())
-    assert (after.slot, after.own_slot, after.lanes[1]) == (2, 3, (b"after", True))
-    assert after.lanes[3] is start.lanes[3] and after.history == ((0, 1, before, (), {}),)
-    assert after.before(1).flat(b"") == start.flat(b"")
-
-
-def test_the_history_ends_after_so_many_batches() -> None:
-    position = Position.start(0, Ranks(0, 1, None), 1, pad=False)
-    for _ in range(MAX_LAG + 3):
-        position = position.advanced(Delivery(None, b"", more=True))
-    assert [given.step for given in position.history] == list(range(3, MAX_LAG + 3))
-
-
-def test_lanes_are_asked_for_more_only_where_it_is_not_known() -> None:
-    position = Position.start(0, Ranks(0, 1, None), 3, pad=False)
-    assert position.unknown_lanes == [0, 1, 2]
-    position = position.learned({1: Delivery(None, b"", more=False)})
-    assert position.unknown_lanes == [0, 2]
-    assert position.with_changes().unknown_lanes == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (2, 1)])

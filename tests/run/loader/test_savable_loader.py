@@ -114,11 +114,6 @@ def test_start_methods_change_no_batch(pipeline: Any, method: str) -> None:
         assert take(own, 14) == take(loader(pipeline), 14)
 
 
-def test_a_larger_prefetch_than_the_run_is_long_is_no_matter(finite: Any) -> None:
-    with loader(finite, 2, workers=sp.Workers(prefetch=1000)) as own:
-        assert take(own, 1000) == take(loader(finite), 1000)
-
-
 PRINT_BATCHES = """
 import sys
 from functools import partial
