@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -95,9 +96,11 @@ class Host(Protocol):
 
     def now(self) -> float:
         """Seconds on the clock by which it waits."""
+        return time.monotonic()
 
     def count(self, wanted: int) -> int:
         """How many workers the pool is to have now, at least one, where `wanted` is what the loader's settings say."""
+        return wanted
 
     def begin(self, pinned: PinnedShards) -> Connection:
         """Begin a worker, which is to read these shards."""

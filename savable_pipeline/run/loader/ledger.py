@@ -10,10 +10,10 @@ Samples are found by their keys, in the data opened as the run opened them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of, open_store
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.pipeline import PipelineFunction
 
 Found = list[tuple[str, GivenBatch, int]]  # the source, the batch, and the rows there, as bits
+_Row = tuple[int, int]  # a batch, as receipts name it, and a row
+_KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
+_SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,11 @@ class Sighting:
     """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
-    def of(cls, source: str, given: GivenBatch, outcome: Outcome) -> Sighting:
+    def of(cls, source: str, given: GivenBatch, *, lost: bool, outcome: str) -> Sighting:
         """The record of a batch that was given."""
         batch, start = given.batch, given.start
         place = (batch.epoch, batch.slot, given.step, start.rank, start.world_size)
-        return cls(source, *place, outcome.lost, bool(batch.again), outcome.name)
+        return cls(source, *place, lost, bool(batch.again), outcome)
 
 
 class Ledger:
@@ -116,12 +119,8 @@ class Ledger:
         """
         if isinstance(keys, str):
             raise ValueError(f"keys must be a list of keys, not one str: give [{keys!r}]")
-        found = find_keys(self._files, keys, source=source, data=data)
-        return {key: None if given is None else self._sightings(given) for key, given in found.items()}
-
-    def _sightings(self, found: Found) -> list[Sighting]:
-        became = outcomes(self._files, [(given, rows) for _, given, rows in found])
-        return [Sighting.of(name, given, each) for (name, given, _), each in zip(found, became, strict=True)]
+        found = _find_keys(self._files, keys, source=source, data=data)
+        return {key: None if given is None else _sightings(self._files, given) for key, given in found.items()}
 
     def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
         """Make a batch of the run again, byte for byte as it was given.
@@ -146,36 +145,30 @@ class Ledger:
         return make_again(pipeline, self._files, epoch, slot).batch
 
 
-class Outcome(NamedTuple):
-    """What became of a sample; "" if that is not known. `lost`: in a model that was thrown away."""
-
-    name: str
-    lost: bool
+# What became of them.
 
 
-_Row = tuple[int, int]  # a batch, as receipts name it, and a row
-
-
-def outcomes(ledger: LedgerFiles, given: Sequence[tuple[GivenBatch, int]]) -> list[Outcome]:
-    """What became of these rows, as bits, of batches, which are in the order in which they were given."""
-    rows = [_rows(each, bits) for each, bits in given]
+def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
+    """These times that a sample was given, in their order, with what became of it."""
+    rows = [_rows(each, bits) for _, each, bits in found]
     said = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
     last: dict[_Row, int] = {}  # the last start in which each was given
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
-    for time, ((each, _), named) in enumerate(zip(given, rows, strict=True)):
+    for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
             last[row] = max(last.get(row, 0), each.began)
             last_time[each.began, row] = time
-    found = []
-    for time, ((each, _), named) in enumerate(zip(given, rows, strict=True)):
+    sightings = []
+    for time, ((source, each, _), named) in enumerate(zip(found, rows, strict=True)):
         names, lost = set(), each.lost
         for row in named:
             name = said.get((each.began, row), "") if last_time[each.began, row] == time else ""
             is_later = last[row] > each.began or last_time[each.began, row] > time
             lost |= bool(name) and is_later
             names.add(name or ("given again" if is_later and not each.lost else ""))
-        found.append(Outcome(" and ".join(sorted(filter(None, names))), lost))
-    return found
+        outcome = " and ".join(sorted(filter(None, names)))
+        sightings.append(Sighting.of(source, each, lost=lost, outcome=outcome))
+    return sightings
 
 
 def _rows(given: GivenBatch, bits: int) -> list[_Row]:
@@ -194,11 +187,10 @@ def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int
     return found
 
 
-_KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
-_SHARDS = ".shards"  # the setting in a fingerprint that each reader has
+# Finding samples by their keys.
 
 
-def find_keys(
+def _find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
     """Each key's source, batch and rows there for each time that a sample with it was given; None if none has the key.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended, Host
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
 from savable_pipeline.run.nodes import wire
@@ -255,15 +255,13 @@ class SocketConnection:
             self.link.close()
 
 
-class SocketHost:
+class SocketHost(Host):
     """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
 
     The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
     has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a
     pipeline that cannot be sent to them.
     """
-
-    now = staticmethod(time.monotonic)
 
     def __init__(
         self,

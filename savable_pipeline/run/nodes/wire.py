@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import hmac
 import mmap
-import os
 import pickle
 import select
 import socket
@@ -35,6 +34,7 @@ from savable_pipeline.run.engine.connection import STARTED, Answer
 from savable_pipeline.run.engine.shared_batches import AnswerReader
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.batch_pickle import Buffer
+from savable_pipeline.run.transport.channel import closed_in_children
 from savable_pipeline.run.transport.segments import ALIGN
 
 MAGIC = b"SvP1"  # another number for another layout of frames, or of the messages before them
@@ -134,7 +134,7 @@ class Link:
         self._parser = self._parsed()
         self._target = memoryview(b"")  # where what comes next belongs
         self._wakes_at = 1
-        _open.add(self)
+        closed_in_children(self)
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once closed."""
@@ -261,17 +261,6 @@ def be_live(end: socket.socket) -> None:
         if hasattr(socket, name):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-_open: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for link in list(_open):
-        link.close()
-
-
-os.register_at_fork(after_in_child=_close_all)
 
 
 _NUMBERS = struct.Struct("<QI")

@@ -105,16 +105,6 @@ def test_trace_names_every_sample_of_the_last_batch_in_order(pipeline: Any, num_
             assert first.ref.index == int(first.key[1:]) and first.shard.endswith(".tar")
 
 
-def test_trace_changes_nothing(pipeline: Any) -> None:
-    expected = take(loader(pipeline), 20)
-    own = loader(pipeline)
-    found = []
-    for _ in range(20):
-        found += take(own, 1)
-        own.trace()
-    assert found == expected
-
-
 # The data path.
 
 

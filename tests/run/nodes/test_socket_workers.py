@@ -167,7 +167,7 @@ def test_a_shard_that_is_overwritten_is_told_at_the_close(tmp_path: Path, one: t
         loader.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "cut"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long), "cut"])
 def test_a_node_that_is_gone_is_done_without_within_two_seconds(
     shards: str, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,10 +227,10 @@ def test_a_trainer_that_was_stopped_loses_no_node(
         taken(loader, 6)
         until(lambda: loader.stats()["num_workers"] == 3 or next(loader) is None)
         pid = os.getpid()
-        subprocess.run(["sh", "-c", f"(kill -STOP {pid}; sleep 3; kill -CONT {pid}) & sleep 0.1"], check=True)
+        subprocess.run(["sh", "-c", f"(kill -STOP {pid}; sleep 2.5; kill -CONT {pid}) & sleep 0.1"], check=True)
         time.sleep(0.5)
         taken(loader, 12)
-        time.sleep(3.0)  # a long step
+        time.sleep(2.5)  # a long step
         taken(loader, 12)
     assert "lost" not in caplog.text
 
