@@ -131,11 +131,11 @@ def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], h
 def test_a_run_that_grew_twice_goes_on_alike_however_it_is_stopped(
     folders: dict[int, str], how: dict[str, Any]
 ) -> None:
-    plan = [(partial(toy_pipeline, folders[count], **how), slots) for count, slots in [(1, 12), (3, 48), (5, 84)]]
+    plan = [(partial(toy_pipeline, folders[count], **how), slots) for count, slots in [(1, 12), (3, 36), (5, 60)]]
     expected, _ = grown_run(plan)
     found, _ = grown_run(plan, random.Random(str(how)))
     assert found == expected
-    unmixed, _ = grown_run([(plan[0][0], 12), (plan[2][0], 132)])
+    unmixed, _ = grown_run([(plan[0][0], 12), (plan[2][0], 96)])
     assert unmixed != expected  # else this test shows nothing of the second growth
 
 

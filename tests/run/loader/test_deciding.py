@@ -342,11 +342,11 @@ def test_a_lag_does_not_reach_before_it(shards: Path) -> None:
 def test_packs_begun_after_it_have_the_new_length(shards: Path) -> None:
     for policy in ("best_fit", "first_fit_decreasing", "sequential"):
         with loader(shards, policy=policy) as one:
-            lengths = [item["length"] for _ in range(40) for item in next(one)["items"]]
+            lengths = [item["length"] for _ in range(30) for item in next(one)["items"]]
             one.decide(max_length=8)
-            late = [item["length"] for _ in range(120) for item in next(one)["items"]][160:]
+            late = [item["length"] for _ in range(70) for item in next(one)["items"]][80:]
             one.decide(max_length=16)
-            last = [item["length"] for _ in range(120) for item in next(one)["items"]][160:]
+            last = [item["length"] for _ in range(70) for item in next(one)["items"]][80:]
         assert max(lengths) == 16 and 6 <= max(late) <= 8 and max(last) == 16
 
 

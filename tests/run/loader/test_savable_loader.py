@@ -22,7 +22,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.streams import take
-from tests.support.toy_faults import number_pipeline
+from tests.support.toy_faults import number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -110,6 +110,8 @@ def test_more_workers_than_lanes_change_no_batch(pipeline: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_start_methods_change_no_batch(pipeline: Any, method: str) -> None:
+    if method == "forkserver":  # whose workers need not import torch
+        pipeline = partial(packed_numbers, *pipeline.args)
     with loader(pipeline, 1, workers=sp.Workers(start_method=method)) as own:
         assert take(own, 14) == take(loader(pipeline), 14)
 

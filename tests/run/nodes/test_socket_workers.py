@@ -105,7 +105,7 @@ def test_two_ranks_use_one_agent(shards: str, nodes: tuple[list[Agent], Path]) -
 
 
 def test_what_a_trainer_keeps_is_not_written_over(shards: str, one: tuple[list[Agent], Path]) -> None:
-    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder())
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
     expected = [int(batch[0]) for batch, _ in taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one)) as loader:
         kept = [next(loader) for _ in range(20)]
@@ -222,7 +222,7 @@ def test_a_trainer_that_was_stopped_loses_no_node(
     shards: str, nodes: tuple[list[Agent], Path], caplog: pytest.LogCaptureFixture, large: bool
 ) -> None:
     """With large batches, the agents wait with full sockets meanwhile."""
-    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder() if large else None)
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(300_000) if large else None)
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes, prefetch=4)) as loader:
         taken(loader, 6)
         until(lambda: loader.stats()["num_workers"] == 3 or next(loader) is None)
