@@ -31,7 +31,7 @@ from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import manifest
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer, said
 
 log = logging.getLogger(__name__)
 
@@ -100,17 +100,11 @@ class Node:
                 self.differs = bytes(answer.head).decode().splitlines()
                 self.error = "it is not as this machine"
         except (OSError, EOFError) as error:
-            self.error = _said(error)
+            self.error = said(error)
 
     def hear(self) -> str:
         """Take its signs of life. Returns why it is lost; "" if it is not."""
-        try:
-            if self.link is not None:
-                self.link.flush()
-                self.link.receive()
-        except (OSError, EOFError) as error:
-            return _said(error)
-        return ""
+        return self.link.hear(lambda _: None) if self.link is not None else ""
 
 
 class SocketConnection:
@@ -159,7 +153,7 @@ class SocketConnection:
             try:
                 self.link.send(kind, head)
             except OSError as error:
-                self.lose(_said(error))
+                self.lose(said(error))
 
     def send(self, request: Request) -> None:
         """Send a request."""
@@ -168,13 +162,7 @@ class SocketConnection:
     def hear(self) -> str:
         """Take what has arrived. Returns why the link is lost; "" if it is not."""
         assert self.link is not None
-        try:
-            self.link.flush()
-            for frame in self.link.receive():
-                self._take(frame)
-        except (OSError, EOFError) as error:
-            return _said(error)
-        return ""
+        return self.link.hear(self._take)
 
     def _take(self, frame: Frame) -> None:
         kind, head = frame.kind, frame.head
@@ -359,7 +347,7 @@ class SocketHost(Host):
                 worker.begin(node, node.connect(FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
-                self._lose(node, _said(error))
+                self._lose(node, said(error))
 
     # Workers.
 
@@ -459,12 +447,8 @@ def _asked(link: Link) -> str:
     try:
         link.send(wire.PING)
     except OSError as error:
-        return _said(error)
+        return said(error)
     return ""
-
-
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:

@@ -25,7 +25,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,6 +196,16 @@ class Link:
         found, self._arrived = self._arrived, []
         return found
 
+    def hear(self, take: Callable[[Frame], object]) -> str:
+        """Send what is unsent, and take the frames that have arrived. Returns why the connection is lost; "" if not."""
+        try:
+            self.flush()
+            for frame in self.receive():
+                take(frame)
+        except (OSError, EOFError) as error:
+            return said(error)
+        return ""
+
     def _wake_at(self, size: int) -> None:
         """Have `poll` wake this process only for so many bytes: a large body arrives in many small pieces."""
         if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
@@ -241,6 +251,11 @@ class Link:
         """Close the socket."""
         self._unsent.clear()
         self._socket.close()
+
+
+def said(error: Exception) -> str:
+    """What an error says, or its kind."""
+    return str(error) or type(error).__name__
 
 
 def _code(key: bytes, header: Buffer, head: Buffer) -> bytes:
