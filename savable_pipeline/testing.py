@@ -11,10 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.stages.pipeline import PipelineFunction

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.saved_count import EpochNumber
 
-Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see growth.py
+Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see states.py
 ChunkSizes: TypeAlias = dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 

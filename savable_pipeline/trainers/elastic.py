@@ -17,11 +17,11 @@ from typing import Any
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.loader.fresh_lanes import fresh_lane
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import refuse_flights, without_flights
+from savable_pipeline.run.state.lane_state import fresh_lane
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,

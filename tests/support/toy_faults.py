@@ -132,10 +132,16 @@ class LambdaEncoder(NumberEncoder):
 class LargeEncoder(NumberEncoder):
     """Batches of 4 MB, which a pipe does not hold."""
 
+    def __init__(self, floats: int = 1 << 20) -> None:
+        self.floats = floats
+
+    def settings(self) -> dict[str, Any]:
+        return {"floats": self.floats}
+
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
         import torch
 
-        return torch.full((1 << 20,), float(items[0]))
+        return torch.full((self.floats,), float(items[0]))
 
 
 class SkipEverything(NumberEncoder):

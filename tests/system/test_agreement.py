@@ -1,4 +1,4 @@
-"""Agreement on 224 tars of every kind: our samples are webdataset's, and our `.tar.idx` is Energon's, byte for byte.
+"""Agreement on tars of every kind (224 with `-m long`): our samples are webdataset's, our `.tar.idx` is Energon's.
 
 Where they are not, on purpose:
 
@@ -29,7 +29,7 @@ from savable_pipeline.data.shards.tar_format import TARS
 
 Tree = dict[str, bytes | None]  # the files of a tar by name, in order; None: a folder, a link, or a link to nothing
 Grouped = list[tuple[str, list[tuple[str, bytes]]]]
-EACH = 14  # tars of each kind
+FEW, ALL = 5, 14  # tars of each kind
 SHORT = 98  # bytes of a name that v7 holds, with "./"
 
 
@@ -107,15 +107,15 @@ WRITERS: dict[str, tuple[Callable[[Path, Tree], None], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[FEW, pytest.param(ALL, marks=pytest.mark.long)])
+def tars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tars, by the kind of their writer; those of programs that are not here are left out."""
     root = tmp_path_factory.mktemp("tars")
     for number, (kind, (write, longest)) in enumerate(WRITERS.items()):
         program = kind.split("-")[0]
         if program in ("tar", "bsdtar") and not shutil.which(program):
             continue
-        for i in range(EACH):
+        for i in range(request.param):
             write(root / f"{kind}-{i:02d}.tar", tree(number * 1000 + i, longest))
     return root
 
@@ -145,10 +145,9 @@ def by_them(path: Path) -> Grouped:
 @pytest.mark.parametrize("kind", WRITERS)
 def test_samples_are_those_of_webdataset(tars: Path, kind: str) -> None:
     names = names_of(tars, kind)
-    assert len(names) == EACH
     found = [by_us(tars / name) for name in names]
     assert found == [by_them(tars / name) for name in names]
-    assert sum(map(len, found)) > EACH  # the tars do hold samples
+    assert sum(map(len, found)) > len(names) >= FEW  # the tars do hold samples
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -23,9 +23,8 @@ from report import Row
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
-from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.voted_step import voted_step
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 LANES, WORLD_SIZES = 4, (1, 2, 4)

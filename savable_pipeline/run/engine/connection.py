@@ -10,12 +10,17 @@ ends (`InOrder`). Workers of this machine are processes (process_host.py) or thr
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.errors import WorkerError
+from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, WorkerStatus
+
+log = logging.getLogger(__name__)
 
 Answer: TypeAlias = "Delivery | Failure | int"
 
@@ -33,6 +38,18 @@ class Ended(NamedTuple):
     how: str
     error: WorkerError | None = None
     lost: bool = False
+
+
+def is_raised() -> bool:
+    """Whether an error is being raised that says that a shard changed."""
+    error = sys.exception()
+    return isinstance(error, ShardError) and error.reason == "changed shard"
+
+
+def log_fault(fault: str) -> None:
+    """Log what a last look has found, unless the error being raised says it."""
+    if not is_raised():
+        log.error("%s", fault)
 
 
 class Connection(Protocol):
@@ -79,9 +96,11 @@ class Host(Protocol):
 
     def now(self) -> float:
         """Seconds on the clock by which it waits."""
+        return time.monotonic()
 
     def count(self, wanted: int) -> int:
         """How many workers the pool is to have now, at least one, where `wanted` is what the loader's settings say."""
+        return wanted
 
     def begin(self, pinned: PinnedShards) -> Connection:
         """Begin a worker, which is to read these shards."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.connection import log_fault
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.last_look import log_fault
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.engine.remaking import remade
 from savable_pipeline.stages.pipeline import seeded_kinds
 
-
-class Ticket(NamedTuple):
-    """A request, answered only when `answer` is called with it."""
-
-    lane: int
-    state: bytes
-    want: RequestKind
-    facts: RunFacts
+Ticket: TypeAlias = tuple[int, bytes, RequestKind, RunFacts]  # a request, answered only when `answer` is called with it
 
 
 class InProcess:
@@ -35,7 +27,7 @@ class InProcess:
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
         """Request the next batch of a lane whose position is `state`, in a run with these facts."""
-        return Ticket(lane, state, want, facts)
+        return lane, state, want, facts
 
     def answer(self, ticket: Ticket) -> Delivery:
         """Make the batch of a request. Raises what the lane's stages raise."""
@@ -45,7 +37,7 @@ class InProcess:
             self._seeded = seeded_kinds(live)
         # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.
         with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
-            return remade(self._runner, state) if want == "again" else self._runner.deliver(lane, state, want)
+            return self._runner.deliver(lane, state, want)
 
     def restart(self) -> None:
         """Drop the lanes: new requests begin at the states that come with them."""

@@ -1,4 +1,13 @@
-"""`LaneRunner`: builds, restores and runs lanes in this process, which is a worker or the trainer itself."""
+"""`LaneRunner`: builds, restores and runs lanes in this process, which is a worker or the trainer itself.
+
+Earlier batches are made again, each by its ref, on a lane of its own that is dropped afterwards:
+
+    Remake    the lane, its epoch and the number of the batch │ the ref    ──▶ fetch(ref): the same bytes, less what
+                                                                               is excluded or gone since
+              the lane that comes next                        │ no ref     ──▶ a batch that only fills up
+
+The lanes that make new batches stay where they are: a batch that is made again takes no slot.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import msgspec
 from msgspec import UNSET
 
 from savable_pipeline.core.lane import Lane, PinnedShards, WorkerContext
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.errors import StateError
+from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
-from savable_pipeline.run.state.in_vain import InVain, with_counts
-from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, batch_rows
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import BatchStage, Stage
+from savable_pipeline.stages.task_encoder import Skip
 
 _WATCH_S = 0.25
 
@@ -50,6 +59,22 @@ class _Live:
         fresh = take_counts(self.stages, {})
         self.in_vain = with_counts(self.in_vain, fresh)
         self.counts.update(fresh)
+
+
+class Remake(msgspec.Struct, frozen=True, array_like=True):
+    """A batch to make again, of a lane with `batches` before it, by its ref in MessagePack; without one, a filler.
+
+    `size`: its rows when it was filled up; 0 if it was not.
+    """
+
+    lane: LaneState
+    ref: bytes = b""
+    size: int = 0
+
+    @property
+    def packed(self) -> bytes:
+        """What takes the place of a lane's state in a request."""
+        return msgspec.msgpack.encode(self)
 
 
 class LaneRunner:
@@ -90,8 +115,11 @@ class LaneRunner:
     ) -> Delivery:
         """The next batch of a lane at the position `state`; None if the lane runs here and is at its position.
 
-        `avoid`: index and epoch of samples that the lane must leave out from now on.
+        `avoid`: index and epoch of samples that the lane must leave out from now on. For "again", the batch of the
+        `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
         """
+        if want == "again" and state is not None:
+            return self._made_again(state, avoid)
         start = time.perf_counter()
         live = self._live.pop(lane, None)  # put back only if nothing raises
         if state is not None and (live is None or live.state is not state):
@@ -119,11 +147,18 @@ class LaneRunner:
             _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
         return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
 
-    def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:
-        """The stages of a lane beside the one that may run here, at its first batch."""
-        stages = self._restore(at).stages
+    def _made_again(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
+        start = time.perf_counter()
+        job = msgspec.msgpack.decode(packed, type=Remake)
+        stages = self._restore(job.lane).stages
         _avoid(stages, avoid)
-        return stages
+        last = stages[-1]
+        batch, ref, kept = _fetched(last, job) if job.ref else _filler(last)
+        for stage in stages:
+            stage.verify(job.lane.batches * last.lane.count + last.lane.index)
+        counts, seconds = take_counts(stages, {}), time.perf_counter() - start
+        made_of = MadeOf.of(ref, type(last).__name__, kept)
+        return Delivery(batch, packed, True, seconds=seconds, counts=counts, samples=ref, made_of=made_of)
 
     def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
@@ -269,3 +304,36 @@ def _pass_over(stage: Stage) -> Any:
         return stage.pass_over()
     except StopIteration:
         return _DRY
+
+
+def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
+    """The batch of the rows that are left of it, its ref, and their numbers; a filler if none is."""
+    lane = job.lane
+    where = f"batch {lane.batches} of lane {lane.lane} in epoch {lane.epoch}, in flight in the state"
+    try:
+        number, rows = batch_rows(as_ref(msgspec.msgpack.decode(job.ref)))
+        left = {row: ref for row, part in enumerate(rows) if (ref := last.info.left_of(part)) is not None}
+        batch, lost = last.fetch_rows((*number, *left.values()), job.size) if left else (None, ())
+    except (SavableError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{where}, cannot be made again ({type(error).__name__}: {error}): it is damaged, or fetch of a stage of "
+            "your own does not take its ref; use another copy of the checkpoint"
+        ) from error
+    left = {row: ref for at, (row, ref) in enumerate(left.items()) if at not in lost}
+    if type(batch) is Skip or not left:
+        return _filler(last)
+    return batch, (*number, *left.values()), tuple(left)
+
+
+def _filler(last: Stage) -> tuple[Any, ItemRef, tuple[int, ...]]:
+    """A batch that counts for nothing: that of a padded lane which has no more, or the lane's first. It has no rows."""
+    if last.lane.pad:
+        return cast(BatchStage, last).filler(), (), ()
+    for batch in last:
+        return batch, last.ref, ()
+    raise SavableError(
+        f"{last.lane} has no batch, to stand for one that can no longer be made, or to fill up a step in which other "
+        "ranks are given batches again"
+    )

@@ -19,13 +19,13 @@ from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import ShardError, WorkerError
-from savable_pipeline.run.engine.blame import can_skip, where
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host
-from savable_pipeline.run.engine.last_look import log_fault
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host, log_fault
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.transport.channel import InOrder
+from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -435,3 +435,29 @@ class Pool:
 
 def _indented(stack: str) -> str:
     return "\n" + textwrap.indent(stack.strip(), "    ") if stack.strip() else ""
+
+
+# What a dead worker's last status says.
+
+
+def where(last: Stage, status: WorkerStatus) -> str:
+    """The stage and sample of a status, as text that begins with a comma; "" if the worker recorded none."""
+    stage = _stage_at(last, status)
+    if stage is None:
+        return ""
+    if status.sample is None or stage.info.encoder is None or stage.sources[0].info.encoder is not None:
+        return f", in {type(stage).__name__}"
+    sample = stage.sources[0].fetch((status.sample, status.epoch, 0))
+    return f", in {type(stage).__name__}, shard {sample.shard}, key {sample.key!r}, {sample.place}"
+
+
+def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
+    """Whether the sample of a status, which has killed several workers, may be left out by its stage's `on_error`."""
+    stage = _stage_at(last, status)
+    return stage is not None and stage.can_skip(error)
+
+
+def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:
+    tag = tag_of(status.sample or 0)
+    stages = (stage for stage in upstream(last) if stage.info.depth == status.depth and tag in stage.info.tags)
+    return next(stages, None)

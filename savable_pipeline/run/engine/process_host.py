@@ -28,8 +28,7 @@ from typing import Any
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended
-from savable_pipeline.run.engine.interpreter import begin_interpreter
+from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended, Host
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import (
     NOT_IMPORTED,
@@ -37,6 +36,7 @@ from savable_pipeline.run.engine.sealed_job import (
     UNGUARDED,
     UNGUARDED_CODE,
     SealedJob,
+    begin_interpreter,
     check_main_is_guarded,
 )
 from savable_pipeline.run.engine.shared_batches import AnswerReader
@@ -143,14 +143,12 @@ class ProcessConnection:
         self._status.close()
 
 
-class ProcessHost:
+class ProcessHost(Host):
     """Has a zygote begin workers. Raises ValueError for a pipeline that cannot be sent to them.
 
     It is made early, before this process has more threads or uses a GPU. `reader` makes what reads a worker's answers.
     A descriptor in `wakes` ends a `wait` when it can be read.
     """
-
-    now = staticmethod(time.monotonic)
 
     def __init__(
         self, job: LaneJob | SealedJob, context: BaseContext, reader: Callable[[], AnswerReader] = AnswerReader
@@ -193,10 +191,6 @@ class ProcessHost:
         """The zygote's process id."""
         assert self._process.pid is not None
         return self._process.pid
-
-    def count(self, wanted: int) -> int:
-        """As many as are wanted."""
-        return wanted
 
     def begin(self, pinned: PinnedShards) -> ProcessConnection:
         """Have the zygote fork a worker."""

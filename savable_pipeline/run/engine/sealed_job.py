@@ -1,16 +1,24 @@
-"""`SealedJob`: a job as bytes, unpickled where its error can be reported; and what a fresh interpreter may lack.
+"""`SealedJob`: a job as bytes, unpickled where its error can be reported; and the fresh interpreter that gets it.
 
-A fresh interpreter imports the trainer's main module, as multiprocessing has it, but only when it opens the job.
+    trainer ── what spawn prepares, less the main module ── the process ──▶ interpreter, on its stdin
+
+multiprocessing makes a child import the trainer's main module before any of our code runs there, so that we could not
+report an error of that import: a job that is opened in a fresh interpreter imports it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import subprocess
 import textwrap
 import traceback
-from multiprocessing import spawn
+from collections.abc import Sequence
+from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -122,3 +130,26 @@ def main_module() -> dict[str, Any]:
     """What multiprocessing passes to a child about this process's main module."""
     data = spawn.get_preparation_data("")
     return {name: data[name] for name in MAIN if name in data}
+
+
+def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Run a process that was not started in a fresh interpreter, which inherits these descriptors."""
+    content = io.BytesIO()
+    data = spawn.get_preparation_data(process.name)
+    anyone: Any = content
+    set_spawning_popen(anyone)  # it allows what only a child may get, such as the key of this process's connections
+    try:
+        reduction.dump({name: value for name, value in data.items() if name not in MAIN}, content)
+        reduction.dump(process, content)
+    finally:
+        set_spawning_popen(None)
+    tracker: Any = resource_tracker.getfd()
+    command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=0)
+    child = subprocess.Popen(
+        command, executable=spawn.get_executable(), pass_fds=[tracker, *descriptors], stdin=subprocess.PIPE
+    )
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which its channel will show
+        assert child.stdin is not None  # open until the child has ended: so it knows that this process lives
+        child.stdin.write(content.getvalue())
+        child.stdin.flush()
+    return child

@@ -26,11 +26,10 @@ import numpy as np
 
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import PinnedShards, ThreadValues
-from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
+from savable_pipeline.run.engine.connection import STARTED, Answer, Ended, Host
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.last_look import LastLook
 from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.worker_main import answer_request
+from savable_pipeline.run.engine.worker_main import LastLook, answer_request
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.status_page import begin_request, read_status
 from savable_pipeline.stages.mapped_function import MappedFunction
@@ -124,10 +123,8 @@ class ThreadConnection:
         self._requests.put(None)
 
 
-class ThreadHost:
+class ThreadHost(Host):
     """Begins threads, each with lanes of its own; what hangs shares nothing with those that come later."""
-
-    now = staticmethod(time.monotonic)
 
     def __init__(self, job: LaneJob) -> None:
         self._job = replace(job, pipeline=lambda lane: _checked(job.pipeline(lane)))
@@ -146,10 +143,6 @@ class ThreadHost:
     def _forget(self) -> None:
         self.shared: dict[Any, Any] = {}
         self.lock = threading.RLock()
-
-    def count(self, wanted: int) -> int:
-        """As many as are wanted."""
-        return wanted
 
     def begin(self, pinned: PinnedShards) -> ThreadConnection:
         """Begin a thread."""

@@ -4,8 +4,11 @@
             ◀── (STARTED, its process id), or the reason why it cannot; then (number, Delivery or Failure), … ──
 
 A request names a lane, and brings the lane's state if the worker does not run the lane at its last position. A thread
-receives requests all the time, and ends the process when the trainer has ended, after a last look at the shards
-(last_look.py).
+receives requests all the time, and ends the process when the trainer has ended, after a last look at the shards:
+
+    trainer closes its end of the channel ──▶ worker: looks, reports on its status page, ends
+
+So a batch that was made of an overwritten shard within the last second of a run is still reported.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from msgspec.structs import replace
 
@@ -30,15 +34,15 @@ from savable_pipeline.core.replaceable import become_replaced
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import STARTED
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.last_look import LastLook
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request
-from savable_pipeline.run.engine.remaking import remade
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.transport.channel import Channel, InOrder
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 from savable_pipeline.stages.batch_samples import BatchSamples
 
+T = TypeVar("T")
+_IDLE_S = 1.0  # after which a worker looks at its shards
 LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
 
@@ -93,6 +97,43 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         os._exit(0)
 
 
+class LastLook:
+    """In a worker: looks at the shards of its lanes after their batches were given, and reports what is wrong.
+
+    It looks when the worker is idle, at the end of a finite pass, when it is asked to, and before the worker ends; in
+    any thread, one at a time.
+    """
+
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self.runner: LaneRunner | None = None  # until the worker has one
+        self._report = report
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Report if delivered batches are of shards that changed."""
+        with self._lock:
+            try:
+                if self.runner is not None:
+                    self.runner.verify_delivered()
+            except Exception as error:
+                self._report(str(error))
+
+    def next_of(self, requests: queue.SimpleQueue[T]) -> T:
+        """The next request; if none arrives for a second, look meanwhile."""
+        try:
+            return requests.get(timeout=_IDLE_S)
+        except queue.Empty:
+            self.look()
+            return requests.get()
+
+    def end(self) -> NoReturn:
+        """Look, and end the process."""
+        try:
+            self.look()
+        finally:
+            os._exit(0)
+
+
 class Inbox:
     """The requests that have arrived, in order."""
 
@@ -114,10 +155,7 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
         if request.facts is not None:
             runner.facts = request.facts
         assert request.state is None or runner.facts.version == request.version
-        if request.want == "again" and request.state is not None:
-            found = remade(runner, request.state, request.avoid)
-        else:
-            found = runner.deliver(request.lane, request.state, request.want, request.avoid)
+        found = runner.deliver(request.lane, request.state, request.want, request.avoid)
         made_of = found.made_of and found.made_of.sent
         samples = BatchSamples.of(found.samples)  # arrays pickle fast, nested tuples do not
         return replace(found, samples=samples, made_of=made_of)

@@ -43,32 +43,17 @@ def decide(
     exclude: Iterable[Excluded] | None,
     max_length: int | None,
 ) -> Decisions:
-    """What holds from `place` on in a pipeline with this last stage. Raises ValueError for what cannot be decided."""
+    """What holds from `place` on in a pipeline with this last stage: without weights or a length, the old ones hold on.
+
+    Raises ValueError for what cannot be decided, such as weights that are no numbers of at least 0, or all 0.
+    """
     if weights is None and exclude is None and max_length is None:
         raise ValueError("decide: say what, as weights=, exclude= or max_length=")
-    return further(
-        before,
-        place,
-        weights={} if weights is None else _by_blend(weights, _blends(last)),
-        excluded={} if exclude is None else _numbers(exclude, last),
-        max_length=0 if max_length is None else _checked(max_length, _packers(last)),
-    )
-
-
-def further(
-    before: Decisions,
-    place: int,
-    *,
-    weights: Mapping[str, Mapping[str, Weight]],
-    excluded: Mapping[int, Iterable[int]],
-    max_length: int,
-) -> Decisions:
-    """Decisions that hold from `place` on, and those `before`: without weights or a length, the old ones hold on.
-
-    Raises ValueError for weights that are no numbers of at least 0, or all 0.
-    """
-    fresh = {branch: _bounded(integer_weights(dict(sorted(weights[branch].items())))) for branch in sorted(weights)}
+    by_blend = {} if weights is None else _by_blend(weights, _blends(last))
+    fresh = {branch: _bounded(integer_weights(dict(sorted(by_blend[branch].items())))) for branch in sorted(by_blend)}
+    excluded = {} if exclude is None else _numbers(exclude, last)
     numbers = {tag: _packed({*before.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
+    max_length = 0 if max_length is None else _checked(max_length, _packers(last))
     said = msgspec.msgpack.encode((before.digest, place, fresh, numbers, max_length))
     return Decisions(
         place,

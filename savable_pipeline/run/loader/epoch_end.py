@@ -21,8 +21,7 @@ from functools import cached_property
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.fresh_lanes import chunk_sizes
-from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings

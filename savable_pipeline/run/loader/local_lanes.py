@@ -9,16 +9,27 @@ from msgspec.structs import replace
 from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, RunFacts
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.pipeline_hints import log_hints
-from savable_pipeline.run.state.lane_state import LaneState
-from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.lane_state import LaneState, restoring
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
+
+
+def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
+    """Those of an epoch by the readers' branches; without those of a branch whose readers cut in several ways."""
+    found: ChunkSizes = {}
+    differing = set()
+    for stage in upstream(last):
+        if isinstance(stage, RecordReader):
+            branch, cut = stage.info.branch, stage.shares_of(epoch).cut
+            if found.setdefault(branch, cut) != cut:
+                differing.add(branch)
+    return {branch: cut for branch, cut in found.items() if branch not in differing}
 
 
 class LocalLanes:

@@ -11,8 +11,8 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
-from savable_pipeline.run.loader.growth import NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.states import NewShards
 from savable_pipeline.run.state.fingerprint import compare, fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.stages.batch_samples import BatchSamples

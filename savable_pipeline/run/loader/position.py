@@ -31,10 +31,9 @@ from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_facts
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
-from savable_pipeline.run.state.lane_state import LaneState, pack_state
+from savable_pipeline.run.state.lane_state import LaneState, fresh_lane, pack_state, with_facts
 from savable_pipeline.run.state.state_dict import FACTS, lane_name
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef

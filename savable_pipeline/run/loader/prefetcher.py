@@ -15,9 +15,8 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.connection import Host, is_raised
 from savable_pipeline.run.engine.in_process import InProcess
-from savable_pipeline.run.engine.last_look import is_raised
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.loader.local_lanes import LocalLanes

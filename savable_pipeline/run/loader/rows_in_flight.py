@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import msgpack
 
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.run.engine.lane_runner import Remake
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.engine.remaking import Remake
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
@@ -22,8 +22,7 @@ from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import ACKNOWLEDGE, EPOCH_SHIFT, SLOTS, Flight
-from savable_pipeline.run.state.lane_state import LaneState
-from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.lane_state import LaneState, restoring
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import as_ref, batch_rows
 from savable_pipeline.stages.stage import Stage

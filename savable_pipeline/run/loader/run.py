@@ -23,7 +23,6 @@ from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
 from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.own_process import OwnProcess
-from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
@@ -39,6 +38,9 @@ from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+from collections.abc import Sequence
+
+from savable_pipeline.core.containers import with_parts_changed
 
 
 class Run:
@@ -166,7 +168,7 @@ class Run:
         batch = delivery.batch
         if self.settings.ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
-        return pinned(batch) if self.settings.pin_memory else batch
+        return in_pinned_memory(batch) if self.settings.pin_memory else batch
 
     # Batches that come again, and take no slot.
 
@@ -383,7 +385,13 @@ class Run:
         exclude: Iterable[Excluded] | None = None,
         max_length: int | None = None,
     ) -> int:
-        """See `Deciding.decide`. Rows in flight of which all is excluded are closed."""
+        """See `SavableLoader.decide`: as if it had been stopped and resumed.
+
+            given   0  1  2  3 │ made ahead: 4 5 6      decide: 4, 5, 6 are thrown away, the lanes stand before 4 again,
+                               │                        with the decision in their states; 4 is made anew
+
+        Rows in flight of which all is excluded are closed.
+        """
         if self.settings.restarts:
             raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
         with self._process.moving():
@@ -412,3 +420,54 @@ class Run:
         """The slot and the lane of this rank's last batch. Raises ValueError if none has been given."""
         given = self.position.given()
         return self.ranks.slot(given.step), given.lane
+
+
+class _Asked(Exception):
+    """A rank has voted, and breaks its step off until the others have."""
+
+
+def voted_step(runs: Sequence[Run]) -> list[Any]:
+    """The batch of each rank in the next step, whose votes are taken together.
+
+    A step that is broken off gives nothing; taken again, it goes on with what the ranks have agreed on.
+    """
+    agreed: list[int] = []
+
+    def agree(vote: int) -> int:
+        if not known:
+            votes.append(vote)
+            raise _Asked
+        return known.pop()
+
+    while True:
+        votes: list[int] = []
+        taken: list[Any] = []
+        for run in runs:
+            known, before, run.agree = list(agreed), run.agree, agree
+            try:
+                taken.append(run.__next__())
+            except _Asked:
+                pass
+            finally:
+                run.agree = before
+        assert not taken or not votes, "some ranks vote, others do not"
+        if taken:
+            return taken
+        agreed = [max(votes) if runs[0].settings.pad else min(votes)]
+
+
+def in_pinned_memory(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory, so that copies to a GPU do not wait; itself without a GPU.
+
+    Through torch's own caching allocator, which reuses a block only once copies from it, as by
+    `tensor.to("cuda", non_blocking=True)`, are done.
+    """
+    import torch
+
+    return _pinned(batch, torch.Tensor) if torch.cuda.is_available() else batch
+
+
+def _pinned(value: Any, tensor: type) -> Any:
+    if isinstance(value, tensor):
+        return value.pin_memory()  # type: ignore[attr-defined]
+    return with_parts_changed(value, lambda part: _pinned(part, tensor))

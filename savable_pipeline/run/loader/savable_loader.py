@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.loader.acknowledging import Acknowledging
+from savable_pipeline.run.loader.acknowledgements import InFlight
+from savable_pipeline.run.loader.decided import Excluded
 from savable_pipeline.run.loader.ranks import RanksLike
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
@@ -24,10 +27,11 @@ from savable_pipeline.run.loader.trainer_calls import (
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 
-class SavableLoader(Acknowledging):
+class SavableLoader:
     """Yields the batches of a pipeline, in an order set by the data, the settings, `seed` and `lanes` alone.
 
     An epoch ends when its last batch is given. One thread iterates at a time; `state_dict()` may be called from
@@ -262,6 +266,138 @@ class SavableLoader(Acknowledging):
     def __savable_run__(self) -> Run:
         """What `trainers`, `verify` and `testing` move, save and look at: a protocol inside of the library."""
         return self._run
+
+    # What a trainer says of it while it trains.
+
+    def decide(
+        self,
+        *,
+        weights: Mapping[str, Weight] | None = None,
+        exclude: Iterable[Excluded] | None = None,
+        max_length: int | None = None,
+    ) -> int:
+        """Change the run from the next step on. Call it on each rank alike, between the same two steps.
+
+        It is as if the run was stopped here and resumed with other settings: batches made ahead are made anew. What
+        was decided is in the state, so that a resume needs no change of the code, and in the ledger.
+
+        Args:
+            weights: The weight of each source of a `Blend`, named as in `sources`; instead of a `Schedule`, too.
+                Samples drawn before stay in buffers.
+            exclude: Keys of samples, or pairs of a source and a key, that are given no more: as with `exclude=` of a
+                reader, they leave buffers and open packs, too, and rows in flight, which are closed.
+            max_length: Of packs that the `OnlinePacker` begins, at most its own. Open packs keep theirs, and an item
+                that was held and is longer has a pack to itself.
+
+        Returns:
+            The slot from which it holds; in later epochs of a finite run `epoch << 40 | slot`, as receipts have it.
+
+        Raises:
+            ValueError: That cannot be decided in this pipeline, or other ranks, where they can communicate, decide
+                otherwise.
+
+        Example:
+            >>> def pipeline(lane):
+            ...     sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane) for name in "01"}
+            ...     return sp.Batcher(sp.Blend(sources, weights={"0": 1, "1": 1}), size=4)
+            >>> loader = sp.SavableLoader(pipeline, seed=7, lanes=2)
+            >>> _ = next(loader), next(loader)
+            >>> loader.decide(weights={"0": 3, "1": 1})
+            2
+            >>> [sample.shard for sample in next(loader)].count("0.tar")
+            3
+        """
+        self._run.check_nothing_held()
+        return self._run.decide(weights, exclude, max_length)
+
+    @property
+    def _rows(self) -> RowsInFlight:
+        if self._run.rows is None:
+            raise ValueError("this loader keeps no account of rows in flight: make it with acknowledge=True")
+        return self._run.rows
+
+    def receipts(self) -> torch.Tensor:
+        """Return the receipts of the rows of the batch given last; a batch that is a dict has them as "receipts" too.
+
+        A row is an item, or a pack, of the batch. Its receipt is the same in each resume and on any rank: its slot, and
+        its number in the batch. In a finite run, whose slots begin anew in each epoch, the slot has the epoch above it:
+        `epoch << 40 | slot`. Rows that must not be trained on have -1: fillers, and rows that were acknowledged before
+        their batch came again.
+
+        Returns:
+            int64 (rows, 2); (0, 2) before the first batch.
+
+        Raises:
+            ValueError: The loader was made without `acknowledge=True`.
+
+        Example:
+            >>> class Numbers(sp.TaskEncoder):
+            ...     def encode(self, sample, rng):
+            ...         return sample.json()["id"]
+            >>> def pipeline(lane):
+            ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=2)
+            >>> loader = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
+            >>> first, second = (next(loader), loader.receipts()), (next(loader), loader.receipts())
+            >>> loader.done(second[1])
+            >>> loader.dropped(first[1][:1], "stale")
+            >>> resumed = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
+            >>> resumed.load_state_dict(loader.state_dict())
+            >>> bool((next(resumed) == first[0]).all()), resumed.receipts().tolist()
+            (True, [[-1, -1], [0, 1]])
+        """
+        return self._rows.receipts(self._run.position)
+
+    def done(self, receipts: Any) -> None:
+        """Say that rows were trained on: they do not come again. In any order, from any thread.
+
+        Receipts that are not in flight are counted, as `acknowledged/unknown` in `stats()`.
+
+        Args:
+            receipts: Integers (rows, 2), of any batches; -1 is passed over.
+
+        Raises:
+            ValueError: These are no receipts, or the loader was made without `acknowledge=True`.
+        """
+        self._rows.table.acknowledge(receipts, "done")
+
+    def dropped(self, receipts: Any, reason: str) -> None:
+        """Say that rows will not be trained on, such as stale ones: they do not come again, and are counted by reason.
+
+        Args:
+            receipts: As for `done`.
+            reason: Why, in few words: `acknowledged/dropped/REASON` in `stats()`.
+
+        Raises:
+            ValueError: As for `done`.
+        """
+        self._rows.table.acknowledge(receipts, "dropped", reason)
+
+    def again(self, receipts: Any) -> None:
+        """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
+
+        Other rows of these batches have -1 there, and rows that are done by then. Such a batch takes no slot, so this
+        rank takes one more than the others: where ranks step together, ask for equally many batches on each.
+
+        Args:
+            receipts: As for `done`, of rows that this rank was given.
+
+        Raises:
+            ValueError: As for `done`.
+        """
+        self._rows.table.acknowledge(receipts, "again")
+
+    def in_flight(self) -> InFlight:
+        """Return how many rows this rank was given and has not acknowledged, and the oldest.
+
+        Rows that will come again count, too: right after `load_state_dict` they are all that do.
+
+        Returns:
+            `rows`, and `oldest`, the receipt of one; None without any.
+
+        Raises:
+            ValueError: The loader was made without `acknowledge=True`.
+        """
+        return self._rows.table.in_flight()
 
     # Looking at it.
 

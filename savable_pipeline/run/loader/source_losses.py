@@ -19,8 +19,7 @@ from typing import Any
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
-from savable_pipeline.run.state.in_vain import FIRST, OfSource, reasons_of
-from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.pipeline import upstream
 

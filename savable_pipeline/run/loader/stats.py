@@ -150,7 +150,7 @@ class Stats:
             **_fills(counts),
             **self._of_sources(),
             **self._percentiles(),
-            **self._slow_s(),
+            **{name: seconds for name, (seconds, _) in self._slow().items()},
             **self.others(),
         }
 
@@ -181,20 +181,18 @@ class Stats:
         series |= {f"stage_s/{name}": recent for name, recent in self._stage_times.items()}
         return {name: value for key, recent in series.items() for name, value in recent.percentiles(key)}
 
-    def _slow_s(self) -> dict[str, float]:
-        sample, shard = self._slowest.sample, self._slowest.shard
-        return {
-            **({} if sample is None else {"slowest_sample_s": sample.nanoseconds / 1e9}),
-            **({} if shard is None else {"slowest_shard_s": shard[1]}),
-        }
-
     def names(self) -> dict[str, str]:
         """The shard and the sample behind `slowest_shard_s` and `slowest_sample_s`."""
-        sample, shard = self._slowest.sample, self._slowest.shard
-        return {
-            **({} if sample is None else {"slowest_sample_s": f"{sample.shard}, sample {untagged(sample.number)}"}),
-            **({} if shard is None else {"slowest_shard_s": shard[0]}),
-        }
+        return {name: which for name, (_, which) in self._slow().items()}
+
+    def _slow(self) -> dict[str, tuple[float, str]]:
+        """The seconds of the slowest sample and shard, as far as they are known, and which they are."""
+        found, sample, shard = {}, self._slowest.sample, self._slowest.shard
+        if sample is not None:
+            found["slowest_sample_s"] = sample.nanoseconds / 1e9, f"{sample.shard}, sample {untagged(sample.number)}"
+        if shard is not None:
+            found["slowest_shard_s"] = shard[1], shard[0]
+        return found
 
 
 def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:

@@ -18,8 +18,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 
-from savable_pipeline.run.engine.interpreter import begin_interpreter
-from savable_pipeline.run.engine.sealed_job import PROCESS_NAME
+from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, begin_interpreter
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, REPLY_BYTES, Wanted, answered, new_hello
 from savable_pipeline.run.nodes.session import run_session
 from savable_pipeline.run.nodes.wire import Secret

@@ -27,8 +27,7 @@ from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.worker_main import be_quiet
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import differences
-from savable_pipeline.run.nodes.relayed_answers import WrittenAnswer, WrittenAnswerReader
-from savable_pipeline.run.nodes.wire import Frame, Link, Secret
+from savable_pipeline.run.nodes.wire import Frame, Link, Secret, WrittenAnswer, WrittenAnswerReader
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 

@@ -24,15 +24,14 @@ from typing import NamedTuple
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended, Host
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import manifest
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.relayed_answers import read_answer
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer, said
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +100,11 @@ class Node:
                 self.differs = bytes(answer.head).decode().splitlines()
                 self.error = "it is not as this machine"
         except (OSError, EOFError) as error:
-            self.error = _said(error)
+            self.error = said(error)
 
     def hear(self) -> str:
         """Take its signs of life. Returns why it is lost; "" if it is not."""
-        try:
-            if self.link is not None:
-                self.link.flush()
-                self.link.receive()
-        except (OSError, EOFError) as error:
-            return _said(error)
-        return ""
+        return self.link.hear(lambda _: None) if self.link is not None else ""
 
 
 class SocketConnection:
@@ -160,7 +153,7 @@ class SocketConnection:
             try:
                 self.link.send(kind, head)
             except OSError as error:
-                self.lose(_said(error))
+                self.lose(said(error))
 
     def send(self, request: Request) -> None:
         """Send a request."""
@@ -169,13 +162,7 @@ class SocketConnection:
     def hear(self) -> str:
         """Take what has arrived. Returns why the link is lost; "" if it is not."""
         assert self.link is not None
-        try:
-            self.link.flush()
-            for frame in self.link.receive():
-                self._take(frame)
-        except (OSError, EOFError) as error:
-            return _said(error)
-        return ""
+        return self.link.hear(self._take)
 
     def _take(self, frame: Frame) -> None:
         kind, head = frame.kind, frame.head
@@ -256,15 +243,13 @@ class SocketConnection:
             self.link.close()
 
 
-class SocketHost:
+class SocketHost(Host):
     """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
 
     The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
     has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a
     pipeline that cannot be sent to them.
     """
-
-    now = staticmethod(time.monotonic)
 
     def __init__(
         self,
@@ -315,7 +300,7 @@ class SocketHost:
         elif node.differs:
             message = (
                 f"the node {node.name} is not as this machine, so that its batches could differ: "
-                f"{'; '.join(node.differs)}. Install the same there, or name in SocketWorkers(allow=) what may differ"
+                f"{'; '.join(node.differs)}. Install the same there, or name in allow= of the workers what may differ"
             )
             if not self._has_begun:
                 raise WorkerError(message)
@@ -362,7 +347,7 @@ class SocketHost:
                 worker.begin(node, node.connect(FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
-                self._lose(node, _said(error))
+                self._lose(node, said(error))
 
     # Workers.
 
@@ -462,12 +447,8 @@ def _asked(link: Link) -> str:
     try:
         link.send(wire.PING)
     except OSError as error:
-        return _said(error)
+        return said(error)
     return ""
-
-
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:

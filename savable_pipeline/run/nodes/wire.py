@@ -6,6 +6,10 @@ The head is small, and the code authenticates header and head by a key that only
 nothing else is ever unpickled. The body is the memory of a batch's tensors: it is sent from where the worker wrote it,
 and received into memory that is used again when the trainer has let go of the batch. A frame that is not the next one
 of this connection ends the connection, and nothing connects it anew: what replaces it is another one, with other keys.
+
+The answer of a worker travels as the worker wrote it, without being unpickled on its way (`WrittenAnswer`):
+
+    head   number of the request │ bytes of each buffer, u64 … │ pickle        body   buffer │ padding to 64 │ buffer …
 """
 
 from __future__ import annotations
@@ -14,19 +18,24 @@ import contextlib
 import hashlib
 import hmac
 import mmap
-import os
+import pickle
 import select
 import socket
 import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from savable_pipeline.run.engine.connection import STARTED, Answer
+from savable_pipeline.run.engine.shared_batches import AnswerReader
+from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.batch_pickle import Buffer
+from savable_pipeline.run.transport.channel import closed_in_children
+from savable_pipeline.run.transport.segments import ALIGN
 
 MAGIC = b"SvP1"  # another number for another layout of frames, or of the messages before them
 _HEADER = struct.Struct("<4sBxxxI8sQIQ")
@@ -125,7 +134,7 @@ class Link:
         self._parser = self._parsed()
         self._target = memoryview(b"")  # where what comes next belongs
         self._wakes_at = 1
-        _open.add(self)
+        closed_in_children(self)
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once closed."""
@@ -187,6 +196,16 @@ class Link:
         found, self._arrived = self._arrived, []
         return found
 
+    def hear(self, take: Callable[[Frame], object]) -> str:
+        """Send what is unsent, and take the frames that have arrived. Returns why the connection is lost; "" if not."""
+        try:
+            self.flush()
+            for frame in self.receive():
+                take(frame)
+        except (OSError, EOFError) as error:
+            return said(error)
+        return ""
+
     def _wake_at(self, size: int) -> None:
         """Have `poll` wake this process only for so many bytes: a large body arrives in many small pieces."""
         if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
@@ -234,6 +253,11 @@ class Link:
         self._socket.close()
 
 
+def said(error: Exception) -> str:
+    """What an error says, or its kind."""
+    return str(error) or type(error).__name__
+
+
 def _code(key: bytes, header: Buffer, head: Buffer) -> bytes:
     if len(head) <= _SMALL:
         return hmac.digest(key, b"".join((header, head)), "sha256")[:_CODE_BYTES]
@@ -254,12 +278,45 @@ def be_live(end: socket.socket) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-_open: weakref.WeakSet[Link] = weakref.WeakSet()
+_NUMBERS = struct.Struct("<QI")
+_PADDING = bytes(ALIGN)
 
 
-def _close_all() -> None:
-    for link in list(_open):
-        link.close()
+class WrittenAnswer(NamedTuple):
+    """An answer as a worker wrote it; the buffers view its shared memory, which is free again when they are gone."""
+
+    pickled: Buffer
+    buffers: Sequence[Buffer]
+
+    def head(self, number: int) -> bytes:
+        """The head of its frame."""
+        sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
+        return b"".join((_NUMBERS.pack(number, len(self.buffers)), sizes, self.pickled))
+
+    def body(self) -> list[Buffer]:
+        """The body of its frame."""
+        return [piece for buffer in self.buffers for piece in (buffer, _PADDING[: -len(buffer) % ALIGN])]
 
 
-os.register_at_fork(after_in_child=_close_all)
+class WrittenAnswerReader(AnswerReader):
+    """Reads answers of a worker as they are written; only its first message is unpickled."""
+
+    def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
+        """The number of a message, and its `WrittenAnswer`."""
+        number, inline, written = pickle.loads(message)
+        if written is not None:
+            *buffers, pickled = self.view(written, descriptors)
+            return number, WrittenAnswer(pickled, buffers)
+        return number, batch_pickle.loads(*inline) if number == STARTED else WrittenAnswer(*inline)
+
+
+def read_answer(frame: Frame) -> tuple[int, Answer]:
+    """The number and the answer of a frame."""
+    head = memoryview(frame.head)
+    number, count = _NUMBERS.unpack_from(head)
+    sizes = struct.unpack_from(f"<{count}Q", head, _NUMBERS.size)
+    buffers, at = [], 0
+    for size in sizes:
+        buffers.append(frame.body[at : at + size])
+        at += size + -size % ALIGN
+    return number, batch_pickle.loads(head[_NUMBERS.size + 8 * count :], buffers)

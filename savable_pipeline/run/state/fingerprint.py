@@ -18,8 +18,7 @@ from savable_pipeline.core.wording import clean_address, human_bytes
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
-from savable_pipeline.run.state.restoring import has_too_many
+from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.setting_rules import SettingRule, rules_of
 from savable_pipeline.stages.stage import Stage

@@ -23,8 +23,7 @@ import msgspec
 
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.state.lane_state import checksum, pack_state, unpack_state
-from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.lane_state import checksum, pack_state, restoring, unpack_state
 from savable_pipeline.stages.item_ref import ItemRef
 
 EPOCH_SHIFT = 40

@@ -1,4 +1,4 @@
-"""The state of a lane as typed, versioned and checksummed bytes.
+"""The state of a lane as typed, versioned and checksummed bytes, and `restoring`, in which a damaged one is an error.
 
     "SAVL" │ STATE u16 │ ORDER u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
 
@@ -9,18 +9,27 @@ reshards:
 
 `slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py,
 "facts" a `RunFacts`.
+
+A checksum detects damage, but not a state written wrongly, by intent or by a fault: then any line that reads it may
+fail, in the library or in `restore_state` of a user's stage. `restoring` is the one place where these errors become a
+`StateError`; `has_too_many` finds what would take gigabytes of memory before it is made.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.core.state_numbers import ORDER, STATE, check_numbers
-from savable_pipeline.errors import StateError
+from savable_pipeline.errors import EncodeError, SavableError, StateError
 
 _MAGIC = b"SAVL"
 _NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
@@ -32,8 +41,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class LaneState(msgspec.Struct):
     """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
 
-    `facts`: the digest of the `RunFacts` with which it was made. `in_vain`: in_vain.py, absent where all is known to
-    have given something, as the one source of a lane with batches.
+    `facts`: the digest of the `RunFacts` with which it was made. `in_vain`: an `InVain`, absent where all is known
+    to have given something, as the one source of a lane with batches.
     """
 
     lane: SavedCount
@@ -58,6 +67,24 @@ def pack_state(state: msgspec.Struct) -> bytes:
             "state, use another copy of the checkpoint"
         ) from error
     return _NUMBERED + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+
+
+def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
+    """The packed state of a lane before its first batch of an epoch.
+
+        slot 5 of 8 lanes     0 1 2 3 4            5 6 7
+                              begun: their own     fresh: the run's facts have the chunk sizes, the units in which the
+                              states say `cut`     shares of all lanes are cut in this epoch
+
+    When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes
+    must stay cut as they were, or a fresh lane would read samples of another lane.
+    """
+    return pack_state(LaneState(lane, epoch, facts=facts.digest))
+
+
+def with_facts(raw: bytes, facts: RunFacts) -> bytes:
+    """A lane's packed state with other facts: whether it has another batch must be determined again."""
+    return pack_state(replace(unpack_state(raw, LaneState, "lane"), facts=facts.digest, more=None))
 
 
 def checksum(packed: Any) -> bytes:
@@ -104,3 +131,142 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
         if not level:
             return
     raise StateError(f"{name}: lists within each other, deeper than {_DEEPEST}; use another copy of the checkpoint")
+
+
+# Of which sources a lane has had samples in vain.
+
+InVain: TypeAlias = dict[str, dict[str, int]]
+"""By "STAGE/TAG" and WHAT; empty once something was kept:
+
+    counters of a batch                  before                     after
+    Encode/source/7/skipped/no txt  3    Encode/7: {}               Encode/7: {}                        has given
+    Encode/source/9/skipped/no txt  5    Encode/9: {skipped/… : 4}  Encode/9: {"skipped/no txt": 9}     nothing yet
+    Encode/source/9/items           1    Encode/9: {skipped/… : 9}  Encode/9: {}                        the first item
+
+It is in the state, so that a source that has given something is known after a resume, too.
+"""
+
+FIRST = "first"
+_SKIPPED, _MOST, _OTHERS = "skipped/", 30, "skipped/for other reasons"  # a reason may have a number in it
+
+
+class OfSource(NamedTuple):
+    """What a counter of a stage counts of the source with this tag."""
+
+    stage: str
+    tag: int
+    what: str
+    """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see source_counts.py."""
+
+    @classmethod
+    def of(cls, name: str) -> OfSource | None:
+        """Of the name of a counter, STAGE/source/TAG/WHAT; None for one that is of no source."""
+        stage, _, of_source = name.partition("/source/")
+        tag, _, what = of_source.partition("/")
+        return cls(stage, int(tag), what) if what else None
+
+    @property
+    def key(self) -> str:
+        """The key of the stage and the source in `InVain`."""
+        return f"{self.stage}/{self.tag}"
+
+    @property
+    def reason(self) -> str:
+        """Why something was left out; "" if this is no counter of that."""
+        return self.what.removeprefix(_SKIPPED) if self.what.startswith(_SKIPPED) else ""
+
+
+def with_counts(before: InVain, counts: Mapping[str, int | float]) -> InVain:
+    """What was in vain after these counters of the lane's stages."""
+    found = {name: of for name in counts if "/source/" in name and counts[name] > 0 and (of := OfSource.of(name))}
+    after = dict(before) if found else before
+    for name, of in found.items():
+        if (of.reason or of.what == FIRST) and (of.key not in after or after[of.key]):
+            before_it = after.get(of.key, {})
+            what = of.what if of.what in before_it or len(before_it) < _MOST else _OTHERS
+            after[of.key] = {**before_it, what: before_it.get(what, 0) + int(counts[name])}
+    return after | {of.key: {} for of in found.values() if of.what == "items"}
+
+
+def reasons_of(in_vain: Mapping[str, int]) -> Counter[str]:
+    """Of a stage's source, the samples that were in vain, by reason."""
+    return Counter({what.removeprefix(_SKIPPED): n for what, n in in_vain.items() if what.startswith(_SKIPPED)})
+
+
+# Reading what may be damaged.
+
+
+@contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Raise `StateError`, with the original error as its cause, where reading or restoring `what` fails in here.
+
+    `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
+    so its cause is a number in the state.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SavableError | OSError | MemoryError) and not isinstance(error, EncodeError):
+            raise
+        raise StateError(
+            f"{what} cannot be restored ({type(error).__name__}: {error}): it is damaged, or restore_state of a stage "
+            "of your own does not take what its save_state gave; use another copy of the checkpoint"
+        ) from error
+
+
+_FREE = 1 << 20  # objects, whatever the size of a state; 75 MB of empty lists
+
+
+def _widths() -> list[int]:
+    """The bytes of each object, or of a list's or map's header, by its first byte; 0 where a length follows."""
+    widths = [1] * 256
+    for first in range(0xA0, 0xC0):  # short texts
+        widths[first] = 1 + first - 0xA0
+    for first, width in {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}.items():  # floats, unsigned
+        widths[first] = width
+    for first, width in {0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}.items():  # signed
+        widths[first] = width
+    for power in range(5):
+        widths[0xD4 + power] = 2 + (1 << power)  # extensions
+    for first, width in {0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}.items():  # lists and maps
+        widths[first] = width
+    return [0 if first in _LENGTHS else width for first, width in enumerate(widths)]
+
+
+_LENGTHS = {  # bytes of the length that follows, and bytes between it and the content
+    0xC4: (1, 0),
+    0xC5: (2, 0),
+    0xC6: (4, 0),  # bytes
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),  # extensions
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),  # texts
+}
+_WIDTHS = _widths()
+
+
+def has_too_many(packed: bytes, stored: int) -> bool:
+    """Whether there are more objects in `packed` than a million and one for each of the `stored` bytes of a file.
+
+    So a state that is large in memory is large on the disk: a byte can be an empty list of 72 bytes, and 131 kB of a
+    compressed state could become gigabytes. Nothing is decoded, and counting stops at the limit. Each object begins
+    with a byte that gives its size, or how many bytes its length takes; the objects inside of a list or a map follow
+    its header, and count themselves:
+
+        93 a1 61 05 90    a list of three: "a", 5, []    four objects
+    """
+    most = _FREE + stored
+    if len(packed) <= most:  # an object takes a byte
+        return False
+    at, count, end, widths = 0, 0, len(packed), _WIDTHS
+    while at < end and count <= most:
+        first = packed[at]
+        width = widths[first]
+        if not width:
+            digits, more = _LENGTHS[first]
+            width = 1 + digits + more + int.from_bytes(packed[at + 1 : at + 1 + digits], "big")
+        at += width
+        count += 1
+    return count > most

@@ -25,8 +25,7 @@ from savable_pipeline.core.state_numbers import check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import with_acks_applied
-from savable_pipeline.run.state.lane_state import LaneState, unpack_state
-from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")

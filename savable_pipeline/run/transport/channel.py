@@ -15,7 +15,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _HEAD = struct.Struct("<II")
@@ -51,7 +51,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()  # with duplicated descriptors, closed when sent
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
-        _open.add(self)
+        closed_in_children(self)
 
     def fileno(self) -> int:
         """The socket's descriptor, for `poll`; -1 once closed."""
@@ -131,12 +131,17 @@ class Channel:
         _close(self._descriptors)
 
 
-_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def closed_in_children(end: Any) -> None:
+    """Have a forked child close its copy of this end at once: else it would stay open when its owner closes it."""
+    _open.add(end)
 
 
 def _close_all() -> None:
-    for channel in list(_open):
-        channel.close()
+    for end in list(_open):
+        end.close()
 
 
 os.register_at_fork(after_in_child=_close_all)

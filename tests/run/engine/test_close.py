@@ -35,7 +35,6 @@ def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLo
 
 def held() -> Counter[int | str]:
     """The processes and descriptors that this process has. What others left may end meanwhile: `<=` compares two."""
-    gc.collect()
     descriptors = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return Counter([*descendants(os.getpid()), *(name for name in descriptors if "/proc/" not in name)])
 
@@ -44,6 +43,8 @@ def held() -> Counter[int | str]:
 def nothing_left() -> Iterator[None]:
     before = held()
     yield
+    if not held() <= before:
+        gc.collect()  # of what pytest holds, such as the frames of an error
     assert held() <= before
 
 
@@ -54,33 +55,17 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_nothing_is_left_after_close(pipeline: Any, num_workers: int) -> None:
+def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeline: Any, num_workers: int) -> None:
     before = held()
     own = loader(pipeline, num_workers)
     take(own, 5)
     assert len(set(descendants(os.getpid())) - set(before)) == (num_workers + 1 if num_workers else 0)  # and a server
     own.close()
     assert held() <= before
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_nothing_is_left_after_a_with_block_that_an_error_leaves(pipeline: Any, num_workers: int) -> None:
-    before = held()
     with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
         for _batch in own:
             _ = 1 / 0
     assert held() <= before
-
-
-def test_workers_live_from_pass_to_pass_until_the_loader_is_closed(make_shards: Any) -> None:
-    own = loader(partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1))
-    assert take(own, 1000)
-    living = workers(own)
-    assert len(living) == 2
-    assert take(own, 1000)
-    assert workers(own) == living
-    own.close()
-    assert not workers(own)
 
 
 def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_path: Path) -> None:
@@ -92,37 +77,23 @@ def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_pa
     own.close()
 
 
-def test_nothing_is_left_after_break_and_del(pipeline: Any) -> None:
+def test_nothing_is_left_after_break_and_del_or_of_a_loader_that_never_began(pipeline: Any) -> None:
     before = held()
     own = loader(pipeline)
     for _batch in own:
         break
     del own
     assert held() <= before
-
-
-def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
-    before = held()
     own = loader(pipeline)
     own.state_dict()
     own.close()
     assert held() <= before
 
 
-def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: Any, tmp_path: Path) -> None:
-    encoder = FaultyEncoder("hang", 9, tmp_path / "cured")
+@pytest.mark.parametrize("how", ["made", "taken by no one"])
+def test_closing_does_not_wait_for_batches_that_are(make_shards: Any, tmp_path: Path, how: str) -> None:
+    encoder = FaultyEncoder("hang", 9, tmp_path / "cured") if how == "made" else LargeEncoder()
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), workers=sp.Workers(prefetch=4))
-    next(own)
-    time.sleep(0.2)
-    start = time.monotonic()
-    own.close()
-    assert time.monotonic() - start < 30  # not the minute that a batch takes
-
-
-def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
-    own = loader(
-        partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder()), workers=sp.Workers(prefetch=4)
-    )
     next(own)
     time.sleep(0.2)
     start = time.monotonic()
@@ -145,11 +116,11 @@ def in_shared_memory(pid: int) -> set[str]:
     return {line.split()[5] for line in lines if "/dev/shm/" in line}
 
 
-def test_twenty_starts_and_stops_leave_nothing(pipeline: Any) -> None:
-    expected = take(loader(pipeline, 0), 20)
+def test_many_starts_and_stops_leave_nothing(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 0), 6)
     own = loader(pipeline, 1)
     found = []
-    for _ in range(20):
+    for _ in range(6):
         found += take(own, 1)
         own.close()
     assert found == expected

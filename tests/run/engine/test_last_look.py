@@ -16,7 +16,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.stores import shard_files
-from savable_pipeline.run.engine import last_look
+from savable_pipeline.run.engine import worker_main
 
 OVERWRITTEN = (
     r"0000\.tar: it was overwritten while this run read from it; the batches of the slots \d.* may hold bytes of both"
@@ -106,7 +106,7 @@ def left_over(root: Path, lane: Lane) -> custom.Stage:
 def test_a_pass_does_not_end_without_an_error_where_the_lane_of_its_last_batch_has_more(
     root: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_look, "_IDLE_S", 10_000.0)
+    monkeypatch.setattr(worker_main, "_IDLE_S", 10_000.0)
     own = sp.SavableLoader(
         partial(left_over, root), seed=0, lanes=2, num_workers=workers, workers=sp.Workers(start_method="fork")
     )

@@ -94,7 +94,7 @@ def check_legs(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
 
 
 @given(shard_sizes, quiet, st.integers(0, 2**20))
-@examples(12, shrink=False)
+@examples(4, shrink=False)
 def test_threads_and_processes_give_the_same_batches_and_states_from_one_to_the_other(
     sizes: list[int], chosen: dict[str, Any], seed: int
 ) -> None:

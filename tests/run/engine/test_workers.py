@@ -21,7 +21,6 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.engine import pool, process_host
 from savable_pipeline.run.engine import worker_main as worker
-from savable_pipeline.run.engine.connection import Ended
 from tests.support.processes import alive, kill, notice_deaths, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import (
@@ -57,9 +56,9 @@ def faulty(make_shards: Any, tmp_path: Path) -> Callable[..., Any]:
 # Killed.
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-@pytest.mark.parametrize("killed", [slice(0, 1), slice(1, 2), slice(0, 2)])
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize(
+    ("killed", "after", "epochs"), [(slice(0, 1), 1, None), (slice(1, 2), 4, 1), (slice(0, 2), 4, None)], ids=str
+)
 def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
     make_shards: Any, killed: slice, after: int, epochs: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,34 +80,31 @@ def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
 
 def test_workers_killed_all_the_time_change_nothing(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    expected = take(loader(pipeline, 0), 120)
+    expected = take(loader(pipeline, 0), 60)
     draw = random.Random(3)
     kills = 0
     with loader(pipeline, 3) as own:
         found = []
         while len(found) < len(expected):
-            if kills < 60 and (there := alive(workers(own))):
+            if kills < 30 and (there := alive(workers(own))):
                 kill(draw.choice(there))
                 kills += 1
                 time.sleep(draw.choice([0, 0, 0.002, 0.02]))
             found += take(own, min(2, len(expected) - len(found)))
-    assert found == expected and kills > 50
+    assert found == expected and kills > 20
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothing_is_lost(
-    make_shards: Any, num_workers: int
-) -> None:
+def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothing_is_lost(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder())
     expected = take(loader(pipeline, 0), 10)
-    with loader(pipeline, num_workers) as own:
+    with loader(pipeline) as own:
         found = take(own, 1)
-        for pause in (0.3, 0.0, 0.001, 0.003, 0.01):
+        for pause in (0.3, 0.0, 0.001, 0.003):
             time.sleep(pause)
             for pid in workers(own)[:1]:  # there may be none yet in place of the last
                 kill(pid)
             found += take(own, 1)
-        found += take(own, 4)
+        found += take(own, 5)
         assert found == expected
 
 
@@ -144,54 +140,7 @@ def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_de
         assert own.stats()["restarts"] == 2
 
 
-def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
-    faulty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_host, "END_WAIT_S", 0.5)
-    own = loader(faulty("none"), 3)
-    next(own)
-    for pid in workers(own):
-        kill(pid)
-
-    host: Any = own._run.prefetcher._host
-    ended = host.ended
-
-    def all_at_once() -> list[Ended]:
-        found = ended()
-        while len(found) < 3:
-            time.sleep(0.01)
-            found += ended()
-        monkeypatch.setattr(host, "ended", ended)
-        return found  # type: ignore[no-any-return]
-
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(host, "ended", all_at_once)
-
-    monkeypatch.setattr(pool.Pool, "_replace", broken)
-    with pytest.raises(ZeroDivisionError):
-        take(own, 12)
-    own.close()
-
-
-def test_a_state_saved_after_a_worker_was_killed_resumes_exactly(make_shards: Any) -> None:
-    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    expected = take(loader(pipeline, 0), 20)
-    with loader(pipeline) as own:
-        found = take(own, 6)
-        for pid in workers(own):
-            kill(pid)
-        state = own.state_dict()
-        found += take(own, 3)
-        later = own.state_dict()
-    for start, saved in ((6, state), (9, later)):
-        fresh = loader(pipeline, 0)
-        fresh.load_state_dict(saved)
-        assert found[:start] + take(fresh, 20 - start) == expected
-
-
-@pytest.mark.parametrize("how", ["segfault", "kill", "os exit", "hang"])
+@pytest.mark.parametrize("how", ["segfault", "hang"])
 def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
     make_shards: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,8 +154,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
     for number, message in enumerate(told, start=1):
         assert "while it made a batch of lane 4, in Encode, shard " in message and "key 's000009'" in message
         assert f"replaced, restart {number} of 100" in message
-        if how in ("segfault", "hang"):
-            assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", message)
+        assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", message)
 
 
 def test_a_sample_that_always_ends_its_worker_stops_the_run_at_its_own_batch(faulty: Any, tmp_path: Path) -> None:
@@ -284,11 +232,8 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
 # Hanging.
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(
-    faulty: Any, tmp_path: Path, epochs: int | None
-) -> None:
-    with loader(faulty("hang", epochs=epochs), workers=sp.Workers(timeout=0.5)) as own:
+def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(faulty: Any, tmp_path: Path) -> None:
+    with loader(faulty("hang", epochs=1), workers=sp.Workers(timeout=0.5)) as own:
         found = [next(own) for _ in range(4)]
         pids = workers(own)
         start = time.monotonic()
@@ -351,10 +296,10 @@ def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch:
 # Errors.
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("how", ["value", "unpicklable"])
-@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize(
+    ("how", "num_workers", "at", "epochs"),
+    [("value", 0, 0, None), ("value", 2, 9, None), ("unpicklable", 2, 0, 1), ("unpicklable", 0, 9, 1)],
+)
 def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
     faulty: Any, tmp_path: Path, how: str, num_workers: int, at: int, epochs: int | None
 ) -> None:
@@ -512,10 +457,12 @@ def one(loader: sp.SavableLoader) -> str:
     "num_workers,stride,epochs,start",
     [
         pytest.param(0, 1, None, 0, marks=pytest.mark.landing),
-        (0, 1, None, 5),
+        (0, 3, None, 5),
+        pytest.param(0, 1, None, 5, marks=pytest.mark.long),
         pytest.param(0, 1, 1, 0, marks=pytest.mark.long),
         pytest.param(0, 1, 1, 2, marks=pytest.mark.long),
-        (0, 1, 1, -2),
+        (0, 3, 1, -2),
+        pytest.param(0, 1, 1, -2, marks=pytest.mark.long),
         pytest.param(0, 1, 1, -1, marks=pytest.mark.long),
         pytest.param(1, 9, 1, -1, marks=pytest.mark.landing),
         pytest.param(1, 9, 1, 2, marks=pytest.mark.long),

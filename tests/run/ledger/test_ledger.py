@@ -66,8 +66,7 @@ def kept(ledger: LedgerFiles) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("pack", [None, "best_fit"])
+@pytest.mark.parametrize(("num_workers", "pack"), [(0, None), (2, "best_fit")])
 def test_what_was_given_is_in_it_with_every_row(shards: str, folder: Path, num_workers: int, pack: str | None) -> None:
     with loader(partial(toy_pipeline, shards, pack=pack), folder, num_workers=num_workers) as own:
         traced = [(own.trace(), numbers(batch)) for _, batch in zip(range(30), own, strict=False)]
@@ -103,9 +102,8 @@ def test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch
     assert any(given.lost for given in LedgerFiles(folder).batches())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_kill_loses_nothing_that_was_given(shards: str, folder: Path, workers: int) -> None:
-    command = [sys.executable, "-m", "tests.support.toy_ledger", shards, str(folder), str(workers)]
+def test_a_kill_loses_nothing_that_was_given(shards: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.toy_ledger", shards, str(folder), "2"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     given = [int(next(run.stdout)) for _ in range(20)]
@@ -228,15 +226,15 @@ def test_any_batch_can_be_made_again_byte_for_byte(
     own = loader(pipeline, folder)
     given = {}
     for _ in range(2):
-        for _, batch in zip(range(40), own, strict=False):
+        for _, batch in zip(range(26), own, strict=False):
             given[own.epoch, own.trace().slot] = digest(batch)
         state = own.state_dict()
         own.close()
         own = loader(pipeline, folder, num_workers=1)
         own.load_state_dict(state)
     own.close()
-    assert len(given) > 30
-    for (epoch, slot), expected in random.Random(1).sample(sorted(given.items()), 12):
+    assert len(given) > 20
+    for (epoch, slot), expected in random.Random(1).sample(sorted(given.items()), 6):
         assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == expected
 
 
@@ -546,7 +544,7 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
     ledger = LedgerFiles(folder)
     growth = list(ledger.batches())[-1].facts.growth
     assert growth["a"][-1][1] == 4 and set(growth) == {"a", "b"}
-    for epoch, slot in random.Random(1).sample(sorted(given), 25):
+    for epoch, slot in random.Random(1).sample(sorted(given), 12):
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
 
 
@@ -593,13 +591,13 @@ def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, t
     shards = str(make_shards([12, 12]))
     (tmp_path / "forget").write_text("s000003\ns000020\n")
     first = loader(partial(toy_pipeline, shards, hold=3, skip=0), folder)
-    take(first, 60)
+    take(first, 30)
     state = first.state_dict()
     first.close()
     pipeline = partial(toy_pipeline, shards, hold=3, skip=0, exclude=str(tmp_path / "forget"))
     own = loader(pipeline, folder)
     own.load_state_dict(state, allow="exclude")
-    expected = take(own, 120)
+    expected = take(own, 60)
     own.close()
 
     def slots(key: str) -> list[int]:
@@ -607,12 +605,12 @@ def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, t
         return [int(slot) for slot in re.findall(r"slot (\d+)", shown)]
 
     for key in ("s000003", "s000020"):
-        assert slots(key) and max(slots(key)) < 60
-    assert max(slots("s000004")) > 60
-    for slot in (60, 100, 179):
-        assert digest(make_again(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 60]
+        assert slots(key) and max(slots(key)) < 30
+    assert max(slots("s000004")) >= 30
+    for slot in (30, 50, 89):
+        assert digest(make_again(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 30]
     with pytest.raises(sp.CheckpointMismatchError, match="exclude"):
-        make_again(pipeline, LedgerFiles(folder), 0, 59)
+        make_again(pipeline, LedgerFiles(folder), 0, 29)
 
 
 def test_another_run_is_refused_in_a_folder_before_its_ledger_cannot_be_read_any_more(

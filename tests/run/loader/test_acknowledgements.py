@@ -25,8 +25,7 @@ from savable_pipeline import custom
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
 from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, savable_loader
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
-from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.voted_step import voted_step
+from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.summary import read_checkpoint, summarize

@@ -78,8 +78,7 @@ def valid_ids(batches: list[Any]) -> list[int]:
     return [number for batch in batches for number in batch["id"][batch["valid"]].tolist()]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("samples", [1, 3, 16, 50, 61])
+@pytest.mark.parametrize(("samples", "num_workers"), [(1, 0), (3, 2), (16, 0), (50, 2), (61, 0)])
 def test_every_sample_comes_exactly_once_and_every_batch_has_the_same_shape(
     make_shards: Any, samples: int, num_workers: int
 ) -> None:
@@ -133,10 +132,10 @@ def assert_ranks(pipeline: Any, world_size: int, expected: list[str]) -> None:
 
 def test_it_resumes_exactly(make_shards: Any) -> None:
     shards = str(make_shards([50]))
-    settings: dict[str, Any] = {"lanes": 4, "steps": 34, "world_sizes": [1, 2, 4], "tail": "pad"}
-    assert assert_exact_resume(partial(evaluation, shards), workers=[0, 2], **settings) > 30
-    assert assert_exact_resume(partial(evaluation, shards, encoder=SkipsMost()), **settings) > 20
-    assert assert_exact_resume(partial(evaluation, shards, encoder=Packs(), packed=True, size=2), **settings) > 20
+    settings: dict[str, Any] = {"lanes": 4, "steps": 20, "chains": 1, "world_sizes": [1, 2, 4], "tail": "pad"}
+    assert assert_exact_resume(partial(evaluation, shards), workers=[0, 1], **settings) > 20
+    assert assert_exact_resume(partial(evaluation, shards, encoder=SkipsMost()), **settings) > 12
+    assert assert_exact_resume(partial(evaluation, shards, encoder=Packs(), packed=True, size=2), **settings) > 12
 
 
 def steps_of_four(pipeline: Any, steps: int) -> list[list[Any]]:

@@ -39,8 +39,7 @@ def without_epochs(pipeline: Any, n: int) -> list[Any]:
     return take(loader(pipeline, epoch_slots=None), n)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("takes_all", [True, False])
+@pytest.mark.parametrize(("num_workers", "takes_all"), [(0, True), (2, False)])
 def test_epochs_have_their_length_and_together_are_the_endless_run(
     endless: Any, num_workers: int, takes_all: bool
 ) -> None:
@@ -63,7 +62,7 @@ def test_the_slots_of_an_epoch_are_shared_by_the_ranks(endless: Any, world_size:
 
 def test_every_cut_resumes_exactly_through_epochs_with_other_workers_and_ranks(endless: Any) -> None:
     assert_exact_resume(
-        endless, lanes=6, steps=20, workers=(0, 1), world_sizes=(1, 2, 3), chains=1, after=1, epoch_slots=6
+        endless, lanes=6, steps=14, workers=(0, 1), world_sizes=(1, 2, 3), chains=1, after=1, epoch_slots=6
     )
 
 

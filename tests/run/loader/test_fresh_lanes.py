@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -20,6 +20,7 @@ from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.testing import _take_step
 from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import write_numbered_shards
+from tests.support.exact_search import examples
 from tests.support.streams import through_a_file
 
 Given = list[tuple[int, int]]  # epoch and number of each sample that counts
@@ -100,7 +101,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
     steps=st.lists(st.integers(0, 9), min_size=3, max_size=3),
 )
-@settings(max_examples=60)
+@examples(20)
 def test_each_sample_of_a_padded_pass_comes_once(
     shards: Path, samples: int, order: dict[str, Any], epochs: float, lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
@@ -115,7 +116,7 @@ def test_each_sample_of_a_padded_pass_comes_once(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
     steps=st.lists(st.integers(0, 9), min_size=2, max_size=2),
 )
-@settings(max_examples=20)
+@examples(8)
 def test_no_sample_comes_twice_before_the_first_lane_is_dry(
     shards: Path, order: dict[str, Any], lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
@@ -130,7 +131,7 @@ def test_no_sample_comes_twice_before_the_first_lane_is_dry(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=2),
     steps=st.integers(0, 12),
 )
-@settings(max_examples=20)
+@examples(8)
 def test_an_endless_run_in_file_order_gives_each_sample_once_an_epoch(
     shards: Path, block_size: int | None, lanes: int, sizes: list[int], steps: int
 ) -> None:
@@ -232,7 +233,7 @@ def resumed_in(shards: str, order: dict[str, Any], first: str, steps: int, *, la
     steps=st.integers(1, 12),
 )
 @example(samples=17, order=ORDERS[0], lanes=9, size=3, steps=2)
-@settings(max_examples=40)
+@examples(14)
 def test_a_pass_begun_with_tail_stop_that_goes_on_with_pad_gives_each_sample_once(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:
@@ -249,7 +250,7 @@ def test_a_pass_begun_with_tail_stop_that_goes_on_with_pad_gives_each_sample_onc
 )
 @example(samples=17, order=ORDERS[0], lanes=9, size=2, steps=3)
 @example(samples=17, order={"shuffle": True, "blend": True}, lanes=4, size=4, steps=7)
-@settings(max_examples=40)
+@examples(14)
 def test_a_pass_begun_with_tail_pad_that_goes_on_with_stop_ends_before_the_round_that_a_lane_cannot_fill(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:

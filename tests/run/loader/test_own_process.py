@@ -54,9 +54,14 @@ def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, 
         through_workers(make, workers)
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, TrainerLoader, lambda loader: OnDevice(loader, "cpu")])
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"ranks": (0, 1)}])
+@pytest.mark.parametrize(
+    ("wrap", "begun", "settings"),
+    [
+        (lambda loader: loader, False, {"ranks": (0, 1)}),
+        (TrainerLoader, True, {}),
+        (lambda loader: OnDevice(loader, "cpu"), True, {"ranks": (0, 1)}),
+    ],
+)
 def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_before(
     make: Any, wrap: Any, begun: bool, settings: dict[str, int]
 ) -> None:
@@ -98,8 +103,9 @@ def in_a_fork(work: Callable[[], Any]) -> str:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"ranks": (0, 1)}])
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "begun"), [({}, False), ({"num_workers": 1}, True), ({"ranks": (0, 1)}, True)], ids=str
+)
 def test_a_forked_process_does_not_go_on_with_its_parents_loader(
     make: Any, settings: dict[str, int], begun: bool
 ) -> None:
@@ -124,10 +130,3 @@ def test_a_forked_process_may_look_at_its_parents_loader_and_make_its_own(make: 
         assert take(own, 2) == take(make(), 3)[1:]
 
     assert in_a_fork(work) == ""
-
-
-def test_other_batches_cost_no_look_at_the_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make()
-    next(loader)
-    monkeypatch.setattr(loader._run._process, "check", lambda: pytest.fail("looked again"))
-    next(loader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,14 +56,6 @@ def test_each_lane_and_each_slot_of_a_step_belongs_to_one_rank(world_size: int) 
 
 
 # Where they come from.
-
-
-def test_without_anything_there_is_one_rank() -> None:
-    assert found() == (0, 1)
-
-
-def test_rank_and_world_size_are_taken_as_given() -> None:
-    assert found(ranks=(2, 3)) == (2, 3)
 
 
 def test_they_come_from_the_process_group_or_a_mesh(one_process_group: None) -> None:
@@ -226,12 +217,6 @@ def test_a_skip_where_the_length_was_known_is_an_error(make_shards: Any) -> None
         [take(rank, 1000) for rank in ranks]
     with pytest.raises(ValueError, match="must agree on its end"):
         next(sp.SavableLoader(partial(pipeline, on_error="skip"), seed=3, lanes=4, ranks=(0, 2)))
-
-
-def test_an_endless_run_needs_no_one_to_agree_with(make_shards: Any) -> None:
-    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    assert "WORLD_SIZE" not in os.environ
-    assert len(take(sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(1, 2)), 30)) == 30
 
 
 ALONE = """

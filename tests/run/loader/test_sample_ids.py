@@ -19,9 +19,9 @@ def shards(make_shards: Any) -> str:
     return str(make_shards([40, 7, 60]))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("pack", [None, "best_fit"])
-@pytest.mark.parametrize("blend", [None, "nested"])
+@pytest.mark.parametrize(
+    ("num_workers", "pack", "blend"), [(0, None, None), (2, "best_fit", "nested"), (0, "best_fit", None)]
+)
 def test_each_row_has_source_index_and_part_of_its_samples(
     shards: str, num_workers: int, pack: str | None, blend: str | None
 ) -> None:

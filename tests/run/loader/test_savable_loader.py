@@ -22,7 +22,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.streams import take
-from tests.support.toy_faults import number_pipeline
+from tests.support.toy_faults import number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -61,7 +61,7 @@ def test_slots_are_the_batches_of_the_lanes_in_turn_with_every_stage(pipeline: A
         assert take(own, 24) == [by_hand[q % 12][q // 12] for q in range(24)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 12])
+@pytest.mark.parametrize("world_size", [3, 12])
 def test_slot_q_belongs_to_rank_q_mod_w(pipeline: Any, world_size: int) -> None:
     expected = take(loader(pipeline), 24)
     for rank in range(world_size):
@@ -69,8 +69,7 @@ def test_slot_q_belongs_to_rank_q_mod_w(pipeline: Any, world_size: int) -> None:
         assert take(own, 24 // world_size) == expected[rank::world_size]
 
 
-@pytest.mark.parametrize("start", [1, 5, 7, 12, 14])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("start", "world_size"), [(1, 2), (5, 4), (7, 3), (12, 4), (14, 4)])
 def test_from_any_start_a_step_takes_as_many_consecutive_slots_as_there_are_ranks(
     pipeline: Any, start: int, world_size: int
 ) -> None:
@@ -89,16 +88,14 @@ def test_from_any_start_a_step_takes_as_many_consecutive_slots_as_there_are_rank
         assert {rank.state_dict()["slot"] for rank in ranks} == {slots.stop}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("prefetch", [1, 2, 7])
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(1, 7), (2, 1), (3, 2)])
 def test_workers_and_prefetch_change_no_batch(pipeline: Any, num_workers: int, prefetch: int) -> None:
     with loader(pipeline, num_workers, workers=sp.Workers(prefetch=prefetch)) as own:
         assert take(own, 30) == take(loader(pipeline), 30)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_change_no_batch_of_a_finite_run_nor_its_end(finite: Any, num_workers: int) -> None:
-    with loader(finite, num_workers) as own:
+def test_workers_change_no_batch_of_a_finite_run_nor_its_end(finite: Any) -> None:
+    with loader(finite, 2) as own:
         alone = loader(finite)
         for _ in range(3):
             assert take(own, 1000) == take(alone, 1000)
@@ -111,24 +108,18 @@ def test_more_workers_than_lanes_change_no_batch(pipeline: Any) -> None:
         assert take(own, 4) == take(loader(pipeline), 24)[5::6]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_start_methods_change_no_batch(pipeline: Any, method: str) -> None:
+    if method == "forkserver":  # whose workers need not import torch
+        pipeline = partial(packed_numbers, *pipeline.args)
     with loader(pipeline, 1, workers=sp.Workers(start_method=method)) as own:
         assert take(own, 14) == take(loader(pipeline), 14)
-
-
-def test_a_larger_prefetch_than_the_run_is_long_is_no_matter(finite: Any) -> None:
-    with loader(finite, 2, workers=sp.Workers(prefetch=1000)) as own:
-        assert take(own, 1000) == take(loader(finite), 1000)
 
 
 PRINT_BATCHES = """
 import sys
 from functools import partial
 import savable_pipeline as sp
-from savable_pipeline import custom
-from savable_pipeline import custom
-from tests.support.processes import descendants, wait_until_gone
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -140,24 +131,17 @@ for num_workers in (0, 2):
 """
 
 
-def test_fresh_interpreters_with_other_hash_seeds_agree_with_and_without_workers(
+def test_a_fresh_interpreter_with_another_hash_seed_agrees_with_and_without_workers(
     pipeline: Any, make_shards: Any
 ) -> None:
-    shards = str(make_shards([40, 7, 60]))
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PRINT_BATCHES, shards],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    (one, *printed), (other, *printed_too) = [run.communicate()[0].splitlines() for run in runs]
-    assert one != other
+    command = [sys.executable, "-c", PRINT_BATCHES, str(make_shards([40, 7, 60]))]
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    other, *printed = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    assert int(other) != hash("a")
     own = loader(pipeline)
     batches = " ".join(take(own, 16))
-    assert printed == printed_too == [batches, own.state_dict()["fingerprint"].hex()] * 2
+    assert printed == [batches, own.state_dict()["fingerprint"].hex()] * 2
 
 
 # Its names and arguments.

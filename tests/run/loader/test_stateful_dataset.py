@@ -20,6 +20,8 @@ from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
+SMALL = [30, 7, 35]  # samples of shards: two rounds of 12 lanes
+
 
 @pytest.fixture(autouse=True)
 def closed_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -55,19 +57,19 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=False)  # the loader's own part of it holds more than plain values
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 3])
 def test_gives_the_batches_of_savable_loader_in_its_order(pipeline: Any, num_workers: int) -> None:
     with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
         expected = take(own, 20)
     assert take(loader(pipeline, num_workers), 20) == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_chains_of_resumes_are_exact_with_the_same_workers(pipeline: Any, num_workers: int) -> None:
-    expected = take(loader(pipeline, num_workers), 20)
+    expected = take(loader(pipeline, num_workers), 16)
     found: list[str] = []
     state = None
-    for steps in (3, 0, 1, 5, 2, 9):
+    for steps in (3, 0, 1, 5, 7):
         resumed = loader(pipeline, num_workers)
         if state is not None:
             resumed.load_state_dict(state)
@@ -76,24 +78,22 @@ def test_chains_of_resumes_are_exact_with_the_same_workers(pipeline: Any, num_wo
     assert found == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_state_between_its_snapshots_is_exact(pipeline: Any, num_workers: int) -> None:
-    expected = take(loader(pipeline, num_workers), 12)
-    first = loader(pipeline, num_workers, snapshot_every_n_steps=4)
+def test_state_between_its_snapshots_is_exact(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 2), 12)
+    first = loader(pipeline, 2, snapshot_every_n_steps=4)
     batches = iter(first)
     assert take(batches, 6) == expected[:6]
-    resumed = loader(pipeline, num_workers, snapshot_every_n_steps=4)
+    resumed = loader(pipeline, 2, snapshot_every_n_steps=4)
     resumed.load_state_dict(through_a_file(first.state_dict()))
     assert take(iter(resumed), 6) == expected[6:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_before_the_first_batch_changes_nothing(pipeline: Any, num_workers: int) -> None:
-    expected = take(loader(pipeline, num_workers), 8)
-    asked = loader(pipeline, num_workers)
+def test_a_state_before_the_first_batch_changes_nothing(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 2), 8)
+    asked = loader(pipeline, 2)
     state = through_a_file(asked.state_dict())
     assert take(asked, 8) == expected
-    resumed = loader(pipeline, num_workers)
+    resumed = loader(pipeline, 2)
     resumed.load_state_dict(state)
     assert take(resumed, 8) == expected
 
@@ -108,11 +108,11 @@ def test_a_state_that_was_returned_does_not_change_later(pipeline: Any) -> None:
     assert state == before != dataset.state_dict()
 
 
-@pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, {}), (2, {"persistent_workers": True})])
+@pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, {"persistent_workers": True})])
 def test_each_epoch_is_whole_and_other_than_the_one_before(
     make_shards: Any, num_workers: int, options: dict[str, Any]
 ) -> None:
-    finite = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    finite = partial(toy_pipeline, str(make_shards(SMALL)), epochs=1)
     with sp.SavableLoader(finite, seed=3, lanes=12) as own:
         expected = [[digest(batch) for batch in own] for _ in range(3)]
     batches = loader(finite, num_workers, **options)
@@ -122,9 +122,9 @@ def test_each_epoch_is_whole_and_other_than_the_one_before(
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_resume_in_the_second_epoch_and_at_the_end_of_the_first(make_shards: Any, num_workers: int) -> None:
-    finite = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    finite = partial(toy_pipeline, str(make_shards(SMALL)), epochs=1)
     uninterrupted = loader(finite, num_workers)
     first, second, third = (take(uninterrupted, 1000) for _ in range(3))
 
@@ -145,17 +145,26 @@ def test_resume_in_the_second_epoch_and_at_the_end_of_the_first(make_shards: Any
     assert take(resumed, 1000) == third
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.landing), 2])
-@pytest.mark.parametrize("kind", ["packed", "counted"])
+@pytest.mark.parametrize(
+    ("num_workers", "kind"),
+    [
+        (0, "counted"),
+        (2, "packed"),
+        pytest.param(0, "packed", marks=pytest.mark.long),
+        pytest.param(1, "packed", marks=pytest.mark.long),
+        pytest.param(1, "counted", marks=pytest.mark.long),
+        pytest.param(2, "counted", marks=pytest.mark.landing),
+    ],
+)
 def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_workers: int, kind: str) -> None:
     """Above all right after an epoch's last batch, before its end is told."""
-    shards = str(make_shards([40, 7, 60]))
+    shards = str(make_shards(SMALL))
     finite: Any = (
         partial(toy_pipeline, shards, epochs=1) if kind == "packed" else partial(counted_pipeline, shards, size=8)
     )
     uninterrupted = loader(finite, num_workers)
     first, second, third = (take(uninterrupted, 1000) for _ in range(3))
-    for step in range(len(first) - 2, len(first) + 1):
+    for step in range(len(first) - 1, len(first) + 1):
         saved = loader(finite, num_workers)
         assert take(islice(saved, step), 1000) == first[:step]
         resumed = loader(finite, num_workers)
@@ -169,7 +178,7 @@ def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_worke
         assert take(resumed, 1000) == third
 
 
-@pytest.mark.parametrize("num_workers", [0, 2, 3])
+@pytest.mark.parametrize("num_workers", [3])
 def test_with_filled_up_batches_every_sample_comes_once_in_the_order_of_savable_loader(
     make_shards: Any, num_workers: int
 ) -> None:
@@ -181,7 +190,7 @@ def test_with_filled_up_batches_every_sample_comes_once_in_the_order_of_savable_
         assert found == list(range(71))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3)])
 def test_another_number_of_workers_is_a_clear_error(pipeline: Any, before: int, after: int) -> None:
     saved = loader(pipeline, before)
     take(iter(saved), 4)
@@ -205,8 +214,8 @@ def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> No
         assert take(ranked, 8) == expected[rank::2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_shards_that_are_added_meanwhile_wait_for_the_next_start(make_shards: Any, num_workers: int) -> None:
+def test_shards_that_are_added_meanwhile_wait_for_the_next_start(make_shards: Any) -> None:
+    num_workers = 2
     folder = make_shards([20, 20, 20])
     later = folder.parent / "0002.tar"
     (folder / "0002.tar").rename(later)

@@ -22,8 +22,7 @@ def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLo
     return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 4, "num_workers": num_workers, **settings})
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("pack", [None, "best_fit"])
+@pytest.mark.parametrize(("num_workers", "pack"), [(0, None), (2, "best_fit")])
 def test_samples_are_those_that_the_given_batches_were_made_of(make_shards: Any, num_workers: int, pack: Any) -> None:
     with loader(partial(toy_pipeline, str(make_shards([60])), pack=pack), num_workers) as own:
         expected = 0
@@ -58,8 +57,7 @@ def blended(folder: str, lane: sp.Lane, *, first: bool) -> custom.Stage:
     return sp.Batcher(sp.Blend(branches, weights={"a": 3, "b": 1}), size=4, encoder=Numbers(even=True))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("num_workers", "first"), [(0, True), (2, False)])
 def test_each_source_has_its_samples_drawn_and_skipped(make_shards: Any, num_workers: int, first: bool) -> None:
     with loader(partial(blended, str(make_shards([40])), first=first), num_workers, ids=True) as own:
         given: Counter[int] = Counter()

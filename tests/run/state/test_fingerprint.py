@@ -27,7 +27,7 @@ from savable_pipeline.run.state.fingerprint import (
     pack_fingerprint,
     unpack_fingerprint,
 )
-from tests.conftest import write_tar
+from tests.conftest import write_numbered_shards, write_tar
 from tests.support.streams import take, through_a_file
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import ToyEncoder, toy_pipeline
@@ -35,13 +35,22 @@ from tests.support.toy_pipelines import ToyEncoder, toy_pipeline
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 12}
 
 
-@pytest.fixture
-def shards(make_shards: Any) -> Path:
-    folder: Path = make_shards([40, 7, 60])
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fingerprint") / "shards"
+    write_numbered_shards(folder, [40, 7, 60])
     return folder
 
 
 @pytest.fixture
+def own_shards(shards: Path, tmp_path: Path) -> Path:
+    """A copy, for tests that change it."""
+    copy = tmp_path / "shards"
+    shutil.copytree(shards, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
 def saved(shards: Path) -> dict[str, Any]:
     """The state of the toy pipeline after five batches."""
     loader = sp.SavableLoader(partial(toy_pipeline, str(shards)), **SETTINGS)
@@ -231,7 +240,8 @@ def test_an_encoders_setting_hides_none_of_the_stage_that_it_is_given_to(shards:
 # The data.
 
 
-def test_shards_that_were_added_removed_or_rewritten_are_named(shards: Path, saved: dict[str, Any]) -> None:
+def test_shards_that_were_added_removed_or_rewritten_are_named(own_shards: Path, saved: dict[str, Any]) -> None:
+    shards = own_shards
     pipeline = partial(toy_pipeline, str(shards))
     original = (shards / "0001.tar").read_bytes()
     members = [(f"s{i:06d}.json", b'{"id": 40}') for i in range(20)]
@@ -267,21 +277,16 @@ def test_a_state_of_other_data_names_both_folders(shards: Path, saved: dict[str,
     assert f"rewritten since); saved on {shards}, here {elsewhere}\n" in told + "\n"
 
 
-def test_where_the_same_data_lie_is_no_matter(shards: Path, saved: dict[str, Any], tmp_path: Path) -> None:
-    shutil.copytree(shards, tmp_path / "moved")
-    sp.SavableLoader(partial(toy_pipeline, str(tmp_path / "moved")), **SETTINGS).load_state_dict(saved)
-
-
 def test_a_state_that_does_not_tell_where_its_data_lay_is_refused_with_the_folder_here(
-    shards: Path, saved: dict[str, Any]
+    shards: Path, own_shards: Path, saved: dict[str, Any]
 ) -> None:
     old = unpack_fingerprint(saved["fingerprint"])
     assert old.addresses == {"TarShardReader.shards": str(shards)}
     old.addresses = {}
-    (shards / "0001.tar").unlink()
-    index_files(shards, TARS)
-    told = refusal(partial(toy_pipeline, str(shards)), {**saved, "fingerprint": pack_fingerprint(old)})
-    assert f"removed: 0001.tar (shards were added, removed or rewritten since); here {shards}" in told
+    (own_shards / "0001.tar").unlink()
+    index_files(own_shards, TARS)
+    told = refusal(partial(toy_pipeline, str(own_shards)), {**saved, "fingerprint": pack_fingerprint(old)})
+    assert f"removed: 0001.tar (shards were added, removed or rewritten since); here {own_shards}" in told
 
 
 def test_the_states_of_ranks_that_mount_the_data_elsewhere_are_merged_and_loaded(shards: Path, tmp_path: Path) -> None:
@@ -327,8 +332,9 @@ def test_many_shards_that_differ_are_counted(make_shards: Any) -> None:
 
 
 def test_the_same_data_elsewhere_touched_or_copied_is_no_matter(
-    shards: Path, saved: dict[str, Any], tmp_path: Path
+    own_shards: Path, saved: dict[str, Any], tmp_path: Path
 ) -> None:
+    shards = own_shards
     elsewhere = tmp_path / "other" / "place"
     elsewhere.parent.mkdir()
     shutil.copytree(shards, elsewhere)
@@ -350,8 +356,7 @@ def resumed(pipeline: Any, state: dict[str, Any], **settings: Any) -> sp.Savable
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_workers": 2},
-        {"num_workers": 1, "workers": sp.Workers(prefetch=7)},
+        {"num_workers": 2, "workers": sp.Workers(prefetch=7)},
         {"num_workers": 1, "workers": sp.Workers(start_method="spawn")},
         {"pin_memory": True},
         {"workers": sp.Workers(timeout=5.0)},
@@ -367,7 +372,8 @@ def test_what_cannot_change_data_is_no_matter(
     assert not caplog.records
 
 
-def test_a_shard_rewritten_with_the_same_size_is_named(shards: Path, saved: dict[str, Any]) -> None:
+def test_a_shard_rewritten_with_the_same_size_is_named(own_shards: Path, saved: dict[str, Any]) -> None:
+    shards = own_shards
     size = (shards / "0001.tar").stat().st_size
     write_tar(shards / "0001.tar", [("s000040.json", b'{"id": 40}')])
     assert (shards / "0001.tar").stat().st_size == size

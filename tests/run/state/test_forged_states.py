@@ -23,8 +23,7 @@ from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
-from savable_pipeline.run.state.lane_state import pack_state
-from savable_pipeline.run.state.restoring import has_too_many
+from savable_pipeline.run.state.lane_state import has_too_many, pack_state
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
 from savable_pipeline.run.state.summary import summarize
 from tests.support.streams import take
@@ -164,7 +163,7 @@ def search(folder: Path, name: str, seed: int, tries: int) -> int:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_forged_state_is_a_state_error_and_changes_nothing(folder: Path, name: str) -> None:
-    assert search(folder, name, seed=1, tries=60) > 10
+    assert search(folder, name, seed=1, tries=24) > 3
 
 
 @pytest.mark.long
@@ -364,19 +363,19 @@ def _objects(value: Any) -> int:
 
 
 def bomb(content: bytes) -> bytes:
-    """A fingerprint with one field of a hundred million bytes, small on the disk."""
-    head = b"\x83\xa6fields\x81\xa1x" + b"\xdd" + (100_000_000 // len(content)).to_bytes(4, "big")
-    return sealed_fingerprint(head + content * (100_000_000 // len(content)) + b"\xabenvironment\x80\xa9addresses\x80")
+    """A fingerprint with one field of twenty million bytes, small on the disk."""
+    head = b"\x83\xa6fields\x81\xa1x" + b"\xdd" + (20_000_000 // len(content)).to_bytes(4, "big")
+    return sealed_fingerprint(head + content * (20_000_000 // len(content)) + b"\xabenvironment\x80\xa9addresses\x80")
 
 
 @pytest.mark.parametrize("content", [b"\x90", b"\x80", b"\x81\x01\x90", b"\xa2ab"])
-def test_a_small_state_of_a_hundred_million_lists_is_refused_before_they_are_made(content: bytes) -> None:
+def test_a_small_state_of_millions_of_lists_is_refused_before_they_are_made(content: bytes) -> None:
     raw = bomb(content)
     assert len(raw) < 1 << 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(StateError, match="more than a million values"):
         unpack_fingerprint(raw)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # in KiB; its own bytes are 100 MB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in KiB; its own bytes are 20 MB
 
 
 def test_what_a_state_cannot_give_back_is_an_error_at_the_start() -> None:
@@ -385,6 +384,6 @@ def test_what_a_state_cannot_give_back_is_an_error_at_the_start() -> None:
 
 
 def test_the_list_of_many_shards_of_an_older_state_is_read() -> None:
-    rows = [[f"{i:07d}.tar", 100, xxh3_64_intdigest(b"%d" % i)] for i in range(300_000)]
+    rows = [[f"{i:07d}.tar", 100, xxh3_64_intdigest(b"%d" % i)] for i in range(150_000)]
     found = Fingerprint({"TarShardReader.shards": rows}, {})
     assert unpack_fingerprint(pack_fingerprint(found)) == found
