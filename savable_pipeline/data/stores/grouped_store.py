@@ -26,7 +26,7 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.errors import ShardError
 
 _MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over

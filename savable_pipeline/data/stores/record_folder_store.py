@@ -23,7 +23,6 @@ from savable_pipeline.data.stores.decompressed import (
     decompressed,
     needed_package,
 )
-from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
 from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
@@ -39,11 +38,13 @@ from savable_pipeline.data.stores.record_files import (
     RecordTable,
     Schema,
     Value,
+    known_hash,
     layout_in,
     layout_of,
     parts_of,
     record_in,
     table_of,
+    wrong_hash,
 )
 from savable_pipeline.data.stores.source import INDEX
 from savable_pipeline.errors import ShardError

@@ -10,6 +10,7 @@ What reads files of a kind is imported when the first of them is opened: `STORES
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ import msgspec
 
 from savable_pipeline.core.files import is_out_of_handles, read_regular, regular_file, with_handles
 from savable_pipeline.core.wording import listed
+from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, found_at, index_name
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
@@ -40,7 +42,7 @@ from savable_pipeline.data.shards.paths import (
 )
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import is_hidden
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import RemoteError, ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
@@ -229,11 +231,11 @@ STORES = {
         *(
             Kind(
                 name,
-                f"stores.raw_folder:{name.upper().replace('-', '_')}",
+                f"stores.folder_store:{name.upper().replace('-', '_')}",
                 "stores.folder_store:FolderStore",
                 None,
                 ("key_end", "classes"),
-                open_at="stores.raw_folder:open_folder",
+                open_at="stores.folder_store:open_folder",
             )
             for name in ("folder", "folder-last", "folder-outside", "folder-outside-last")
         ),
@@ -254,7 +256,7 @@ STORES = {
             _RECORDS,
             in_order=_few_blocks,
         ),
-        Kind("lerobot", "stores.lerobot:LEROBOT", "stores.lerobot:LeRobotStore", None, ("key", "blocks", "partial")),
+        Kind("lerobot", "stores.ranges:LEROBOT", "stores.ranges:LeRobotStore", None, ("key", "blocks", "partial")),
         *(
             Kind(f"{name}-ranges", f"stores.ranges:{name.upper()}_RANGES", f"stores.ranges:ranged_{name}", None)
             for name in ("parquet", "arrow", "jsonl")
@@ -292,12 +294,38 @@ def recognize(
     session = None
     if is_remote(files):
         from savable_pipeline.data.remote.session import Session
-        from savable_pipeline.data.stores.hub_commits import at_commit
 
         session = Session.of(*cache)
         files = at_commit(files, {} if pinned is None else pinned, session)
     name = with_handles(partial(_checked_kind, files, kind, session) if kind else partial(_kind_of, files, session))
     return Source(files, STORES[name], session)
+
+
+def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shards:
+    """The same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned: a branch
+    or a tag may move under a run.
+
+    hf://datasets/org/name/data          named by the user, and kept as a reader's setting
+    hf://datasets/org/name@main          what is pinned: found once, sent to workers, kept in the state
+    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
+
+    Raises `ShardError` for a dataset or a revision that is not there, `RemoteError`.
+    """
+    specs = spelled_out(files)
+    if not any(map(is_hub, specs)):
+        return files
+    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
+        raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
+    fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
+    return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
+
+
+def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> str:
+    if address.is_fixed:
+        return address.at(address.revision)
+    if address.dataset not in known:
+        known[address.dataset] = session.call("commit", address.dataset).encode()
+    return address.at(known[address.dataset].decode())
 
 
 def format_of_file(root: Path, name: str) -> FileFormat | None:
@@ -363,7 +391,7 @@ def _is_known_folder(folder: Path) -> bool:
     """Whether a folder is known to hold files that are parts of samples, and no others since."""
     if not any((folder / META).glob("savable.folder*.index")):  # most
         return False
-    from savable_pipeline.data.stores.raw_folder import is_known
+    from savable_pipeline.data.stores.folder_store import is_known
 
     return is_known(folder.absolute())
 

@@ -30,8 +30,8 @@ from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.jsonl import LINE, MARK, digest_of, is_as_indexed, without_mark
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.data.stores.source import JSON_FILES
 from savable_pipeline.errors import ShardError

@@ -33,7 +33,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.source import TOKEN_FILES
 from savable_pipeline.errors import ShardError
 

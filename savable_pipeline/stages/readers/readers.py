@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.data.stores.file_hashes import known_hash
 from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.record_files import known_hash
 from savable_pipeline.data.stores.source import STORES, RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings

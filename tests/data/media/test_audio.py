@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media.audio import Audio, resample
-from savable_pipeline.data.media.media_check import media_fault
-from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.errors import MediaError
 from tests.support.draws import draws
@@ -214,10 +213,10 @@ def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
 def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(container: str) -> None:
     data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
     for begin_s, end_s in ((3.0, 4.0), (1.0, 2.5), (5.0, None)):
-        with pytest.raises(MediaError, match="the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:  # type: ignore[arg-type]
+        with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:  # type: ignore[arg-type]
             found.samples()
         if container != "adts":
-            with pytest.raises(MediaError, match="the part: .* end"):
+            with pytest.raises(MediaError, match=r"the part: .* end"):
                 media_info(RangeFile(ByteSource.of(data), begin_s, end_s), "the part", container)
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media import container
-from savable_pipeline.data.media.media_check import media_fault
-from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from tests.support.draws import draws

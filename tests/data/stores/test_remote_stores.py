@@ -102,7 +102,11 @@ def test_every_sample_is_that_of_the_folder_and_each_byte_is_fetched_once(
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("parquet", "fork"), ("mds", "forkserver"), *(pytest.param(each, "spawn", marks=pytest.mark.long) for each in KINDS)],
+    [
+        ("parquet", "fork"),
+        ("mds", "forkserver"),
+        *(pytest.param(each, "spawn", marks=pytest.mark.long) for each in KINDS),
+    ],
 )
 def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
     server: ToyServer, www: Path, kind: str, method: str

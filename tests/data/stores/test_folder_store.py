@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores import raw_folder
+from savable_pipeline.data.stores import folder_store
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.exact_search import examples
@@ -165,7 +165,7 @@ def test_a_state_of_other_files_is_refused(tmp_path: Path, change: str) -> None:
 def test_an_index_of_many_files_is_believed_until_a_folder_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_folder, "_LOOKED_AT", 3)
+    monkeypatch.setattr(folder_store, "_LOOKED_AT", 3)
     folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
     old = time.time() - 60
     (folder / ".nv-meta").mkdir()
@@ -173,8 +173,8 @@ def test_an_index_of_many_files_is_believed_until_a_folder_changes(
         os.utime(folder / each, (old, old))
     assert len(sp.open_dataset(folder)) == 6
     scans: list[str] = []
-    scan = raw_folder.FolderFormat.scan
-    monkeypatch.setattr(raw_folder.FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
+    scan = folder_store.FolderFormat.scan
+    monkeypatch.setattr(folder_store.FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
