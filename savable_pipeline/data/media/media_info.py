@@ -1,4 +1,4 @@
-"""`MediaInfo`: what the headers of a media file say; and by decoding it, what is wrong with one, as `reason: detail`."""
+"""`MediaInfo`: what the headers of a media file say; and, of one that is decoded, what is wrong: `reason: detail`."""
 
 from __future__ import annotations
 

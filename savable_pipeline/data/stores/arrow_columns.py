@@ -18,11 +18,10 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import calcsize
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +31,9 @@ from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, as_part
 from savable_pipeline.errors import ShardError
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.stores.arrow_store import UnreadBatch
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
 NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
@@ -45,6 +47,12 @@ _MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "w
 
 class BrokenColumnError(ValueError):
     """The buffers of a column do not hold what its type says."""
+
+
+def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
+    """The whole numbers of a kind in a buffer; none where there is no buffer."""
+    raw = memoryview(b"" if buffer is None else buffer).cast("B")
+    return raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
 
 
 class Validity:
@@ -79,23 +87,13 @@ class Validity:
         return found
 
 
-class Unread(Protocol):
-    """Arrays whose values are partly not in memory."""
-
-    def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
-        """What reads the bytes of a buffer from the first up to the second number; None if they are in memory."""
-
-    def rows(self, array: Any, first: int, count: int, /) -> Any:
-        """Rows of an array that is valid but for what is not read, with all that they hold. Raises `ShardError`."""
-
-
 class BytesColumn:
     """A column of strings or bytes: views its buffers, and copies, or reads, one value when it is asked for.
 
     Raises `BrokenColumnError`.
     """
 
-    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
         if array.type in (pa.string_view(), pa.binary_view()):
             try:
                 array.validate(full=True)  # before Arrow follows the views, to wherever they point
@@ -103,14 +101,9 @@ class BytesColumn:
                 raise BrokenColumnError(str(error)) from error
             array = array.cast(pa.large_binary())
         _, offsets, data = array.buffers()
-        kind = OFFSETS[str(array.type)]
-        self._first = array.offset
-        self.validity = Validity(array)
+        self._first, self.validity = array.offset, Validity(array)
         self._has_nulls = self.validity.has_nulls
-        self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
-        usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
-        self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
-        self._data = memoryview(b"" if data is None else data).cast("B")
+        self._offsets, self._data = _numbers(offsets, OFFSETS[str(array.type)]), _numbers(data, "B")
         self._read = None if unread is None else unread.reader(data)
         self.rows = max(0, len(self._offsets) - 1 - self._first)  # that lie in it
 
@@ -151,12 +144,9 @@ class NumberColumn:
 
     def __init__(self, array: Any) -> None:
         _, data = array.buffers()
-        kind = NUMBERS[str(array.type)]
         self._first, self._validity = array.offset, Validity(array)
         self._has_nulls = self._validity.has_nulls
-        usable = memoryview(b"" if data is None else data).cast("B")
-        size = calcsize(kind)
-        self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
+        self._values = _numbers(data, NUMBERS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
@@ -176,7 +166,7 @@ class NumberColumn:
 class ValueColumn:
     """A column of any other type, whose values become JSON."""
 
-    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
         self._array, self._unread = array, unread
         self._checked = False
 
@@ -228,7 +218,7 @@ class NamedFile:
 class MediaColumn:
     """A column of structs of `bytes` and `path`, such as images, or of bytes alone."""
 
-    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
         self._bare = not pa.types.is_struct(array.type)
         data, paths = (array, None) if self._bare else (array.field("bytes"), array.field("path"))
         self._validity, self._paths = Validity(array), _bytes_column(paths, len(array), unread)
@@ -281,17 +271,13 @@ class MediaColumn:
 class MediaListColumn:
     """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
 
-    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
         self._first, self._validity = array.offset, Validity(array)
         self.items = MediaColumn(array.values, unread)
         self._count = len(array.values)
         self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
         if not self._each:
-            kind = "q" if pa.types.is_large_list(array.type) else "i"
-            offsets = array.buffers()[1]
-            raw = memoryview(b"" if offsets is None else offsets).cast("B")
-            size = 8 if kind == "q" else 4
-            self._offsets = raw[: len(raw) // size * size].cast(kind)  # type: ignore[call-overload]
+            self._offsets = _numbers(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
         there = self._count // self._each if self._each else len(self._offsets) - 1
         self._rows = min(len(array), there - self._first)
 
@@ -337,7 +323,7 @@ class MediaListColumn:
             return True
 
 
-def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
+def _bytes_column(array: Any, rows: int, unread: UnreadBatch | None) -> BytesColumn:
     """The column of bytes or of paths; of a type without values, in a file in which no row has any, so many nulls."""
     if array is None or pa.types.is_null(array.type):
         array = pa.nulls(rows, pa.binary())
@@ -347,7 +333,7 @@ def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
 Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColumn
 
 
-def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
+def column_of(name: str, array: Any, unread: UnreadBatch | None = None) -> Column:
     """The column of this name that reads this array, of whose values some may be `unread`."""
     if is_media(array.type) or _is_image(name, array.type):
         return MediaColumn(array, unread)

@@ -23,13 +23,13 @@ import posixpath
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeAlias, TypeVar, Unpack
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
@@ -42,11 +42,13 @@ from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings
 from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
-from savable_pipeline.data.stores.record_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore, some_bytes
 from savable_pipeline.data.stores.source import LEROBOT_INFO, RangeColumns
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")  # of a template of LeRobot
+_NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # features that are arrays
 _ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in (name, name.upper()))
 
 
@@ -58,26 +60,11 @@ class MediaRange(msgspec.Struct, frozen=True):
     end_s: float | None = None
 
 
-def read_media(file: ByteSource, name: str) -> ShardTable:
-    """The entry of a file that rows name ranges of."""
-    return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
-
-
-def is_media_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the begin, the middle and the end of a file are what they were."""
-    return _digest(file) == int(index.shards.digests[number])
-
-
 def _digest(file: ByteSource) -> int:
-    digest = xxh3_64()
-    places = [(max(0, file.size - _SEEN) * half // 2, _SEEN) for half in range(3)]
-    file.expect(places)
-    for offset, size in places:
-        digest.update(file.read_at(offset, size))
-    return digest.intdigest()
+    """A hash of the begin, the middle and the end of a file that rows name ranges of."""
+    return xxh3_64_intdigest(b"".join(some_bytes(file, _SEEN, 2)))
 
 
-Store = TypeVar("Store", bound=FileStore)
 RangeOf: TypeAlias = Callable[[int, int, str], MediaRange | None]  # of shard, row and part
 
 
@@ -183,10 +170,18 @@ def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
     return store.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
 
 
-def by_columns(store: Store, ranges: RangeColumns) -> Store:
-    """A store of tables, of whose rows columns, or fields, say the ranges: for each part those of path, from and to;
+def ranged(kind: type[FileStore], found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> FileStore:
+    """The store of tables of whose rows columns, or fields, say the ranges: for each part those of path, from and to;
     None where a file begins, or ends. There is no range where the path is null.
+
+    Raises ValueError for a column of `ranges` that the first file does not have.
     """
+    if issubclass(kind, ColumnarStore):
+        used = tuple(name for columns in ranges.values() for name in columns if name is not None)
+        settings["needed"] = used
+        if settings.get("columns") is not None:
+            settings["columns"] = tuple(dict.fromkeys([*settings["columns"], *used]))
+    store = kind(found, **settings)
 
     def told(shard: int, row: int, name: str) -> bytes | None:
         try:
@@ -208,45 +203,31 @@ def by_columns(store: Store, ranges: RangeColumns) -> Store:
     return store
 
 
-def _of_columns(
-    kind: type[ColumnarStore], found: IndexedFiles, ranges: RangeColumns, settings: dict[str, Any]
-) -> ColumnarStore:
-    """Raises ValueError for a column of `ranges` that the first file does not have."""
-    used = tuple(name for columns in ranges.values() for name in columns if name is not None)
-    if settings.get("columns") is not None:
-        settings["columns"] = tuple(dict.fromkeys([*settings["columns"], *used]))
-    return by_columns(kind(found, **settings, needed=used), ranges)
+def _with_media(
+    form: FileFormat, constant: str, name: str, media: tuple[str, ...] = _ENDINGS, samples_below: str = ""
+) -> FileFormat:
+    """The format of folders of such tables with the files that their rows name; `constant` is its name here.
 
-
-def ranged_parquet(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
-    """The store of the rows of Parquet files that name ranges."""
-    return _of_columns(ParquetStore, found, ranges, settings)
-
-
-def ranged_arrow(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
-    """The same of Arrow files."""
-    return _of_columns(ArrowStore, found, ranges, settings)
-
-
-def ranged_jsonl(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> JsonlStore:
-    """The same of JSONL files."""
-    return by_columns(JsonlStore(found, **settings), ranges)
-
-
-def with_media(form: FileFormat, constant: str) -> FileFormat:
-    """The format of folders of such tables with the files that their rows name; `constant` is its name here."""
+    Tables elsewhere than below a folder have rows, but no samples.
+    """
 
     def read(file: ByteSource, name: str) -> ShardTable:
-        return (form.read if name.endswith(form.kind.suffixes) else read_media)(file, name)
+        if not name.endswith(form.kind.suffixes):
+            return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
+        table = form.read(file, name)
+        if not name.startswith(samples_below):
+            table.entry = msgspec.structs.replace(table.entry, samples=0)
+        return table
 
     def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-        is_table = index.shards.names[number].endswith(form.kind.suffixes)
-        return (form.is_as_indexed if is_table else is_media_as_indexed)(file, index, number)
+        if index.shards.names[number].endswith(form.kind.suffixes):
+            return form.is_as_indexed(file, index, number)
+        return _digest(file) == int(index.shards.digests[number])
 
     return dataclasses.replace(
         form,
-        name=f"{form.name}-ranges",
-        kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *_ENDINGS)),
+        name=name,
+        kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *media)),
         import_path=f"{__name__}:{constant}",
         read=read,
         is_as_indexed=is_as_indexed,
@@ -254,20 +235,11 @@ def with_media(form: FileFormat, constant: str) -> FileFormat:
     )
 
 
-PARQUET_RANGES = with_media(PARQUET, "PARQUET_RANGES")
-ARROW_RANGES = with_media(ARROW, "ARROW_RANGES")
-JSONL_RANGES = with_media(JSONL, "JSONL_RANGES")
-
-
-_EPISODES = "meta/episodes/"
-_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")
-_NUMBERS = {
-    "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    "float16",
-    "float32",
-    "float64",
-}
+PARQUET_RANGES = _with_media(PARQUET, "PARQUET_RANGES", "parquet-ranges")
+ARROW_RANGES = _with_media(ARROW, "ARROW_RANGES", "arrow-ranges")
+JSONL_RANGES = _with_media(JSONL, "JSONL_RANGES", "jsonl-ranges")
+LEROBOT = _with_media(PARQUET, "LEROBOT", "lerobot", (".mp4", LEROBOT_INFO.rpartition("/")[2]), "meta/episodes/")
+ranged_parquet, ranged_arrow, ranged_jsonl = (partial(ranged, kind) for kind in (ParquetStore, ArrowStore, JsonlStore))
 
 Number = TypeVar("Number", int, float)
 
@@ -280,31 +252,6 @@ class _Info(msgspec.Struct):
     features: dict[str, _Feature]
     data_path: str
     video_path: str | None = None
-
-
-def _read(file: ByteSource, name: str) -> ShardTable:
-    """Entry and row groups of a table, of which those of episodes have samples; the entry of any other file."""
-    if not name.endswith(PARQUET.kind.suffixes):
-        return read_media(file, name)
-    table = PARQUET.read(file, name)
-    if not name.startswith(_EPISODES):
-        table.entry = msgspec.structs.replace(table.entry, samples=0)
-    return table
-
-
-def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file is the one that was indexed, as far as its footer tells, or its begin, middle and end."""
-    is_table = index.shards.names[number].endswith(PARQUET.kind.suffixes)
-    return (PARQUET.is_as_indexed if is_table else is_media_as_indexed)(file, index, number)
-
-
-LEROBOT = FileFormat(
-    "lerobot",
-    dataclasses.replace(PARQUET.kind, suffixes=(".parquet", ".mp4", LEROBOT_INFO.rpartition("/")[2])),
-    f"{__name__}:LEROBOT",
-    _read,
-    _is_as_indexed,
-)
 
 
 class LeRobotStore(ParquetStore):

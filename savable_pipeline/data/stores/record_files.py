@@ -40,6 +40,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
+from savable_pipeline.data.stores.record_store import some_bytes
 from savable_pipeline.data.stores.source import INDEX
 
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
@@ -290,10 +291,8 @@ def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
     blob = np.concatenate([head, schema, more]).tobytes()
     digest = xxhash.xxh3_64(blob)
-    seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(seen)
-    for offset, length in seen:
-        digest.update(file.read_at(offset, length))
+    for piece in some_bytes(file, _SEEN, _BLOCKS):
+        digest.update(piece)
     return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), blob)
 
 

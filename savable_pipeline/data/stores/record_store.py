@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
@@ -249,6 +250,13 @@ class RecordStore(Protocol):
             ShardError: A file read for them has changed.
         """
         return
+
+
+def some_bytes(file: ByteSource, size: int, blocks: int) -> Iterator[bytes]:
+    """`size` bytes at the begin and the end of a file, and at as many places between as make so many blocks."""
+    places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
+    file.expect(places)
+    return (file.read_at(*place) for place in places)
 
 
 class FileStore(RecordStore):

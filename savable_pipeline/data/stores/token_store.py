@@ -33,7 +33,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
-from savable_pipeline.data.stores.record_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore, some_bytes
 from savable_pipeline.data.stores.source import TOKEN_FILES
 from savable_pipeline.errors import ShardError
 
@@ -135,12 +135,9 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _update(digest: Any, file: ByteSource) -> None:
-    size = file.size
-    digest.update(str(size).encode())
-    samples = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(samples)
-    for offset, length in samples:
-        digest.update(file.read_at(offset, length))
+    digest.update(str(file.size).encode())
+    for piece in some_bytes(file, _SEEN, _BLOCKS):
+        digest.update(piece)
 
 
 def _blob(file: ByteSource) -> list[int]:

@@ -12,7 +12,6 @@ import random
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,8 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
     "zst": zstandard.compress,
 }
 MIB = 1 << 20
-LARGE = bytes(100 * MIB)  # of which zstd alone makes 32 MiB at a time
+LARGE = bytes(100 * MIB)  # of which zstd makes 32 MiB at a time
 BOUND = 80 * MIB
-
-
-@cache
-def bomb(kind: str) -> bytes:
-    """A short line, and a long one."""
-    return PACK[kind](b"1\n" + LARGE)
 
 
 @contextmanager
@@ -70,20 +63,21 @@ def test_what_was_packed_comes_back(kind: str, size: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_a_bomb_is_refused_before_it_has_taken_memory(kind: str) -> None:
-    packed = bomb(kind)
+def test_a_bomb_is_refused_before_it_has_taken_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, bound = (100 * MIB, BOUND) if kind == "zst" else (30 * MIB, 20 * MIB)
+    packed = PACK[kind](b"1\n" + bytes(size))  # a short line, and a long one
     for promised, most in ((500, 1 << 30), (None, MIB)):
-        with at_most(BOUND), pytest.raises(DamagedError, match="when decompressed"):
+        with at_most(bound), pytest.raises(DamagedError, match="when decompressed"):
             decompressed(packed, kind, most, promised)
-    lines = b"".join(b"%09d\n" % i for i in range(200_000))
-    assert Unpacked(io.BytesIO(PACK[kind](lines)), kind, line_bytes=100).readall() == lines
-    with at_most(BOUND), pytest.raises(DamagedError, match="a line of more than 100 bytes"):
+    with at_most(bound), pytest.raises(DamagedError, match="a line of more than 100 bytes"):
         Unpacked(io.BytesIO(packed), kind, line_bytes=100).readall()
+    monkeypatch.setattr(module, "_PIECE", 1024)
+    lines = b"".join(b"%09d\n" % i for i in range(2000))
+    assert Unpacked(io.BytesIO(PACK[kind](lines)), kind, line_bytes=100).readall() == lines
 
 
-@pytest.mark.parametrize("packed", ["gz", "zstd"])
-def test_a_shard_that_its_index_calls_small_takes_no_more_than_that(tmp_path: Path, packed: str) -> None:
-    source = write_mds(tmp_path / "in", {"text": "str"}, [[LARGE]], packed=packed)
+def test_a_shard_that_its_index_calls_small_takes_no_more_than_that(tmp_path: Path) -> None:
+    source = write_mds(tmp_path / "in", {"text": "str"}, [[LARGE]], packed="zstd")
     index = json.loads((source / "index.json").read_text())
     index["shards"][0]["raw_data"]["bytes"] = 500
     (source / "index.json").write_text(json.dumps(index))
@@ -121,8 +115,10 @@ def test_an_option_of_readers_and_of_a_dataset_says_how_much_may_be_unpacked(tmp
     folder, value_of, error = unpacked_cases(tmp_path)[case]
     reader, name = READERS[folder.name], sp.Lane()
     for most in (MIB // 2, 2 * MIB):
-        first = sp.open_dataset(folder, unpacked_bytes=most)[0]
-        for sample in (first, pickle.loads(pickle.dumps(first)), next(reader(folder, name, unpacked_bytes=most))):
+        samples = [sp.open_dataset(folder, unpacked_bytes=most)[0], next(reader(folder, name, unpacked_bytes=most))]
+        if case == "npz":  # the bytes of a pickled sample are read when it is pickled
+            samples.append(pickle.loads(pickle.dumps(samples[0])))
+        for sample in samples:
             if most > MIB:
                 assert len(value_of(sample)) == MIB
                 continue

@@ -121,13 +121,13 @@ def read_lies(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         by_value(patch)
         begin = raw.index(b"text 1") - 300
-        for i, place in enumerate(range(begin, len(raw) - 4, 148)):
+        for i, place in enumerate(range(begin, len(raw) - 4, 292)):
             lie = (b"\xf0\xff\xff\x7e", b"\xff\xff\xff\xff", b"\x80\1\0\0")[i % 3]
             path.write_bytes(raw[:place] + lie + raw[place + 4 :])
             found = read(path, mapped=False)
             assert found == read(path, mapped=True), (place, lie)
             errors += any(isinstance(row, str) for row in found)
-    assert errors > 5
+    assert errors > 3
 
 
 class Beginnings(sp.TaskEncoder):
