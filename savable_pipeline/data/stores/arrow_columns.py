@@ -52,7 +52,8 @@ class BrokenColumnError(ValueError):
 def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
     """The whole numbers of a kind in a buffer; none where there is no buffer."""
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
-    return raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
+    found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
+    return found
 
 
 class Validity:

@@ -112,7 +112,8 @@ class ColumnarStore(GroupedStore):
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`: of a column that is read."""
-        return self._of_row(shard, row, lambda rows, position: rows.value(position, name))
+        found: bytes | None = self._of_row(shard, row, lambda rows, position: rows.value(position, name))
+        return found
 
     def _of_row(self, shard: int, row: int, ask: Callable[[Any, int], T]) -> T:
         """What the decoded group with a row, and its place there, are asked for. Raises `ShardError`."""

@@ -24,12 +24,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
-from savable_pipeline.core.wording import counted, encodable
+from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
-from savable_pipeline.data.shards.index import FileFormat, ShardTable
-from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
+from savable_pipeline.data.shards.index import FileBlob
+from savable_pipeline.data.stores.jsonl import text_format
 from savable_pipeline.data.stores.source import CSV_FILES
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
@@ -42,23 +40,17 @@ _LOOKED_AT = 1000  # rows by which columns that name files are told
 Row: TypeAlias = list[str]
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, begins = text_fault(file.read_at(0, HEAD), file.name), array("Q")
-    if fault:
-        fault = f": {fault}"
-    else:
-        file.expect([(0, file.size)])
-        try:
-            with _wide_fields():
-                begins.extend(_row_begins(file))
-        except ValueError as error:
-            fault = str(error)
+def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
+    """The fault of a file, and the rows before it."""
+    fault, begins = "", array("Q")
+    try:
+        with _wide_fields():
+            begins.extend(_row_begins(file))
+    except ValueError as error:
+        fault = str(error)
     if not (fault and begins):  # else the last row ends somewhere behind the fault
         begins.append(file.size)
-    offsets = np.frombuffer(begins, "<u8")
-    fault = encodable(f"{name}{fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, digest_of(file, offsets), fault), offsets.tobytes())
+    return fault, np.frombuffer(begins, "<u8")
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:
@@ -142,9 +134,7 @@ def _wide_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-CSV = FileFormat(
-    "csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_rows=bytes(8)
-)
+CSV = text_format("csv", CSV_FILES, f"{__name__}:CSV", _found_rows)
 
 
 @dataclass(frozen=True, slots=True)

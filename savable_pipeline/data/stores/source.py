@@ -89,12 +89,7 @@ _HEAD, _LIST = 64, re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 def folder_kind(index: bytes) -> str:
     """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
-    try:
-        found: Any = msgspec.json.decode(index)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    if not isinstance(found, dict):
-        return ""
+    found = _object(index)
     if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
         return "litdata"
     shards = found.get("shards")
@@ -105,41 +100,42 @@ def folder_kind(index: bytes) -> str:
 
 def kind_in(folder: Path) -> str:
     """The kind that the index.json in a folder says, if one is there; else ""."""
-    try:
-        return folder_kind(read_regular(folder / INDEX, LARGEST_INDEX))
-    except OSError:
-        return ""
+    return folder_kind(_read(folder / INDEX))
 
 
 def kind_behind(url: str, session: Session) -> str:
     """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
-    index = session.read(url, INDEX)
-    return "" if index is None else folder_kind(index)
+    return folder_kind(session.read(url, INDEX) or b"")
 
 
 def stored_in(folder: Path) -> str:
     """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
-    try:
-        return kind_in(folder) or _kind_of_info(read_regular(folder / LEROBOT_INFO, LARGEST_INDEX))
-    except OSError:
-        return ""
+    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO))
 
 
 def stored_behind(url: str, session: Session) -> str:
     """The same of what lies below a URL. Raises `RemoteError`."""
-    found = kind_behind(url, session)
-    info = None if found else session.read(url, LEROBOT_INFO)
-    return found if info is None else _kind_of_info(info)
+    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"")
 
 
 def _kind_of_info(info: bytes) -> str:
     """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
-    try:
-        found: Any = msgspec.json.decode(info)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    version = found.get("codebase_version") if isinstance(found, dict) else None
-    return "lerobot" if str(version).startswith("v3.") else ""
+    return "lerobot" if str(_object(info).get("codebase_version")).startswith("v3.") else ""
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return read_regular(path, LARGEST_INDEX)
+    return b""
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The object that JSON holds; an empty one for anything else."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(raw)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +43,7 @@ _LONG = 8 << 20  # bytes of a sample, such as a film, of which perhaps a little 
 SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
-class Extents(Protocol):
-    """Where samples lie in their files."""
-
-    found: IndexedFiles
-
-    def extents(self, first: Rows, last: Rows, shards: Rows, /) -> tuple[Rows, Rows]:
-        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
-
-
-def readahead(rows: Extents, files: ShardFiles, indices: Rows) -> None:
+def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
     """Asks the kernel to read these samples, one call per contiguous run. Shards that cannot be opened are left out."""
     found = rows.found
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
