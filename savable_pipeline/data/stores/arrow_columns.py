@@ -18,10 +18,11 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import calcsize
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +32,6 @@ from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, as_part
 from savable_pipeline.errors import ShardError
-
-if TYPE_CHECKING:
-    from savable_pipeline.data.stores.arrow_store import UnreadBatch
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
 NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
@@ -88,13 +86,23 @@ class Validity:
         return found
 
 
+class Unread(Protocol):
+    """Arrays whose values are partly not in memory."""
+
+    def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
+        """What reads the bytes of a buffer from the first up to the second number; None if they are in memory."""
+
+    def rows(self, array: Any, first: int, count: int, /) -> Any:
+        """Rows of an array that is valid but for what is not read, with all that they hold. Raises `ShardError`."""
+
+
 class BytesColumn:
     """A column of strings or bytes: views its buffers, and copies, or reads, one value when it is asked for.
 
     Raises `BrokenColumnError`.
     """
 
-    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         if array.type in (pa.string_view(), pa.binary_view()):
             try:
                 array.validate(full=True)  # before Arrow follows the views, to wherever they point
@@ -167,7 +175,7 @@ class NumberColumn:
 class ValueColumn:
     """A column of any other type, whose values become JSON."""
 
-    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._array, self._unread = array, unread
         self._checked = False
 
@@ -219,7 +227,7 @@ class NamedFile:
 class MediaColumn:
     """A column of structs of `bytes` and `path`, such as images, or of bytes alone."""
 
-    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._bare = not pa.types.is_struct(array.type)
         data, paths = (array, None) if self._bare else (array.field("bytes"), array.field("path"))
         self._validity, self._paths = Validity(array), _bytes_column(paths, len(array), unread)
@@ -272,7 +280,7 @@ class MediaColumn:
 class MediaListColumn:
     """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
 
-    def __init__(self, array: Any, unread: UnreadBatch | None = None) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._first, self._validity = array.offset, Validity(array)
         self.items = MediaColumn(array.values, unread)
         self._count = len(array.values)
@@ -324,7 +332,7 @@ class MediaListColumn:
             return True
 
 
-def _bytes_column(array: Any, rows: int, unread: UnreadBatch | None) -> BytesColumn:
+def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
     """The column of bytes or of paths; of a type without values, in a file in which no row has any, so many nulls."""
     if array is None or pa.types.is_null(array.type):
         array = pa.nulls(rows, pa.binary())
@@ -334,7 +342,7 @@ def _bytes_column(array: Any, rows: int, unread: UnreadBatch | None) -> BytesCol
 Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColumn
 
 
-def column_of(name: str, array: Any, unread: UnreadBatch | None = None) -> Column:
+def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
     """The column of this name that reads this array, of whose values some may be `unread`."""
     if is_media(array.type) or _is_image(name, array.type):
         return MediaColumn(array, unread)

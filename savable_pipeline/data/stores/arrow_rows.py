@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from savable_pipeline.data.shards.part_types import find_part
@@ -14,12 +14,10 @@ from savable_pipeline.data.stores.arrow_columns import (
     MediaColumn,
     MediaListColumn,
     NamedFile,
+    Unread,
     column_of,
     extension_of,
 )
-
-if TYPE_CHECKING:
-    from savable_pipeline.data.stores.arrow_store import UnreadBatch
 
 PartSource: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
 
@@ -43,7 +41,7 @@ class ArrowRows:
         constants: dict[str, bytes],
         hidden: str | None = None,
         partial: bool = False,
-        unread: UnreadBatch | None = None,
+        unread: Unread | None = None,
     ) -> None:
         self._batches: list[dict[str, Any]] = [
             {name: column_of(name, column, unread) for name, column in zip(b.schema.names, b.columns, strict=True)}

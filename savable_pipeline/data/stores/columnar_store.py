@@ -16,8 +16,7 @@ from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedSto
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
-    from savable_pipeline.data.stores.arrow_columns import NamedFile
-    from savable_pipeline.data.stores.arrow_store import UnreadBatch
+    from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
 T = TypeVar("T")
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
@@ -28,7 +27,7 @@ class DecodedGroup(NamedTuple):
 
     batches: list[Any]
     bytes: int
-    unread: UnreadBatch | None = None
+    unread: Unread | None = None
 
 
 class ColumnSettings(TypedDict, total=False):

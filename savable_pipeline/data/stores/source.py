@@ -163,17 +163,17 @@ class Kind:
     @property
     def form(self) -> FileFormat:
         """The format of such files."""
-        form: FileFormat = found_at(_DATA + self.form_at)
+        form: FileFormat = found_at(_HERE + self.form_at)
         return form
 
     def indexed(self, files: Shards, **settings: Any) -> IndexedFiles:
         """Such files by the index that `open_at` opens."""
-        found: IndexedFiles = found_at(_DATA + self.open_at)(files, self.form, **settings)
+        found: IndexedFiles = found_at(_HERE + self.open_at)(files, self.form, **settings)
         return found
 
     def store(self, files: IndexedFiles, **settings: Any) -> RecordStore:
         """The store of such files."""
-        store: RecordStore = found_at(_DATA + self.store_at)(files, **settings)
+        store: RecordStore = found_at(_HERE + self.store_at)(files, **settings)
         return store
 
 
@@ -191,15 +191,17 @@ _FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
-_DATA = "savable_pipeline.data."  # below which the places are
+_WINDOWS = ("length", "stride", "dtype")
+_FOLDERS = "record_folder_store:RecordFolderStore"
+_HERE = "savable_pipeline.data.stores."  # below which the places are
 STORES = {
     kind.name: kind
     for kind in (
-        Kind(TAR, "shards.tar_format:TARS", "stores.tar_store:TarStore", TAR_FILES),
+        Kind(TAR, "tar_store:TARS", "tar_store:TarStore", TAR_FILES),
         Kind(
             "parquet",
-            "stores.parquet:PARQUET",
-            "stores.parquet:ParquetStore",
+            "parquet:PARQUET",
+            "parquet:ParquetStore",
             PARQUET_FILES,
             _COLUMNS,
             in_order=_partial,
@@ -207,54 +209,36 @@ STORES = {
         ),
         Kind(
             "arrow",
-            "stores.arrow_file:ARROW",
-            "stores.arrow_store:ArrowStore",
+            "arrow_file:ARROW",
+            "arrow_store:ArrowStore",
             ARROW_FILES,
             _COLUMNS,
             in_order=_partial,
-            named_at="stores.arrow_file:data_files",
+            named_at="arrow_file:data_files",
         ),
-        Kind(
-            "jsonl",
-            "stores.jsonl:JSONL",
-            "stores.jsonl:JsonlStore",
-            JSONL_FILES,
-            ("key", "ranges", "file_fields", "files_from"),
-        ),
-        Kind("jsonl-files", "stores.jsonl:JSONL", "stores.table_store:LinesStore", None, _TABLES),
-        Kind("csv", "stores.csv_table:CSV", "stores.csv_table:CsvStore", CSV_FILES, _TABLES),
-        Kind("json", "stores.table_store:JSON", "stores.table_store:JsonArrayStore", JSON_FILES, _TABLES),
+        Kind("jsonl", "jsonl:JSONL", "jsonl:JsonlStore", JSONL_FILES, ("key", "ranges", "file_fields", "files_from")),
+        Kind("jsonl-files", "jsonl:JSONL", "table_store:LinesStore", None, _TABLES),
+        Kind("csv", "csv_table:CSV", "csv_table:CsvStore", CSV_FILES, _TABLES),
+        Kind("json", "table_store:JSON", "table_store:JsonArrayStore", JSON_FILES, _TABLES),
         *(
             Kind(
-                name,
-                f"stores.folder_store:{name.upper().replace('-', '_')}",
-                "stores.folder_store:FolderStore",
+                f"folder{name}",
+                f"folder_store:FOLDER{name.upper().replace('-', '_')}",
+                "folder_store:FolderStore",
                 None,
                 ("key_end", "classes"),
-                open_at="stores.folder_store:open_folder",
+                open_at="folder_store:open_folder",
             )
-            for name in ("folder", "folder-last", "folder-outside", "folder-outside-last")
+            for name in ("", "-last", "-outside", "-outside-last")
         ),
-        Kind(
-            "tokens",
-            "stores.token_store:TOKENS",
-            "stores.token_store:TokenStore",
-            TOKEN_FILES,
-            ("length", "stride", "dtype"),
-            {"length": 1024},
-        ),
-        Kind("mds", "stores.mds:MDS", "stores.record_folder_store:MdsStore", None, _RECORDS, in_order=_few_blocks),
-        Kind(
-            "litdata",
-            "stores.litdata:LITDATA",
-            "stores.record_folder_store:LitDataStore",
-            None,
-            _RECORDS,
-            in_order=_few_blocks,
-        ),
-        Kind("lerobot", "stores.ranges:LEROBOT", "stores.ranges:LeRobotStore", None, ("key", "blocks", "partial")),
+        Kind("tokens", "token_store:TOKENS", "token_store:TokenStore", TOKEN_FILES, _WINDOWS, {"length": 1024}),
         *(
-            Kind(f"{name}-ranges", f"stores.ranges:{name.upper()}_RANGES", f"stores.ranges:ranged_{name}", None)
+            Kind(name, f"record_kinds:{name.upper()}", _FOLDERS, None, _RECORDS, in_order=_few_blocks)
+            for name in ("mds", "litdata")
+        ),
+        Kind("lerobot", "ranges:LEROBOT", "ranges:LeRobotStore", None, ("key", "blocks", "partial")),
+        *(
+            Kind(f"{name}-ranges", f"ranges:{name.upper()}_RANGES", f"ranges:ranged_{name}", None)
             for name in ("parquet", "arrow", "jsonl")
         ),
     )
@@ -274,7 +258,7 @@ class Source:
     def read(self) -> Shards:
         """What of the files is read, where another program's metadata in their folder says so."""
         at = self.kind.named_at
-        files: Shards = found_at(_DATA + at)(self.files) if at else self.files
+        files: Shards = found_at(_HERE + at)(self.files) if at else self.files
         return files
 
 
