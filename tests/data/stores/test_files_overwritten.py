@@ -64,6 +64,9 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Any]] = {
 }
 
 
+STORES = {"a.parquet": "parquet", "a.arrow": "arrow", "a.jsonl": "jsonl", "a.bin": "tokens"}
+
+
 @pytest.fixture(autouse=True)
 def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
@@ -125,6 +128,21 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
         return sp.Batcher(sp.Encode(reader(str(tmp_path / name), lane, shuffle=False), Texts()), size=2)
 
     expect_error(pipeline, tmp_path / name, then=lambda: keep_below(0) if closed else None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_that_is_cut_or_changed_before_it_is_opened_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for change, told in (
+        (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when it was indexed"),
+        (CHANGES[name], "rewritten"),
+    ):
+        FORMATS[name][0](path)
+        store = open_store(STORES[name], path)
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(sp.ShardError, match=told) as error:
+            store.read(0, 0, "tokens" if name == "a.bin" else "txt")
+        assert error.value.reason == "changed shard"
 
 
 def pipeline_of(path: Path, lane: sp.Lane) -> custom.Stage:

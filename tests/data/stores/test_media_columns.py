@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import io
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores.arrow_columns import BrokenColumnError, MediaListColumn, NamedFile
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
+from tests.data.stores.test_columnar_store import STORES, every_store, parts_of, write
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-STORES: dict[str, Any] = {
-    "a.parquet": partial(open_store, "parquet"),
-    "a.arrow": partial(open_store, "arrow"),
-}
 READERS: dict[str, Any] = {"a.parquet": custom.ParquetReader, "a.arrow": custom.ArrowReader}
-every_store = pytest.mark.parametrize("name", STORES)
 
 
 def named(path: str | None, data: bytes | None = None) -> dict[str, Any]:
@@ -33,20 +26,6 @@ def named(path: str | None, data: bytes | None = None) -> dict[str, Any]:
 
 def table(images: list[Any], kind: Any = MEDIA, column: str = "image") -> Any:
     return pa.table({column: pa.array(images, kind), "caption": [f"c{i}" for i in range(len(images))]})
-
-
-def write(path: Path, rows: Any, group: int = 1000) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(rows, path, row_group_size=group)
-        return path
-    with pa.ipc.new_stream(path, rows.schema) as stream:
-        stream.write_table(rows, max_chunksize=group)
-    return path
-
-
-def parts_of(store: Any, row: int) -> dict[str, bytes]:
-    return {part: store.read(0, row, part) for part in store.extensions(0, row)}
 
 
 @every_store
@@ -82,7 +61,7 @@ def test_the_column_of_an_image_is_known_where_it_is_read(tmp_path: Path, name: 
 @every_store
 def test_under_skip_only_the_rows_without_bytes_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
     images = [named("0.png", b"0"), named("1.png"), None, named(None), named(""), named("5.png", b"5")]
-    path = write(tmp_path / name, table(images), group=4)
+    path = write(tmp_path / name, table(images), rows=4)
 
     def pipeline(lane: sp.Lane) -> Any:
         return sp.Batcher(sp.Encode(READERS[name](path, lane, epochs=1, on_error="skip"), Names()), size=1)
@@ -122,7 +101,7 @@ LISTS = [[named("a.PNG", b"a"), named(None, b"GIF8b")], [], None, [named("c.jpg"
 @every_store
 @pytest.mark.parametrize("kind", [pa.list_(MEDIA), pa.large_list(MEDIA)])
 def test_a_list_of_images_is_a_part_for_each(tmp_path: Path, name: str, kind: Any) -> None:
-    store = STORES[name](write(tmp_path / name, table(LISTS, kind), group=3))
+    store = STORES[name](write(tmp_path / name, table(LISTS, kind), rows=3))
     assert [parts_of(store, row) for row in range(4)] == [
         {"0.PNG": b"a", "1.gif": b"GIF8b", "caption": b"c0"},
         {"caption": b"c1"},
@@ -219,7 +198,7 @@ def test_images_of_view_types_are_the_parts_that_images_are(
 ) -> None:
     plain = STORES[name](write(tmp_path / "plain" / name, table([*images, None], without_views(kind))))
     viewed = STORES[name](
-        write(tmp_path / "viewed" / name, table([*images, None], kind), group=4 if name == "a.arrow" else 9)
+        write(tmp_path / "viewed" / name, table([*images, None], kind), rows=4 if name == "a.arrow" else 9)
     )
     found = [parts_of(viewed, row) for row in range(9)]
     assert found == [parts_of(plain, row) for row in range(9)]
@@ -258,7 +237,7 @@ def test_bytes_of_images_in_a_column_of_that_name_are_images(tmp_path: Path, nam
     jpeg = io.BytesIO()
     Image.new("RGB", (2, 3)).save(jpeg, "JPEG")
     values = [picture(1), jpeg.getvalue(), None, b"no image", b""]
-    path = write(tmp_path / name, table(values, kind, column), group=2)
+    path = write(tmp_path / name, table(values, kind, column), rows=2)
     samples = list(sp.open_dataset(path))
     assert [list(sample) for sample in samples] == [
         ["png", "caption"],
@@ -293,7 +272,7 @@ def test_of_several_images_and_beside_a_column_of_that_name_each_has_the_name_of
 def test_images_whose_paths_have_no_type_are_images(tmp_path: Path, name: str, kind: Any) -> None:
     listed = kind != NO_PATHS
     images = [[named(None, picture(i))] * 2 if listed else named(None, picture(i)) for i in range(3)]
-    store = STORES[name](write(tmp_path / name, table(images, kind), group=2))
+    store = STORES[name](write(tmp_path / name, table(images, kind), rows=2))
     parts = ["0.png", "1.png"] if listed else ["png"]
     assert [store.extensions(0, row) for row in range(3)] == [[*parts, "caption"]] * 3
     assert [store.read(0, row, parts[-1]) for row in range(3)] == [picture(i) for i in range(3)]

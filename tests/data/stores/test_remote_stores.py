@@ -191,20 +191,6 @@ def files_of(dataset: Dataset) -> CachedBlocks:
     return files
 
 
-def test_an_epoch_of_chosen_columns_fetches_these_columns_and_the_footers(server: ToyServer, www: Path) -> None:
-    needed = 0
-    for name in names_of("parquet"):
-        path = www / "parquet" / name
-        metadata = pq.read_metadata(path)
-        columns = [metadata.row_group(i).column(1) for i in range(metadata.num_row_groups)]
-        needed += sum(column.total_compressed_size for column in columns) + metadata.serialized_size
-    found = samples("parquet", urls_of(server.url, "parquet"), columns=["json"])
-    assert found == samples("parquet", str(www / "parquet"), columns=["json"])
-    groups = sum(-(-size // 20) for size in SIZES)
-    assert sent(server, "parquet") <= needed + 4096 * (groups + len(SIZES))  # a block at the end of each
-    assert sent(server, "parquet") < bytes_of(www, "parquet") * 0.7
-
-
 def test_large_columns_that_are_not_chosen_are_not_fetched(server: ToyServer, www: Path) -> None:
     for kind in ("parquet", "arrow"):
         table = pa.table({"pad": pa.array([bytes(PAD)] * 2500), "txt": pa.array([f"{i:0400d}" for i in range(2500)])})
@@ -252,15 +238,6 @@ def test_a_file_that_is_rewritten_is_skipped_and_counted_where_that_is_asked(
     for blocks in (tmp_path / "cache").rglob("*.bytes"):
         blocks.unlink()  # nothing of them is in the cache any more
     assert run() == ({key for key in whole if not key.startswith(names_of(kind)[1])}, SIZES[1])
-
-
-def test_a_damaged_file_is_an_error_or_skipped_as_on_a_disk(server: ToyServer, www: Path) -> None:
-    os.truncate(www / "parquet" / "0001.parquet", 9000)
-    with pytest.raises(sp.ShardError, match=r"/parquet/0001\.parquet: no Parquet footer at its end"):
-        custom.ParquetReader(urls_of(server.url, "parquet"), sp.Lane())
-    assert samples("parquet", urls_of(server.url, "parquet"), on_error="skip") == samples(
-        "parquet", str(www / "parquet"), on_error="skip"
-    )
 
 
 @kinds("parquet", "tokens", "mds")
