@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import sys
 from array import array
 from collections import Counter
@@ -87,7 +88,9 @@ def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
     begin, line = 0, 1
     try:
         head = next(lines, "")
-        rows = csv.reader(_with(head.removeprefix("\ufeff"), lines), delimiter=separator_of(head, name), strict=True)
+        rows = csv.reader(
+            itertools.chain([head.removeprefix("\ufeff")], lines), delimiter=separator_of(head, name), strict=True
+        )
         for row in rows:
             "".join(row).encode()
             if row:
@@ -112,11 +115,6 @@ class _Counted(Iterator[str]):
         line = next(self._text)
         self.bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
         return line
-
-
-def _with(head: str, text: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from text
 
 
 def separator_of(head: str, name: str) -> str:
@@ -187,8 +185,8 @@ class CsvStore(TableStore):
     def _headers(self, shard: int) -> _Header:
         found = self._known.get(shard)
         if found is None:
-            head = self.files.read(shard, 0, int(self.blob(shard)[0]))
-            lines = _text_lines(head.removeprefix(codecs.BOM_UTF8))
+            head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
+            lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
             with _wide_fields():
                 columns = next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
@@ -198,10 +196,6 @@ class CsvStore(TableStore):
     @cached_property
     def _known(self) -> dict[int, _Header]:
         return {}
-
-
-def _text_lines(raw: bytes) -> list[str]:
-    return list(io.StringIO(raw.decode(), newline=""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores.arrow_columns import BrokenColumnError, MediaListColumn, NamedFile
+from savable_pipeline.data.stores.arrow_columns import NamedFile
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
 from tests.data.stores.test_columnar_store import STORES, every_store, parts_of, write
 
@@ -142,27 +142,6 @@ def test_rows_that_are_kept_have_the_same_parts_and_faults() -> None:
     assert [kept.read(0, part) for part in kept.extensions(0)] == [b"a", b"b", b"c0", b"2"]
     with pytest.raises(ValueError, match=r"'c\.png' and no bytes"):
         rows.kept(1).read(0, "caption")
-
-
-def test_sliced_and_fixed_lists_are_found_at_their_place() -> None:
-    fixed = pa.array([[named("a.png", b"a"), named("b.png", b"b")], [named("c.png", b"c"), None]], pa.list_(MEDIA, 2))
-    column = MediaListColumn(fixed[1:])
-    assert [column.items.value(place) for place in column.elements(0)] == [b"c", None]
-    column = MediaListColumn(pa.array(LISTS, pa.list_(MEDIA))[3:])
-    assert [column.items.value(place) for place in column.elements(0)] == [b"c", None, b"d"]
-
-
-@pytest.mark.parametrize("ends", [[0, 5], [2, 1], [-1, 1]])
-def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
-    items = pa.array([named("a.png", b"a"), named("b.png", b"b")], MEDIA)
-    offsets = bytearray(8)
-    buffers = [None, pa.py_buffer(offsets)]
-    column = MediaListColumn(pa.Array.from_buffers(pa.list_(MEDIA), 1, buffers, children=[items]))
-    offsets[:] = b"".join(end.to_bytes(4, "little", signed=True) for end in ends)  # pyarrow has looked at it before
-    with pytest.raises(BrokenColumnError):
-        column.elements(0)
-    with pytest.raises(BrokenColumnError, match="lies outside"):
-        column.elements(1)
 
 
 def picture(seed: int) -> bytes:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -25,7 +24,6 @@ from tests.support.record_cases import CASES, U32, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
     LEAF,
-    dict_spec,
     write_arrow_litdata,
     write_captioned_litdata,
     write_captioned_mds,
@@ -175,19 +173,6 @@ def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path
     assert [store.row_groups(shard)[0] for shard in range(3)] == [[4], [4], [2]]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("level", [None, "sample", "chunk"])
-def test_what_unpacks_to_more_than_may_be_is_refused(tmp_path: Path, level: str | None) -> None:
-    rows = [[b"\0" * (1 << 17)]] * 2
-    packing = {"compression": "zstd", "compression_level": level} if level else {}
-    source = write_litdata(tmp_path / "in", ["bytes"], dict_spec(["x"]), rows, **packing)
-    store = store_of(source, blocks=DecodedBlocks(1), unpacked_bytes=1 << 16)
-    if level is None:
-        assert store.read(0, 0, "bin") == rows[0][0]
-        return
-    with pytest.raises(sp.ShardError, match=r"at most 65536 are read|more than 65536 bytes when decompressed"):
-        store.read(0, 0, "bin")
-
-
 def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(tmp_path: Path) -> None:
     source = write_arrow_litdata(tmp_path / "in", compression="zstd")
     with pytest.raises(sp.ShardError, match=r"rows in Arrow of .* bytes; at most 256 are read"):
@@ -318,16 +303,6 @@ def test_what_is_named_wrongly_says_what_to_name(tmp_path: Path) -> None:
         custom.MdsReader(source, sp.Lane())
     with pytest.raises(ValueError, match=r"columns= is for files of the kinds .*, not for mds files"):
         open_any(source, columns=("a",))
-
-
-def test_a_chunk_that_is_cut_within_its_content_is_damage(tmp_path: Path) -> None:
-    source = write_captioned_litdata(tmp_path / "in", level="chunk")
-    path = source / "chunk-0-0.zstd.bin"
-    raw = zstandard.decompress(path.read_bytes())
-    packed = zstandard.ZstdCompressor(write_content_size=False).compress(raw)
-    path.write_bytes(packed[:-9])
-    with pytest.raises(sp.ShardError, match="it ends within its compressed data: it was cut"):
-        store_of(source).extensions(0, 0)
 
 
 def with_index(folder: Path, change: Callable[[Path], object]) -> Path:
