@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -143,10 +143,10 @@ class Kind:
     """A kind of files, the places of its format and of the store that reads them, and the names of its settings.
 
     `files` tells such files by their names; None: they are told otherwise, as by a listing in their folder.
-    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
-    whoever reads all samples once, in their order. `also` is a kind of folders that hold such files, as which their
-    reader reads one. `named_at` is the place of what tells which files of a folder are read, where another program says
-    so, `open_at` that of what opens an index which is made otherwise than by scanning files.
+    `seen_with` are settings for whoever looks at files that cannot be read without any. `also` is a kind of folders
+    that hold such files, as which their reader reads one. `named_at` is the place of what tells which files of a folder
+    are read, where another program says so, `open_at` that of what opens an index which is made otherwise than by
+    scanning files.
     """
 
     name: str
@@ -155,7 +155,6 @@ class Kind:
     files: ShardKind | None
     settings: tuple[str, ...] = ()
     seen_with: Mapping[str, Any] = field(default_factory=dict)
-    in_order: Callable[[], dict[str, Any]] = dict
     named_at: str = ""
     also: str = ""
     open_at: str = ""
@@ -171,20 +170,18 @@ class Kind:
         found: IndexedFiles = found_at(_HERE + self.open_at)(files, self.form, **settings)
         return found
 
+    def in_order(self) -> dict[str, Any]:
+        """Settings for whoever reads all samples once, in their order."""
+        if "unpacked_bytes" not in self.settings:
+            return {"partial": True} if "columns" in self.settings else {}
+        from savable_pipeline.data.stores.grouped_store import DecodedBlocks  # here: other files are not unpacked
+
+        return {"blocks": DecodedBlocks(_FEW_BYTES)}
+
     def store(self, files: IndexedFiles, **settings: Any) -> RecordStore:
         """The store of such files."""
         store: RecordStore = found_at(_HERE + self.store_at)(files, **settings)
         return store
-
-
-def _partial() -> dict[str, Any]:
-    return {"partial": True}
-
-
-def _few_blocks() -> dict[str, Any]:
-    from savable_pipeline.data.stores.grouped_store import DecodedBlocks
-
-    return {"blocks": DecodedBlocks(_FEW_BYTES)}
 
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
@@ -192,28 +189,18 @@ _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
 _WINDOWS = ("length", "stride", "dtype")
-_FOLDERS = "record_folder_store:RecordFolderStore"
 _HERE = "savable_pipeline.data.stores."  # below which the places are
 STORES = {
     kind.name: kind
     for kind in (
         Kind(TAR, "tar_store:TARS", "tar_store:TarStore", TAR_FILES),
-        Kind(
-            "parquet",
-            "parquet:PARQUET",
-            "parquet:ParquetStore",
-            PARQUET_FILES,
-            _COLUMNS,
-            in_order=_partial,
-            also="lerobot",
-        ),
+        Kind("parquet", "parquet:PARQUET", "parquet:ParquetStore", PARQUET_FILES, _COLUMNS, also="lerobot"),
         Kind(
             "arrow",
             "arrow_file:ARROW",
             "arrow_store:ArrowStore",
             ARROW_FILES,
             _COLUMNS,
-            in_order=_partial,
             named_at="arrow_file:data_files",
         ),
         Kind("jsonl", "jsonl:JSONL", "jsonl:JsonlStore", JSONL_FILES, ("key", "ranges", "file_fields", "files_from")),
@@ -221,21 +208,17 @@ STORES = {
         Kind("csv", "csv_table:CSV", "csv_table:CsvStore", CSV_FILES, _TABLES),
         Kind("json", "table_store:JSON", "table_store:JsonArrayStore", JSON_FILES, _TABLES),
         *(
-            Kind(
-                f"folder{name}",
-                f"folder_store:FOLDER{name.upper().replace('-', '_')}",
-                "folder_store:FolderStore",
-                None,
-                ("key_end", "classes"),
-                open_at="folder_store:open_folder",
+            Kind(name, at, "folder_store:FolderStore", None, ("key_end", "classes"), open_at="folder_store:open_folder")
+            for name, at in (
+                ("folder", "folder_store:FOLDER"),
+                ("folder-last", "folder_store:FOLDER_LAST"),
+                ("folder-outside", "folder_store:FOLDER_OUTSIDE"),
+                ("folder-outside-last", "folder_store:FOLDER_OUTSIDE_LAST"),
             )
-            for name in ("", "-last", "-outside", "-outside-last")
         ),
         Kind("tokens", "token_store:TOKENS", "token_store:TokenStore", TOKEN_FILES, _WINDOWS, {"length": 1024}),
-        *(
-            Kind(name, f"record_kinds:{name.upper()}", _FOLDERS, None, _RECORDS, in_order=_few_blocks)
-            for name in ("mds", "litdata")
-        ),
+        Kind("mds", "record_kinds:MDS", "record_folder_store:RecordFolderStore", None, _RECORDS),
+        Kind("litdata", "record_kinds:LITDATA", "record_folder_store:RecordFolderStore", None, _RECORDS),
         Kind("lerobot", "ranges:LEROBOT", "ranges:LeRobotStore", None, ("key", "blocks", "partial")),
         *(
             Kind(f"{name}-ranges", f"ranges:{name.upper()}_RANGES", f"ranges:ranged_{name}", None)
