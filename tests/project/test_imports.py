@@ -23,7 +23,7 @@ import savable_pipeline as sp
 
 HEAVY = {"torchvision", "torch._dynamo", "transformers", "pyarrow", "yaml", "rich", "typer", "jinja2"}
 STORES = {f"savable_pipeline.data.stores.{name}" for name in (
-    "arrow_file", "arrow_store", "columnar_store", "jsonl", "litdata", "mds", "parquet", "record_files", "tar_store",
+    "arrow_file", "arrow_store", "columnar_store", "jsonl", "parquet", "record_files", "record_kinds", "tar_store",
     "token_store", "cached_blocks", "cached_samples", "remote_indexing",
 )} | {"savable_pipeline.data.remote"}
 

@@ -76,6 +76,14 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def run_forked(work: Callable[..., object], *arguments: Any) -> None:
+    """Do `work` in a process of its own, which a signal may end: it must return."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, process.exitcode
+
+
 _TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.data.stores.tar_store import TarStore
 from tests.support.toy_stores import WRITERS

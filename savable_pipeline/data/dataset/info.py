@@ -18,7 +18,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
 

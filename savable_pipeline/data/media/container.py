@@ -18,6 +18,7 @@ LAME project's description of the Xing tag; ID3v2.4, 3.1.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import struct
 import zlib
@@ -339,12 +340,12 @@ class MediaStream:
             frames = self._sought(target)
             first = next(frames, None)
             if first is not None and first.pts <= ticks:
-                return _chained(first, frames)
+                return itertools.chain((first,), frames)
         frames = self._from_start()
         first = next(frames, None)
         if first is None:
             raise MediaError(f"{self.name}: not one frame of its {self.kind} can be decoded")
-        return _chained(first, frames)
+        return itertools.chain((first,), frames)
 
     @property
     def _is_sought(self) -> bool:
@@ -406,8 +407,3 @@ def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
         if frame.pts is None or frame.is_corrupt:
             raise MediaError(f"{name}: a frame of its {kind} is damaged, or without a time")
         yield frame
-
-
-def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

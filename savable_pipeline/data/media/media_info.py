@@ -1,16 +1,19 @@
-"""`MediaInfo`: what the headers of a media file say; nothing is decoded."""
+"""`MediaInfo`: what the headers of a media file say; and, of one that is decoded, what is wrong: `reason: detail`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, BinaryIO
 
 import msgspec
 
 from savable_pipeline.data.media.container import (
+    check_sums,
     first_stream,
     header_duration,
     media_errors,
+    ogg_fault,
     open_container,
     origin_of,
     range_fault,
@@ -20,6 +23,9 @@ from savable_pipeline.data.shards.byte_source import seconds_of
 from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.errors import MediaError
+
+_SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode
+_CLIP_S = 10  # a video with one keyframe that is no longer decodes quickly enough from its begin
 
 
 class MediaInfo(msgspec.Struct, frozen=True):
@@ -91,3 +97,78 @@ def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise MediaError(f"{name}: {error}") from error
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What was seen of a stream so far; times are in seconds from the begin of the container."""
+
+    packets: int = 0
+    keyframes: int = 0
+    frames: int = 0
+    last: Fraction | None = None  # the time of the last frame
+    end: Fraction = Fraction(0)
+
+
+def media_fault(file: BinaryIO) -> tuple[str, bool]:
+    """Why a file cannot be right, "" if it can; and whether it is a long video with one keyframe.
+
+    Raises ImportError without PyAV. Errors of reading the file pass.
+    """
+    try:
+        with open_container(file, "") as container:
+            return _fault_in(container, file)
+    except MediaError as error:
+        return f"unreadable media: {str(error).removeprefix(': ')}", False
+
+
+def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
+    both = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
+    streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
+    if not streams:
+        return "unreadable media: neither video nor sound in it", False
+    seen = {index: _Stream() for index in streams}
+    origin = origin_of(container)
+    told = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
+    if container.format.name == "ogg" and (fault := ogg_fault(file)):
+        return f"unreadable media: {fault}", False
+    for _, stream in streams.values():
+        check_sums(stream)
+    with media_errors("", "it cannot be decoded"):
+        for packet in container.demux([stream for _, stream in streams.values()]):
+            kind, stream = streams[packet.stream.index]
+            if fault := _fault_of(packet, seen[stream.index], kind, origin):
+                return fault, False
+    for index, (kind, _) in streams.items():
+        duration, own = told[index]
+        if not seen[index].frames:
+            return f"unreadable media: not one frame of its {kind} can be decoded", False
+        if duration is None or not own:
+            continue
+        if duration - seen[index].end > max(_SHORT_S, duration * _SHORT_SHARE):
+            times = f"{float(seen[index].end):.2f} s of {float(duration):.2f} s"
+            return f"cut short: its {kind} ends after {times} that its header says", False
+    one = any(kind == "video" and seen[i].keyframes == 1 and seen[i].end > _CLIP_S for i, (kind, _) in streams.items())
+    return "", one
+
+
+def _fault_of(packet: Any, seen: _Stream, kind: str, origin: Fraction) -> str:
+    """Decodes a packet. Gives why it cannot be right."""
+    if packet.size:
+        seen.packets += 1
+        seen.keyframes += packet.is_keyframe
+        if kind == "video" and seen.packets == 1 and not packet.is_keyframe:
+            return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
+    for frame in packet.decode():
+        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
+            return f"unreadable media: a frame of its {kind} is damaged"
+        if frame.pts is None:
+            continue
+        time = frame.pts * frame.time_base - origin
+        if seen.last is not None and time < seen.last:
+            return f"times that go back: its {kind} has {float(time):.3f} s after {float(seen.last):.3f} s"
+        length = (
+            Fraction(frame.samples, frame.sample_rate) if kind == "audio" else (frame.duration or 0) * frame.time_base
+        )
+        seen.frames, seen.last, seen.end = seen.frames + 1, time, max(seen.end, time + length)
+    return ""

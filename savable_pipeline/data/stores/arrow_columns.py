@@ -47,6 +47,13 @@ class BrokenColumnError(ValueError):
     """The buffers of a column do not hold what its type says."""
 
 
+def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
+    """The whole numbers of a kind in a buffer; none where there is no buffer."""
+    raw = memoryview(b"" if buffer is None else buffer).cast("B")
+    found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
+    return found
+
+
 class Validity:
     """Which rows of an array are not null, read from its bits: Arrow's own look at a row follows its offsets too."""
 
@@ -103,14 +110,9 @@ class BytesColumn:
                 raise BrokenColumnError(str(error)) from error
             array = array.cast(pa.large_binary())
         _, offsets, data = array.buffers()
-        kind = OFFSETS[str(array.type)]
-        self._first = array.offset
-        self.validity = Validity(array)
+        self._first, self.validity = array.offset, Validity(array)
         self._has_nulls = self.validity.has_nulls
-        self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
-        usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
-        self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
-        self._data = memoryview(b"" if data is None else data).cast("B")
+        self._offsets, self._data = _numbers(offsets, OFFSETS[str(array.type)]), _numbers(data, "B")
         self._read = None if unread is None else unread.reader(data)
         self.rows = max(0, len(self._offsets) - 1 - self._first)  # that lie in it
 
@@ -151,12 +153,9 @@ class NumberColumn:
 
     def __init__(self, array: Any) -> None:
         _, data = array.buffers()
-        kind = NUMBERS[str(array.type)]
         self._first, self._validity = array.offset, Validity(array)
         self._has_nulls = self._validity.has_nulls
-        usable = memoryview(b"" if data is None else data).cast("B")
-        size = calcsize(kind)
-        self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
+        self._values = _numbers(data, NUMBERS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
@@ -287,11 +286,7 @@ class MediaListColumn:
         self._count = len(array.values)
         self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
         if not self._each:
-            kind = "q" if pa.types.is_large_list(array.type) else "i"
-            offsets = array.buffers()[1]
-            raw = memoryview(b"" if offsets is None else offsets).cast("B")
-            size = 8 if kind == "q" else 4
-            self._offsets = raw[: len(raw) // size * size].cast(kind)  # type: ignore[call-overload]
+            self._offsets = _numbers(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
         there = self._count // self._each if self._each else len(self._offsets) - 1
         self._rows = min(len(array), there - self._first)
 

@@ -111,8 +111,8 @@ class Flatbuffer:
         return found
 
 
-class FooterError(ValueError):
-    """The footer is not there, or cannot be right."""
+class MessageError(ValueError):
+    """A message, or the footer, is not there, or cannot be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,14 @@ class Footer:
 
 
 def read_footer(file: ByteSource) -> Footer:
-    """The footer of a file that begins with `MAGIC`. Raises `FooterError`, OSError."""
+    """The footer of a file that begins with `MAGIC`. Raises `MessageError`, OSError."""
     size = file.size
     end = file.read_at(max(0, size - _END.size), _END.size)
     if not end.endswith(MAGIC) or size < _HEAD + _END.size:
-        raise FooterError("no footer at its end")
+        raise MessageError("no footer at its end")
     length = _END.unpack(end)[0]
     if not 0 < length <= min(_LARGEST_FOOTER, size - _HEAD - _END.size):
-        raise FooterError(f"a footer of {length} bytes in a file of {size}")
+        raise MessageError(f"a footer of {length} bytes in a file of {size}")
     offset = size - _END.size - length
     data = file.read_at(offset, length)
     try:
@@ -141,23 +141,19 @@ def read_footer(file: ByteSource) -> Footer:
         blocks, dictionaries = table.structs(_BATCHES, _BLOCK), table.structs(_DICTIONARIES, _BLOCK)
         has_schema = table.has(_SCHEMA_FIELD)
     except struct.error as error:
-        raise FooterError(f"a damaged footer at byte {offset}") from error
+        raise MessageError(f"a damaged footer at byte {offset}") from error
     if not has_schema:
-        raise FooterError(f"a footer without a schema at byte {offset}")
+        raise MessageError(f"a footer without a schema at byte {offset}")
     batches = [(begin, head, body) for begin, head, body in blocks]
     outside = next((begin for begin, _, _ in batches if not _HEAD <= begin < offset), None)
     if outside is not None:
-        raise FooterError(f"a footer that names a record batch at byte {outside} of {offset}")
+        raise MessageError(f"a footer that names a record batch at byte {outside} of {offset}")
     return Footer(offset, batches, bool(dictionaries), xxh3_64_intdigest(data))
 
 
 def file_of_footer(tail: bytes) -> bytes:
     """A file of nothing but a footer, to read its schema from; `tail` is a file's end from the footer's offset on."""
     return MAGIC + b"\0\0" + tail
-
-
-class MessageError(ValueError):
-    """A message is not there, or cannot be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +203,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     found = _Found()
     try:
         fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
-    except (MessageError, FooterError) as error:
+    except MessageError as error:
         fault = f"{error}: {_CURE}"
     blob = _blob(found)
     rows = sum(message.rows for message in found.batches)
@@ -229,7 +225,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
                 return False
-    except (MessageError, FooterError, OSError):
+    except (MessageError, OSError):
         return False
     return True
 
@@ -321,7 +317,7 @@ def _read_stream(file: ByteSource, found: _Found) -> str:
 
 
 def _read_file(file: ByteSource, found: _Found) -> str:
-    """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`, `FooterError`."""
+    """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`."""
     footer = read_footer(file)
     found.schema = _leading_schema(file)
     if found.schema is None:

@@ -193,8 +193,6 @@ class ArrowStore(ColumnarStore):
 
     def decode(self, shard: int, group: int) -> DecodedGroup:
         """See `ColumnarStore.decode`."""
-        import pyarrow as pa
-
         file = self._file(shard)
         begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
         try:
@@ -259,8 +257,6 @@ class ArrowStore(ColumnarStore):
         return found
 
     def _opened(self, shard: int) -> _File:
-        import pyarrow as pa
-
         batches = batches_of(self.blob(shard))
         try:
             schema = self._schema(shard, batches)
@@ -269,8 +265,6 @@ class ArrowStore(ColumnarStore):
         return _File(schema, batches)
 
     def _schema(self, shard: int, batches: Batches) -> Any:
-        import pyarrow as pa
-
         if batches.in_footer:
             tail = self.files.read(shard, batches.schema, int(self.entries.sizes[shard]) - batches.schema)
             return pa.ipc.open_file(pa.BufferReader(file_of_footer(tail))).schema
@@ -319,6 +313,4 @@ class ArrowStore(ColumnarStore):
 
 
 def _batch(raw: memoryview, schema: Any) -> Any:
-    import pyarrow as pa
-
     return pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(pa.py_buffer(raw))), schema)

@@ -47,15 +47,15 @@ class DownloadedFiles(ShardFiles):
 
     behind_url = True
 
-    def __init__(self, remote: RemoteFolder, numbers: Rows) -> None:
+    def __init__(self, remote: RemoteFolder, numbers: Rows, *, all_used: bool) -> None:
         super().__init__()
         self.remote, self._cached, self._limit = remote, remote.cached, remote.session.limit
         self._numbers = numbers  # of the files in the cache's index
+        fits = int(self._cached.shards.sizes[numbers].sum()) <= self._limit * PREFETCH_SHARE
+        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and fits)
+        self._checked: set[int] = set()  # files that were compared with the index
         self._known_rows: set[int] = set()  # files whose rows in the index were compared with their checksum
         self._asked: Downloader | None = None  # the process that knows what was announced
-
-    def _forget_announced(self) -> None:
-        """Called for each new downloading process: it knows nothing of what was announced before."""
 
     def refs_ahead(self, mean_bytes: float) -> int:
         """The number of refs to announce ahead, of samples of this size."""
@@ -143,7 +143,7 @@ class DownloadedFiles(ShardFiles):
         found = self.remote.session.connected()
         if found is not self._asked:
             self._asked = found
-            self._forget_announced()
+            self._blocks.forget_announced()
 
 
 class CachedBlocks(DownloadedFiles):
@@ -162,15 +162,9 @@ class CachedBlocks(DownloadedFiles):
         looked_at: bool = True,
     ) -> None:
         numbers = np.arange(len(remote.cached.shards)) if indexed is None else indexed.numbers
-        super().__init__(remote, numbers)
+        super().__init__(remote, numbers, all_used=all_used)
         self._indexed, self._looked_at = indexed, looked_at
-        size = int(self._cached.shards.sizes[self._numbers].sum())
-        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= self._limit * PREFETCH_SHARE)
-        self._checked: set[int] = set()
         self._beside: set[Path] = set()  # that were found to be as they were downloaded
-
-    def _forget_announced(self) -> None:
-        self._blocks.forget_announced()
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on, downloaded first where they are absent.

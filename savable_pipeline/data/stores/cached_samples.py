@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
-from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.lookup import held, locked_folder
 from savable_pipeline.data.remote.pace import PIECE
@@ -33,7 +32,7 @@ from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadBlocks, DownloadedFiles
+from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadedFiles
 from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
 from savable_pipeline.errors import ShardError
 
@@ -48,19 +47,14 @@ class CachedFiles(DownloadedFiles):
 
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
-        super().__init__(found.remote, found.numbers)
+        super().__init__(found.remote, found.numbers, all_used=True)
         self._url, self._found = self.remote.url, found
-        fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
-        self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
+        fits = self._blocks.in_pieces
         self._kept = found.numbers[found.entries.samples > 0] if fits else None  # shards that may all be present
         self._complete_at = -1  # the count of evictions when they were; -1: they are not
         self._look_at = 0.0  # when to look again whether they are
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
         self._touch_at = 0.0  # when to touch the shards again
-        self._checked: set[int] = set()  # shards whose rows in the index were checked
-
-    def _forget_announced(self) -> None:
-        self._blocks.forget_announced()
 
     @property
     def prefetch_refs(self) -> int:

@@ -6,8 +6,8 @@ row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from savable_pipeline.errors import ShardError
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
     from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
+T = TypeVar("T")
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 
 
@@ -92,30 +93,15 @@ class ColumnarStore(GroupedStore):
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
-        rows, position = self.find(shard, row)
-        try:
-            found: list[str] = rows.extensions(position)
-        except ValueError as error:
-            raise self._broken_row(shard, row, error) from error
-        return found
+        return self._of_row(shard, row, lambda rows, position: rows.extensions(position))
 
     def nulls(self, shard: int, row: int) -> list[str]:
         """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
-        rows, position = self.find(shard, row)
-        try:
-            found: list[str] = rows.nulls(position)
-        except ValueError as error:
-            raise self._broken_row(shard, row, error) from error
-        return found
+        return self._of_row(shard, row, lambda rows, position: rows.nulls(position))
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
         """The files that a row names without their bytes. Raises `ShardError`."""
-        rows, position = self.find(shard, row)
-        try:
-            found: list[NamedFile] = rows.named_files(position)
-        except ValueError as error:
-            raise self._broken_row(shard, row, error) from error
-        return found
+        return self._of_row(shard, row, lambda rows, position: rows.named_files(position))
 
     def key(self, shard: int, row: int) -> str:
         """The value of the key's column, or `FILE:ROW`."""
@@ -125,12 +111,16 @@ class ColumnarStore(GroupedStore):
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`: of a column that is read."""
+        found: bytes | None = self._of_row(shard, row, lambda rows, position: rows.value(position, name))
+        return found
+
+    def _of_row(self, shard: int, row: int, ask: Callable[[Any, int], T]) -> T:
+        """What the decoded group with a row, and its place there, are asked for. Raises `ShardError`."""
         rows, position = self.find(shard, row)
         try:
-            found: bytes | None = rows.value(position, name)
+            return ask(rows, position)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
-        return found
 
     def media_named(self, parts: Collection[str]) -> list[str]:
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""

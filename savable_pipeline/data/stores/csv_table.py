@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import sys
 from array import array
 from collections import Counter
@@ -24,12 +25,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
-from savable_pipeline.core.wording import counted, encodable
+from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
-from savable_pipeline.data.shards.index import FileFormat, ShardTable
-from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.jsonl import digest_of, is_as_indexed
+from savable_pipeline.data.shards.index import FileBlob
+from savable_pipeline.data.stores.jsonl import text_format
 from savable_pipeline.data.stores.source import CSV_FILES
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
 
@@ -42,23 +41,17 @@ _LOOKED_AT = 1000  # rows by which columns that name files are told
 Row: TypeAlias = list[str]
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, begins = text_fault(file.read_at(0, HEAD), file.name), array("Q")
-    if fault:
-        fault = f": {fault}"
-    else:
-        file.expect([(0, file.size)])
-        try:
-            with _wide_fields():
-                begins.extend(_row_begins(file))
-        except ValueError as error:
-            fault = str(error)
+def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
+    """The fault of a file, and the rows before it."""
+    fault, begins = "", array("Q")
+    try:
+        with _wide_fields():
+            begins.extend(_row_begins(file))
+    except ValueError as error:
+        fault = str(error)
     if not (fault and begins):  # else the last row ends somewhere behind the fault
         begins.append(file.size)
-    offsets = np.frombuffer(begins, "<u8")
-    fault = encodable(f"{name}{fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, digest_of(file, offsets), fault), offsets.tobytes())
+    return fault, np.frombuffer(begins, "<u8")
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:
@@ -95,7 +88,9 @@ def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
     begin, line = 0, 1
     try:
         head = next(lines, "")
-        rows = csv.reader(_with(head.removeprefix("\ufeff"), lines), delimiter=separator_of(head, name), strict=True)
+        rows = csv.reader(
+            itertools.chain([head.removeprefix("\ufeff")], lines), delimiter=separator_of(head, name), strict=True
+        )
         for row in rows:
             "".join(row).encode()
             if row:
@@ -122,11 +117,6 @@ class _Counted(Iterator[str]):
         return line
 
 
-def _with(head: str, text: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from text
-
-
 def separator_of(head: str, name: str) -> str:
     """What parts the cells of a file `name` whose first line is this."""
     return "\t" if ".tsv" in name.lower() else max(_SEPARATORS, key=head.count)
@@ -142,9 +132,7 @@ def _wide_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-CSV = FileFormat(
-    "csv", CSV_FILES, "savable_pipeline.data.stores.csv_table:CSV", read_table, is_as_indexed, no_rows=bytes(8)
-)
+CSV = text_format("csv", CSV_FILES, f"{__name__}:CSV", _found_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +185,8 @@ class CsvStore(TableStore):
     def _headers(self, shard: int) -> _Header:
         found = self._known.get(shard)
         if found is None:
-            head = self.files.read(shard, 0, int(self.blob(shard)[0]))
-            lines = _text_lines(head.removeprefix(codecs.BOM_UTF8))
+            head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
+            lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
             with _wide_fields():
                 columns = next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
@@ -208,10 +196,6 @@ class CsvStore(TableStore):
     @cached_property
     def _known(self) -> dict[int, _Header]:
         return {}
-
-
-def _text_lines(raw: bytes) -> list[str]:
-    return list(io.StringIO(raw.decode(), newline=""))
 
 
 @dataclass(frozen=True, slots=True)

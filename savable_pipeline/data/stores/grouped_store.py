@@ -18,15 +18,15 @@ import logging
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.errors import ShardError
 
 _MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
@@ -84,7 +84,7 @@ class AwaitedRows:
 
 
 class AwaitedOfGroup:
-    """The rows awaited of a group that is decoded, `rows`, whose first one has the number `first`; see `Awaited`."""
+    """The rows still to be read of a group that is decoded as `rows`, whose first one has the number `first`."""
 
     def __init__(self, awaited: AwaitedRows, group: Group, first: int) -> None:
         self._awaited, self._group, self._first = awaited, group, first
@@ -99,14 +99,6 @@ class AwaitedOfGroup:
             with contextlib.suppress(ValueError):
                 kept = self.rows.kept(row - self._first)
                 yield row, kept, kept.size
-
-
-class Awaited(Protocol):
-    """The rows of a block that are still to be read."""
-
-    def __len__(self) -> int: ...
-    def take(self) -> Iterable[tuple[int, Any, int]]:
-        """Number, row and bytes of each, when the block is given up."""
 
 
 class DecodedBlocks(Generic[T]):
@@ -127,7 +119,7 @@ class DecodedBlocks(Generic[T]):
             raise ValueError(f"cache_bytes must be at least 1, not {limit}")
         self.limit = limit
         self.decoded = 0
-        self._blocks: OrderedDict[Hashable, tuple[T, int, Awaited | None]] = OrderedDict()
+        self._blocks: OrderedDict[Hashable, tuple[T, int, AwaitedOfGroup | None]] = OrderedDict()
         self._kept: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
         self._read: tuple[Hashable, int] = None, 0  # the kept row that was asked for last
         self._block_bytes = self._kept_bytes = 0
@@ -138,7 +130,7 @@ class DecodedBlocks(Generic[T]):
         """The bytes of all blocks and kept rows."""
         return self._block_bytes + self._kept_bytes
 
-    def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: Awaited | None = None) -> T:
+    def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
         """The block called `key`; if it is not there, what `decode` gives, with its size in bytes.
 
         When the block is given up, those of its rows that are `awaited` are kept.
@@ -165,7 +157,7 @@ class DecodedBlocks(Generic[T]):
             self._read = key, row
         return found[0]
 
-    def _add(self, key: Hashable, block: T, size: int, awaited: Awaited | None) -> T:
+    def _add(self, key: Hashable, block: T, size: int, awaited: AwaitedOfGroup | None) -> T:
         self.decoded += 1
         self._kept_bytes -= sum(each for _, each in self._kept.pop(key, {}).values())
         while self._blocks and self.bytes + size > self.limit:

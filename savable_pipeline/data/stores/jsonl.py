@@ -1,4 +1,5 @@
-"""The format of JSONL files, a line of which is a sample, and the record store that reads them.
+"""The format of JSONL files, a line of which is a sample, and the record store that reads them; and what other files of
+text have in common with them.
 
 Blob of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
 spaces too, lie at the end of the line before them.
@@ -7,7 +8,9 @@ spaces too, lie at the end of the line before them.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64
@@ -18,8 +21,9 @@ from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
+from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.source import JSONL_FILES
 
 _CHUNK = 1 << 22
@@ -27,30 +31,37 @@ _COMPARED = 1 << 16  # bytes of a line that are compared
 LONGEST_LINE = 1 << 30
 _FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
 MARK = b"\xef\xbb\xbf"
+# The fault of a file, "" for none, and the offsets of its rows and of their end: uint64 (rows + 1,).
+Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
+def text_format(name: str, kind: ShardKind, import_path: str, find: Find) -> FileFormat:
+    """The format of files of text, in which `find` finds the rows."""
+    return FileFormat(name, kind, import_path, partial(_read_table, find), _is_as_indexed, no_rows=bytes(8))
+
+
+def _read_table(find: Find, file: ByteSource, name: str) -> ShardTable:
+    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
     fault, offsets = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
-        fault, offsets = _check_last(file, _lines(file))
-    entry = ShardEntry(
-        name, file.size, len(offsets) - 1, digest_of(file, offsets), encodable(f"{name}: {fault}") if fault else ""
-    )
-    return ShardTable(entry, offsets.tobytes())
+        file.expect([(0, file.size)])
+        fault, offsets = find(file)
+    if fault:
+        fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
+    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault), offsets.tobytes())
 
 
-def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the first line, one in the middle and the last are what they were, where they were."""
+def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+    """Whether the first row, one in the middle and the last are what they were, where they were."""
     assert isinstance(index, BlobIndex), index
     try:
-        return digest_of(file, index.blob(number)) == int(index.shards.digests[number])
+        return _digest(file, index.blob(number)) == int(index.shards.digests[number])
     except OSError:
         return False
 
 
-def digest_of(file: ByteSource, offsets: FileBlob) -> int:
-    """A hash of the places of lines, of the first of them, one in the middle and the last, and of what is before."""
+def _digest(file: ByteSource, offsets: FileBlob) -> int:
+    """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
     digest = xxh3_64(offsets.tobytes())
     digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
     lines = len(offsets) - 1
@@ -64,7 +75,6 @@ def digest_of(file: ByteSource, offsets: FileBlob) -> int:
 def _lines(file: ByteSource) -> FileBlob:
     """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
     ends, blanks, offset, at_begin = [], [], 0, True
-    file.expect([(0, file.size)])
     while chunk := file.read_at(offset, _CHUNK):
         raw = np.frombuffer(chunk, np.uint8)
         stops = np.flatnonzero(raw == ord("\n")) + 1
@@ -94,8 +104,9 @@ def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
     return True
 
 
-def _check_last(file: ByteSource, offsets: FileBlob) -> tuple[str, FileBlob]:
+def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
+    offsets = _lines(file)
     if len(offsets) < 2:
         return "", offsets
     begin, end = int(offsets[-2]), int(offsets[-1])
@@ -131,14 +142,7 @@ def without_mark(line: bytes, begin: int) -> bytes:
     return line if begin else line.removeprefix(MARK)
 
 
-JSONL = FileFormat(
-    "jsonl",
-    JSONL_FILES,
-    "savable_pipeline.data.stores.jsonl:JSONL",
-    read_table,
-    is_as_indexed,
-    no_rows=bytes(8),
-)
+JSONL = text_format("jsonl", JSONL_FILES, f"{__name__}:JSONL", _checked_lines)
 
 
 LINE = "json"  # the part that is the whole line
@@ -149,12 +153,8 @@ def _parts_of(fields: dict[str, Any]) -> list[str]:
     return [LINE, *(name for name, value in fields.items() if value is not None and name != LINE)]
 
 
-class JsonlStore(FileStore):
-    """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
-
-    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Raises
-    `ShardError`.
-    """
+class TextStore(FileStore):
+    """The rows of files of text. `key` names the field that holds the key of a row; else it is `FILE:ROW`."""
 
     unit = "byte offset"
 
@@ -162,6 +162,37 @@ class JsonlStore(FileStore):
         super().__init__(found)
         self.key_column = key
         self._starts: dict[int, memoryview] = {}  # by shard
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset of the row in its file, in bytes."""
+        return int(self.blob(shard)[row])
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The rows."""
+        offsets = self.blob(shard).astype(np.int64, copy=False)
+        return offsets[rows], offsets[rows + 1]
+
+    def raw(self, shard: int, row: int) -> tuple[bytes, int]:
+        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`."""
+        starts = self._starts.get(shard)
+        if starts is None:
+            self.files[shard]  # checks the file, and what the index says of it
+            starts = self._starts[shard] = self.blob(shard).data
+        begin, end = starts[row], starts[row + 1]
+        if end - begin > LONGEST_LINE:
+            raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
+        return self.files.read(shard, begin, end - begin), begin
+
+
+class JsonlStore(TextStore):
+    """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+
+    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Raises
+    `ShardError`.
+    """
+
+    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
+        super().__init__(found, key=key)
         self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the line whose fields were asked for last
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -192,10 +223,6 @@ class JsonlStore(FileStore):
         """See `FileStore.value`."""
         return as_part(self._fields(shard, row, self._line(shard, row))[name])
 
-    def offset(self, shard: int, row: int) -> int:
-        """The offset of the line in its file, in bytes."""
-        return int(self.blob(shard)[row])
-
     def part_offset(self, shard: int, row: int, extension: str) -> int:
         """The same: a field is a part of its line."""
         return self.offset(shard, row)
@@ -207,20 +234,9 @@ class JsonlStore(FileStore):
         sizes = [np.diff(self.blob(shard).astype(np.int64)) for shard in range(len(self.entries))]
         return {LINE: np.concatenate(sizes)}
 
-    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The lines."""
-        offsets = self.blob(shard).astype(np.int64, copy=False)
-        return offsets[rows], offsets[rows + 1]
-
     def _line(self, shard: int, row: int) -> bytes:
-        starts = self._starts.get(shard)
-        if starts is None:
-            self.files[shard]  # checks the file, and what the index says of it
-            starts = self._starts[shard] = self.blob(shard).data
-        begin, end = starts[row], starts[row + 1]
-        if end - begin > LONGEST_LINE:
-            raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
-        line = self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
+        raw, begin = self.raw(shard, row)
+        line = raw.rstrip(b"\r\n")
         if b"\n" in line:  # lines of spaces follow
             line = line.partition(b"\n")[0].rstrip(b"\r")
         return line if begin else without_mark(line, begin)

@@ -105,7 +105,8 @@ def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
         sizes = [group.total_byte_size for group in groups]
         fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ParquetFooterError(f"a damaged footer: {encodable(_first_line(error))}; copy the file again") from error
+        line = encodable(str(error).partition("\n")[0])
+        raise ParquetFooterError(f"a damaged footer: {line}; copy the file again") from error
     if min([*rows, *sizes], default=0) < 0 or sum(rows) != metadata.num_rows or sum(rows) > _MOST_ROWS:
         fault = f"row groups of {sum(rows)} rows, but {metadata.num_rows} in the file"
     if fault:
@@ -118,10 +119,6 @@ def _column_fault(group: Any, size: int) -> str:
         if not 0 <= begin <= end <= size:
             return f"a column at the bytes {begin} to {end} of {size}"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 PARQUET = FileFormat(

@@ -4,20 +4,34 @@
     corpus/wav/a.wav        an entry of the same index, without samples: pinned and verified like a shard
 
 A row chooses among the files of the dataset, by a path from its table's folder on; nothing that it says opens others.
-`Ranges` is what a store of tables has whose rows name ranges: of Parquet, Arrow and JSONL by columns, and of LeRobot.
+`Ranges` is what a store of tables has whose rows name ranges: of Parquet, Arrow and JSONL by columns, and of LeRobot's
+folders, version 3. There an episode is a sample, whose videos and frames lie in files of many episodes:
+
+    meta/info.json                            the features, and how files are called
+    meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
+    videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds, a part KEY
+    data/chunk-000/file-000.parquet           its frames: rows; each column of numbers is a part, an array
+
+All are entries of one index. (From the format's facts: features, templates of paths, columns.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import posixpath
-from bisect import bisect_left
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from functools import cached_property, partial
+from typing import Any, BinaryIO, TypeAlias, TypeVar, Unpack
 
 import msgspec
-from xxhash import xxh3_64
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
@@ -25,14 +39,16 @@ from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings
 from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
-from savable_pipeline.data.stores.source import RangeColumns
+from savable_pipeline.data.stores.record_store import FileStore, some_bytes
+from savable_pipeline.data.stores.source import LEROBOT_INFO, RangeColumns
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")  # of a template of LeRobot
+_NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # features that are arrays
 _ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in (name, name.upper()))
 
 
@@ -44,26 +60,11 @@ class MediaRange(msgspec.Struct, frozen=True):
     end_s: float | None = None
 
 
-def read_media(file: ByteSource, name: str) -> ShardTable:
-    """The entry of a file that rows name ranges of."""
-    return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
-
-
-def is_media_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the begin, the middle and the end of a file are what they were."""
-    return _digest(file) == int(index.shards.digests[number])
-
-
 def _digest(file: ByteSource) -> int:
-    digest = xxh3_64()
-    places = [(max(0, file.size - _SEEN) * half // 2, _SEEN) for half in range(3)]
-    file.expect(places)
-    for offset, size in places:
-        digest.update(file.read_at(offset, size))
-    return digest.intdigest()
+    """A hash of the begin, the middle and the end of a file that rows name ranges of."""
+    return xxh3_64_intdigest(b"".join(some_bytes(file, _SEEN, 2)))
 
 
-Store = TypeVar("Store", bound=FileStore)
 RangeOf: TypeAlias = Callable[[int, int, str], MediaRange | None]  # of shard, row and part
 
 
@@ -169,10 +170,18 @@ def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
     return store.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
 
 
-def by_columns(store: Store, ranges: RangeColumns) -> Store:
-    """A store of tables, of whose rows columns, or fields, say the ranges: for each part those of path, from and to;
+def ranged(kind: type[FileStore], found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> FileStore:
+    """The store of tables of whose rows columns, or fields, say the ranges: for each part those of path, from and to;
     None where a file begins, or ends. There is no range where the path is null.
+
+    Raises ValueError for a column of `ranges` that the first file does not have.
     """
+    if issubclass(kind, ColumnarStore):
+        used = tuple(name for columns in ranges.values() for name in columns if name is not None)
+        settings["needed"] = used
+        if settings.get("columns") is not None:
+            settings["columns"] = tuple(dict.fromkeys([*settings["columns"], *used]))
+    store = kind(found, **settings)
 
     def told(shard: int, row: int, name: str) -> bytes | None:
         try:
@@ -194,45 +203,31 @@ def by_columns(store: Store, ranges: RangeColumns) -> Store:
     return store
 
 
-def _of_columns(
-    kind: type[ColumnarStore], found: IndexedFiles, ranges: RangeColumns, settings: dict[str, Any]
-) -> ColumnarStore:
-    """Raises ValueError for a column of `ranges` that the first file does not have."""
-    used = tuple(name for columns in ranges.values() for name in columns if name is not None)
-    if settings.get("columns") is not None:
-        settings["columns"] = tuple(dict.fromkeys([*settings["columns"], *used]))
-    return by_columns(kind(found, **settings, needed=used), ranges)
+def _with_media(
+    form: FileFormat, constant: str, name: str, media: tuple[str, ...] = _ENDINGS, samples_below: str = ""
+) -> FileFormat:
+    """The format of folders of such tables with the files that their rows name; `constant` is its name here.
 
-
-def ranged_parquet(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
-    """The store of the rows of Parquet files that name ranges."""
-    return _of_columns(ParquetStore, found, ranges, settings)
-
-
-def ranged_arrow(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> ColumnarStore:
-    """The same of Arrow files."""
-    return _of_columns(ArrowStore, found, ranges, settings)
-
-
-def ranged_jsonl(found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> JsonlStore:
-    """The same of JSONL files."""
-    return by_columns(JsonlStore(found, **settings), ranges)
-
-
-def with_media(form: FileFormat, constant: str) -> FileFormat:
-    """The format of folders of such tables with the files that their rows name; `constant` is its name here."""
+    Tables elsewhere than below a folder have rows, but no samples.
+    """
 
     def read(file: ByteSource, name: str) -> ShardTable:
-        return (form.read if name.endswith(form.kind.suffixes) else read_media)(file, name)
+        if not name.endswith(form.kind.suffixes):
+            return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
+        table = form.read(file, name)
+        if not name.startswith(samples_below):
+            table.entry = msgspec.structs.replace(table.entry, samples=0)
+        return table
 
     def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-        is_table = index.shards.names[number].endswith(form.kind.suffixes)
-        return (form.is_as_indexed if is_table else is_media_as_indexed)(file, index, number)
+        if index.shards.names[number].endswith(form.kind.suffixes):
+            return form.is_as_indexed(file, index, number)
+        return _digest(file) == int(index.shards.digests[number])
 
     return dataclasses.replace(
         form,
-        name=f"{form.name}-ranges",
-        kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *_ENDINGS)),
+        name=name,
+        kind=dataclasses.replace(form.kind, suffixes=(*form.kind.suffixes, *media)),
         import_path=f"{__name__}:{constant}",
         read=read,
         is_as_indexed=is_as_indexed,
@@ -240,6 +235,157 @@ def with_media(form: FileFormat, constant: str) -> FileFormat:
     )
 
 
-PARQUET_RANGES = with_media(PARQUET, "PARQUET_RANGES")
-ARROW_RANGES = with_media(ARROW, "ARROW_RANGES")
-JSONL_RANGES = with_media(JSONL, "JSONL_RANGES")
+PARQUET_RANGES = _with_media(PARQUET, "PARQUET_RANGES", "parquet-ranges")
+ARROW_RANGES = _with_media(ARROW, "ARROW_RANGES", "arrow-ranges")
+JSONL_RANGES = _with_media(JSONL, "JSONL_RANGES", "jsonl-ranges")
+LEROBOT = _with_media(PARQUET, "LEROBOT", "lerobot", (".mp4", LEROBOT_INFO.rpartition("/")[2]), "meta/episodes/")
+ranged_parquet, ranged_arrow, ranged_jsonl = (partial(ranged, kind) for kind in (ParquetStore, ArrowStore, JsonlStore))
+
+Number = TypeVar("Number", int, float)
+
+
+class _Feature(msgspec.Struct):
+    dtype: str
+
+
+class _Info(msgspec.Struct):
+    features: dict[str, _Feature]
+    data_path: str
+    video_path: str | None = None
+
+
+class LeRobotStore(ParquetStore):
+    """The episodes of a LeRobot folder; a key is the number of the episode, unless `key` names another column.
+
+    `array` gives the frames' values as they are stored, (frames, …); their bytes are a `.npy`. Raises `ShardError`,
+    and ValueError for `columns`.
+    """
+
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
+        if settings.pop("columns", None) is not None:
+            raise ValueError(
+                f"{found.address}: leave out columns=: parts of an episode are read when they are asked for"
+            )
+        settings["key"] = settings.get("key") or "episode_index"
+        super().__init__(found, **settings)
+        first = int(np.flatnonzero(self.entries.samples)[0])
+        self.columns = tuple(name for name in self.schema(first).names if not name.startswith("stats/"))
+        features = self._info.features
+        videos = [name for name, feature in features.items() if feature.dtype == "video"]
+        numbers = [name for name, feature in features.items() if feature.dtype in _NUMBERS]
+        self.frame_parts = [name for name in numbers if name not in self.columns]
+        self._ranges = Ranges(self, videos, self._media_range, base="", behind=self.frame_parts)
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """What a row says of its episode, but where it lies; the videos; and the columns of its frames."""
+        return [*(name for name in super().extensions(shard, row) if "/" not in name), *self.frame_parts]
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`; of frames, a `.npy`."""
+        if extension not in self.frame_parts:
+            return super().read(shard, row, extension)
+        file = io.BytesIO()
+        np.save(file, self._frames(shard, row, extension), allow_pickle=False)
+        return file.getvalue()
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        """See `RecordStore.array`; of frames, their values."""
+        if extension not in self.frame_parts:
+            return super().array(shard, row, extension)
+        frames = self._frames(shard, row, extension)
+        array = empty_bytes(frames.nbytes).view(frames.dtype).reshape(frames.shape)
+        array[:] = frames
+        return array
+
+    def row_groups(self, shard: int) -> tuple[list[int], int]:
+        """See `RecordStore.row_groups`: of tables of episodes alone."""
+        return super().row_groups(shard) if self.entries.samples[shard] else ([], 0)
+
+    def check_columns(self, shard: int, known: list[str]) -> None:
+        """See `ColumnarStore.check_columns`: of tables of episodes alone."""
+        if self.entries.samples[shard]:
+            super().check_columns(shard, known)
+
+    def _media_range(self, shard: int, row: int, part: str) -> MediaRange:
+        where = f"videos/{part}/"
+        path = self._path(shard, row, self._info.video_path or "", where, part)
+        begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
+        return checked_range(self, shard, row, path, begin_s, end_s)
+
+    @cached_property
+    def _info(self) -> _Info:
+        names = self.entries.names
+        number = bisect_left(names, LEROBOT_INFO)
+        if number == len(names) or names[number] != LEROBOT_INFO:
+            return _Info({}, "")  # one file of the folder is looked at alone
+        try:
+            return msgspec.json.decode(self.files.read(number, 0, int(self.entries.sizes[number])), type=_Info)
+        except msgspec.DecodeError as error:
+            raise self.damaged(number, "the features", str(error)) from error
+
+    def _told(self, shard: int, row: int, name: str, kind: type[Number]) -> Number:
+        """A number that a row says. Raises `ShardError` if there is none."""
+        try:
+            return msgspec.json.decode(self.value(shard, row, name) or b"", type=kind)
+        except (KeyError, msgspec.DecodeError) as error:
+            raise self.damaged(shard, f"row {row}", f"{name!r} is no number: {error}") from error
+
+    def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
+        """The path that a template gives for a row; which never is a template of Python, that could do more."""
+
+        def filled(field: re.Match[str]) -> str:
+            found = part if field[1] == "video_key" else str(self._told(shard, row, where + field[1], int))
+            return found.rjust(int(field[2] or 0), "0")
+
+        return _FIELD.sub(filled, template)
+
+    def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
+        """The values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
+        data = self._ranges.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
+        first, end = (self._told(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
+        begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
+        if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
+            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
+        stop = begin + end - first
+        if not np.array_equal(self._rows(data, "index", begin, stop), np.arange(first, end)):
+            raise self.damaged(data, f"row {begin}", f"it and those after it are not the frames {first} to {end}")
+        return self._rows(data, feature, begin, stop)
+
+    def _rows(self, data: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
+        """The values of a feature in rows of a file of frames."""
+        ends, parts = self.group_ends(data), []
+        for group in range(bisect_right(ends, begin), bisect_left(ends, stop) + 1):
+            start = ends[group - 1] if group else 0
+            parts.append(self._column(data, group, feature)[max(0, begin - start) : stop - start])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _column(self, data: int, group: int, feature: str) -> NDArray[Any]:
+        """The values of a feature in a row group, kept decoded with other blocks."""
+
+        def decoded() -> tuple[NDArray[Any], int]:
+            batches, size = self.batches(data, group, [feature])
+            try:
+                return np.concatenate([_values(batch.column(feature)) for batch in batches]), size
+            except (KeyError, ValueError) as error:
+                raise self.damaged(data, f"row group {group}", f"no array {feature!r}: {error}") from error
+
+        found: NDArray[Any] = self.blocks.get((self._me, data, group, feature), decoded)
+        return found
+
+
+def _values(column: Any) -> NDArray[Any]:
+    """The numbers of an Arrow column, and of lists in it that are all as long: (rows, …). Raises ValueError."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column, shape = getattr(column, "storage", column), [len(column)]
+    while pa.types.is_nested(column.type):
+        sizes = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(sizes) != 1 or sizes[0] is None:
+            raise ValueError(f"lists of the lengths {sizes[:3]}")
+        shape.append(sizes[0])
+        column = column.flatten()
+    if column.null_count:
+        raise ValueError("nulls")
+    values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return values.reshape(shape)

@@ -18,17 +18,18 @@ Where two fields would be parts of one name, the second has its field's name bef
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64
+import xxhash
 
 from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import encodable
@@ -39,6 +40,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
+from savable_pipeline.data.stores.record_store import some_bytes
 from savable_pipeline.data.stores.source import INDEX
 
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
@@ -288,11 +290,9 @@ def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
     head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
     blob = np.concatenate([head, schema, more]).tobytes()
-    digest = xxh3_64(blob)
-    seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(seen)
-    for offset, length in seen:
-        digest.update(file.read_at(offset, length))
+    digest = xxhash.xxh3_64(blob)
+    for piece in some_bytes(file, _SEEN, _BLOCKS):
+        digest.update(piece)
     return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), blob)
 
 
@@ -320,6 +320,25 @@ def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Fi
         return RECORDS, np.frombuffer(content.part(4, 4 * (samples + 1)).read(), "<u4").astype("<u8")
     except RecordError as error:
         raise ValueError("too short to hold records; copy it again") from error
+
+
+def known_hash(hashes: Iterable[str]) -> str | None:
+    """The first of these algorithms, of hashlib or xxhash, that can be computed here."""
+    known = {*hashlib.algorithms_available, *xxhash.algorithms_available}
+    return next((name for name in hashes if name in known and not name.startswith("shake")), None)
+
+
+def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes]) -> str:
+    """What is wrong with the bytes of a file whose hashes are these; "" if nothing is."""
+    if algorithm not in hashes:
+        return f"index.json has no {algorithm} of it, but {', '.join(hashes) or 'no hash'}"
+    hasher: Any = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
+    for piece in pieces:
+        hasher.update(piece)
+    found = hasher.hexdigest()
+    return (
+        "" if found == hashes[algorithm].lower() else f"its {algorithm} is {found}, index.json says {hashes[algorithm]}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`Gro
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,10 +23,7 @@ from savable_pipeline.data.stores.decompressed import (
     decompressed,
     needed_package,
 )
-from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
-from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
-from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
 from savable_pipeline.data.stores.record_files import (
     PACKED,
     RECORDS,
@@ -34,17 +31,19 @@ from savable_pipeline.data.stores.record_files import (
     WHOLE,
     Blob,
     RecordBlock,
-    RecordKind,
     RecordLayout,
     RecordTable,
     Schema,
     Value,
+    known_hash,
     layout_in,
     layout_of,
     parts_of,
     record_in,
     table_of,
+    wrong_hash,
 )
+from savable_pipeline.data.stores.record_kinds import KINDS
 from savable_pipeline.data.stores.source import INDEX
 from savable_pipeline.errors import ShardError
 
@@ -55,14 +54,12 @@ _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if no
 
 
 class RecordFolderStore(GroupedStore):
-    """The records of a folder with an index.json; a store of a kind of folders says which in `kind`.
+    """The records of a folder with an index.json.
 
     `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
     is kept in `blocks`, at once at most `unpacked_bytes`. Raises `ShardError`, and ValueError where a package is
     missing that it needs. The bytes of a file must have the hash of the algorithm `validate_hash` when it is opened.
     """
-
-    kind: ClassVar[RecordKind]
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class RecordFolderStore(GroupedStore):
         validate_hash: str | None = None,
     ) -> None:
         super().__init__(found, blocks)
-        self._algorithm = validate_hash
+        self.kind, self._algorithm = KINDS[found.form.name], validate_hash
         self._wrong: dict[int, str] = {}  # files whose bytes were compared with their hash, and what is wrong with them
         self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
@@ -245,15 +242,3 @@ class RecordFolderStore(GroupedStore):
             f'{self.where(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
             reason=reason,
         )
-
-
-class MdsStore(RecordFolderStore):
-    """The samples of an MDS folder of Mosaic Streaming."""
-
-    kind = RECORDS_OF_MDS
-
-
-class LitDataStore(RecordFolderStore):
-    """The items of a folder of LitData."""
-
-    kind = RECORDS_OF_LITDATA

@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -366,7 +366,11 @@ class _Making:
         fresh = self.folder / "downloaded.index"
         with ScannedTables(scans.aside / "index") as scanned:
             self._scan(scans, found, left, scanned)
-            write_index(fresh, _in_order(found.names, base, known, scanned), self.form)
+            tables = (
+                base.index.table(known[number]) if base is not None and number in known else scanned[name]
+                for number, name in enumerate(found.names)
+            )
+            write_index(fresh, tables, self.form)
         version = self._version(fresh, {number: scans.pin(number) for number in left})
         if base is not None and any(
             read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()
@@ -443,17 +447,6 @@ def _is_scanned(scanned: ScannedTables, name: str, size: int) -> bool:
         return False
     entry = scanned[name].entry
     return entry.size == size and not entry.fault
-
-
-def _in_order(
-    names: Sequence[str], base: Version | None, known: Mapping[int, int], scanned: ScannedTables
-) -> Iterator[ShardTable]:
-    """The tables of all files, of those that are `known` in an index and of those that were scanned."""
-    for number, name in enumerate(names):
-        if base is not None and number in known:
-            yield base.index.table(known[number])
-        else:
-            yield scanned[name]
 
 
 def _hash(value: object) -> str:

@@ -1,7 +1,7 @@
 """`ShardFiles`: the open files of a store. On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
 
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
-process first opened it (`Pins`), looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
+process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
 closed once more before that: a batch is given only if nothing that it may have been read from had changed a second ago.
 What was given since is looked at where a run pauses or ends.
 
@@ -19,7 +19,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -219,13 +219,17 @@ class StoreFile(ByteSource):
 
 
 class LocalFiles(ShardFiles):
-    """The shards of a folder."""
+    """The shards of a folder, each pinned as it was when this process first opened it."""
 
     def __init__(self, found: IndexedFiles) -> None:
         super().__init__()
         self._found = found
         self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
-        self._pins = Pins()
+        self._pins: dict[int, FileVersion] = {}
+        self._changed: list[int] = []
+        self._told: set[int] = set()  # of which there was a warning
+        self._slots: list[int] = []  # of the batches since the last look
+        self._look_at = 0.0
         self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
 
     def path(self, shard: int) -> Path:
@@ -263,36 +267,10 @@ class LocalFiles(ShardFiles):
         return path if path.exists() else None
 
     def watch_view(self, number: int, path: Path) -> None:
-        """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
+        """See `ShardFiles.watch_view`."""
         self._viewed[number] = path
         if number < 0:  # a shard was pinned when it was opened
-            self._pins.pin(self, number, path.stat())
-
-    def path_of(self, number: int) -> Path:
-        """The file of a number, of which `~shard` is that of what lies beside a shard."""
-        return self._viewed.get(number) or self.path(number)
-
-    def is_as_indexed(self, number: int, descriptor: int | None) -> bool:
-        """Whether some bytes of a shard are as the index says, of what lies beside one: of both together.
-
-        Without a descriptor, of one that is closed.
-        """
-        shard, own = number if number >= 0 else ~number, -1
-        try:
-            if descriptor is None or number < 0:
-                descriptor = own = _open_without_atime(self.path(shard))
-            return self._found.is_as_indexed(shard, LocalFile(self.path(shard), descriptor))
-        except (OSError, ShardError):
-            return False
-        finally:
-            if own >= 0:
-                os.close(own)
-
-    def _closed_views(self) -> Iterator[tuple[int, os.stat_result]]:
-        for number, path in list(self._viewed.items()):
-            if number not in self:
-                with contextlib.suppress(OSError):  # gone: what is mapped stays as it is
-                    yield number, path.stat()
+            self._pin(number, path.stat(), None)
 
     def _check(self, shard: int, descriptor: int, path: Path) -> None:
         """Raises `ShardError` unless size and some samples are as indexed, and the file that it was before.
@@ -318,7 +296,7 @@ class LocalFiles(ShardFiles):
                     reason="changed shard",
                 )
             self._checked.add(shard)
-        if not self._pins.pin(self, shard, stat, descriptor):
+        if not self._pin(shard, stat, descriptor):
             raise ShardError(
                 f"{path}: it was replaced while this run read from it; put the old shard back, or start again",
                 reason="changed shard",
@@ -326,28 +304,113 @@ class LocalFiles(ShardFiles):
 
     def close_oldest(self) -> None:
         """Closes the shard that was opened first, after a last look at it."""
-        self._pins.look(self, [next(iter(self.items()))])
+        self._look_at_open([next(iter(self.items()))])
         super().close_oldest()
 
     def verify(self, slot: int) -> None:
         """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
-        if self._pins.note(slot):
+        if slot not in self._slots[-1:]:
+            self._slots.append(slot)
+        if self._changed or time.monotonic() >= self._look_at:
             self._look(f", of which that of slot {slot} was not given")
 
     def verify_given(self) -> None:
         """See `ShardFiles.verify_given`."""
-        if self._pins.has_noted:
+        if self._slots:
             self._look("")
 
     def _look(self, not_given: str) -> None:
-        changed = self._pins.changed(self, self._closed_views())
-        if changed:
-            raise ShardError(
-                f"{self.path_of(changed[0])}: it was overwritten while this run read from it; the batches of the slots "
-                f"{_numbers(self._pins.slots())} may hold bytes of both{not_given}. Put the old shard back, and start "
-                "again from a state before them",
-                reason="changed shard",
+        """Looks at open shards, and at files that are mapped only. Raises `ShardError` if one has changed.
+
+        Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
+        shards, and note slots, meanwhile.
+        """
+        noted, began = len(self._slots), time.monotonic()
+        if not self._changed:
+            self._look_at_open(list(self.items()))
+            for number, path in list(self._viewed.items()):
+                with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
+                    if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
+                        self._look_closer(number, stat, None)
+            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
+        if not self._changed:
+            del self._slots[:noted]
+            return
+        raise ShardError(
+            f"{self._path_of(self._changed[0])}: it was overwritten while this run read from it; the batches of the "
+            f"slots {_numbers(sorted(set(self._slots)))} may hold bytes of both{not_given}. Put the old shard back, "
+            "and start again from a state before them",
+            reason="changed shard",
+        )
+
+    def _look_at_open(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Looks at some of the open shards: pairs of shard and descriptor, which another thread may have closed."""
+        fstat, pins = os.fstat, self._pins
+        for shard, descriptor in shards:
+            was = pins[shard]
+            try:
+                stat = fstat(descriptor)
+            except OSError:
+                if self.get(shard) == descriptor:
+                    raise
+                continue
+            same = (
+                stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
             )
+            if not same and self.get(shard) == descriptor:
+                self._look_closer(shard, stat, descriptor)
+
+    def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
+        if not self._is_same(number, FileVersion.of(stat), descriptor):
+            self._changed.append(number)
+
+    def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
+        """Remembers a file that was opened; False if it is another than when it was opened before."""
+        now = FileVersion.of(stat)
+        was = self._pins.setdefault(number, now)
+        return was.inode == now.inode and self._is_same(number, now, descriptor)
+
+    def _is_same(self, number: int, now: FileVersion, descriptor: int | None) -> bool:
+        """Whether a file holds what it did, as far as can be seen; then it is remembered as it is now."""
+        was = self._pins[number]
+        if (now.size, now.written_ns) != (was.size, was.written_ns):
+            return False
+        if now.changed_ns != was.changed_ns:
+            if now.rights == was.rights and not self._holds_the_same(number, descriptor):
+                return False
+            self._pins[number] = now
+        return True
+
+    def _holds_the_same(self, number: int, descriptor: int | None) -> bool:
+        """Whether some bytes of a shard are as the index says, of what lies beside one: of both together.
+
+        Without a descriptor, of one that is closed. That they are is a warning.
+        """
+        shard, own = number if number >= 0 else ~number, -1
+        try:
+            if descriptor is None or number < 0:
+                descriptor = own = _open_without_atime(self.path(shard))
+            if not self._found.is_as_indexed(shard, LocalFile(self.path(shard), descriptor)):
+                return False
+        except (OSError, ShardError):
+            return False
+        finally:
+            if own >= 0:
+                os.close(own)
+        if number not in self._told:
+            self._told.add(number)
+            log.warning(
+                "%s: its inode changed while this run read from it (ctime), but neither mode, owner and links nor size "
+                "and time of writing, and what was compared of its bytes is as it was indexed: it was moved or backed "
+                "up, or overwritten by a program that put the time of writing back. Compare it with its source, such "
+                "as by `rsync --checksum --dry-run`",
+                self._path_of(number),
+            )
+        return True
+
+    def _path_of(self, number: int) -> Path:
+        """The file of a number, of which `~shard` is that of what lies beside a shard."""
+        return self._viewed.get(number) or self.path(number)
 
 
 def _open_without_atime(path: Path) -> int:
@@ -363,101 +426,3 @@ def _numbers(slots: list[int]) -> str:
     """`3, 99 and 8 more up to 401`."""
     more = f" and {len(slots) - _SLOTS_SHOWN} more up to {slots[-1]}" if len(slots) > _SLOTS_SHOWN else ""
     return ", ".join(map(str, slots[:_SLOTS_SHOWN])) + more
-
-
-class Pins:
-    """The shards that were opened, by number, as they were then."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, FileVersion] = {}
-        self._changed: list[int] = []
-        self._told: set[int] = set()  # of which there was a warning
-        self._slots: list[int] = []  # of the batches since the last look
-        self._look_at = 0.0
-
-    def pin(self, files: LocalFiles, shard: int, stat: os.stat_result, descriptor: int | None = None) -> bool:
-        """Remembers a shard that was opened; False if it is another than when it was opened before."""
-        now = FileVersion.of(stat)
-        was = self._found.setdefault(shard, now)
-        return was.inode == now.inode and self._is_same(files, shard, now, descriptor)
-
-    def note(self, slot: int) -> bool:
-        """Notes the slot of a batch that is to be given. Returns whether the shards must be looked at before."""
-        if slot not in self._slots[-1:]:
-            self._slots.append(slot)
-        return bool(self._changed) or time.monotonic() >= self._look_at
-
-    @property
-    def has_noted(self) -> bool:
-        """Whether there were batches since the last look."""
-        return bool(self._slots)
-
-    def changed(self, files: LocalFiles, views: Iterable[tuple[int, os.stat_result]]) -> list[int]:
-        """Looks at open shards, by number, and at files that are mapped only. Returns those that have changed.
-
-        Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
-        shards, and note slots, meanwhile.
-        """
-        noted, began = len(self._slots), time.monotonic()
-        if not self._changed:
-            self.look(files, list(files.items()))
-            self._look_at_views(files, views)
-            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
-        if not self._changed:
-            del self._slots[:noted]
-        return self._changed
-
-    def slots(self) -> list[int]:
-        """The slots of the batches since the last look that found nothing."""
-        return sorted(set(self._slots))
-
-    def look(self, files: LocalFiles, shards: Iterable[tuple[int, int]]) -> None:
-        """Looks at some of the open shards: pairs of shard and descriptor, which another thread may have closed."""
-        fstat, pins = os.fstat, self._found
-        for shard, descriptor in shards:
-            was = pins[shard]
-            try:
-                stat = fstat(descriptor)
-            except OSError:
-                if files.get(shard) == descriptor:
-                    raise
-                continue
-            same = (
-                stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
-            )
-            if not same and files.get(shard) == descriptor:
-                self._look_closer(files, shard, FileVersion.of(stat), descriptor)
-
-    def _look_at_views(self, files: LocalFiles, views: Iterable[tuple[int, os.stat_result]]) -> None:
-        """Looks at files by their paths: another file in the place of one leaves the map as it is."""
-        for number, stat in views:
-            if stat.st_ino == self._found[number].inode:
-                self._look_closer(files, number, FileVersion.of(stat), None)
-
-    def _look_closer(self, files: LocalFiles, number: int, now: FileVersion, descriptor: int | None) -> None:
-        if not self._is_same(files, number, now, descriptor):
-            self._changed.append(number)
-
-    def _is_same(self, files: LocalFiles, number: int, now: FileVersion, descriptor: int | None) -> bool:
-        """Whether a file holds what it did, as far as can be seen; then it is remembered as it is now."""
-        was = self._found[number]
-        if (now.size, now.written_ns) != (was.size, was.written_ns):
-            return False
-        if now.changed_ns != was.changed_ns:
-            if now.rights == was.rights and not self._holds_the_same(files, number, descriptor):
-                return False
-            self._found[number] = now
-        return True
-
-    def _holds_the_same(self, files: LocalFiles, number: int, descriptor: int | None) -> bool:
-        same = files.is_as_indexed(number, descriptor)
-        if same and number not in self._told:
-            self._told.add(number)
-            log.warning(
-                "%s: its inode changed while this run read from it (ctime), but neither mode, owner and links nor size "
-                "and time of writing, and what was compared of its bytes is as it was indexed: it was moved or backed "
-                "up, or overwritten by a program that put the time of writing back. Compare it with its source, such "
-                "as by `rsync --checksum --dry-run`",
-                files.path_of(number),
-            )
-        return same

@@ -10,9 +10,10 @@ What reads files of a kind is imported when the first of them is opened: `STORES
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -23,6 +24,7 @@ import msgspec
 
 from savable_pipeline.core.files import is_out_of_handles, read_regular, regular_file, with_handles
 from savable_pipeline.core.wording import listed
+from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, found_at, index_name
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
@@ -40,7 +42,7 @@ from savable_pipeline.data.shards.paths import (
 )
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import is_hidden
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import RemoteError, ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
@@ -87,12 +89,7 @@ _HEAD, _LIST = 64, re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 def folder_kind(index: bytes) -> str:
     """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
-    try:
-        found: Any = msgspec.json.decode(index)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    if not isinstance(found, dict):
-        return ""
+    found = _object(index)
     if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
         return "litdata"
     shards = found.get("shards")
@@ -103,41 +100,42 @@ def folder_kind(index: bytes) -> str:
 
 def kind_in(folder: Path) -> str:
     """The kind that the index.json in a folder says, if one is there; else ""."""
-    try:
-        return folder_kind(read_regular(folder / INDEX, LARGEST_INDEX))
-    except OSError:
-        return ""
+    return folder_kind(_read(folder / INDEX))
 
 
 def kind_behind(url: str, session: Session) -> str:
     """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
-    index = session.read(url, INDEX)
-    return "" if index is None else folder_kind(index)
+    return folder_kind(session.read(url, INDEX) or b"")
 
 
 def stored_in(folder: Path) -> str:
     """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
-    try:
-        return kind_in(folder) or _kind_of_info(read_regular(folder / LEROBOT_INFO, LARGEST_INDEX))
-    except OSError:
-        return ""
+    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO))
 
 
 def stored_behind(url: str, session: Session) -> str:
     """The same of what lies below a URL. Raises `RemoteError`."""
-    found = kind_behind(url, session)
-    info = None if found else session.read(url, LEROBOT_INFO)
-    return found if info is None else _kind_of_info(info)
+    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"")
 
 
 def _kind_of_info(info: bytes) -> str:
     """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
-    try:
-        found: Any = msgspec.json.decode(info)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    version = found.get("codebase_version") if isinstance(found, dict) else None
-    return "lerobot" if str(version).startswith("v3.") else ""
+    return "lerobot" if str(_object(info).get("codebase_version")).startswith("v3.") else ""
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return read_regular(path, LARGEST_INDEX)
+    return b""
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The object that JSON holds; an empty one for anything else."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(raw)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +143,10 @@ class Kind:
     """A kind of files, the places of its format and of the store that reads them, and the names of its settings.
 
     `files` tells such files by their names; None: they are told otherwise, as by a listing in their folder.
-    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
-    whoever reads all samples once, in their order. `also` is a kind of folders that hold such files, as which their
-    reader reads one. `named_at` is the place of what tells which files of a folder are read, where another program says
-    so, `open_at` that of what opens an index which is made otherwise than by scanning files.
+    `seen_with` are settings for whoever looks at files that cannot be read without any. `also` is a kind of folders
+    that hold such files, as which their reader reads one. `named_at` is the place of what tells which files of a folder
+    are read, where another program says so, `open_at` that of what opens an index which is made otherwise than by
+    scanning files.
     """
 
     name: str
@@ -157,7 +155,6 @@ class Kind:
     files: ShardKind | None
     settings: tuple[str, ...] = ()
     seen_with: Mapping[str, Any] = field(default_factory=dict)
-    in_order: Callable[[], dict[str, Any]] = dict
     named_at: str = ""
     also: str = ""
     open_at: str = ""
@@ -165,98 +162,66 @@ class Kind:
     @property
     def form(self) -> FileFormat:
         """The format of such files."""
-        form: FileFormat = found_at(_DATA + self.form_at)
+        form: FileFormat = found_at(_HERE + self.form_at)
         return form
 
     def indexed(self, files: Shards, **settings: Any) -> IndexedFiles:
         """Such files by the index that `open_at` opens."""
-        found: IndexedFiles = found_at(_DATA + self.open_at)(files, self.form, **settings)
+        found: IndexedFiles = found_at(_HERE + self.open_at)(files, self.form, **settings)
         return found
+
+    def in_order(self) -> dict[str, Any]:
+        """Settings for whoever reads all samples once, in their order."""
+        if "unpacked_bytes" not in self.settings:
+            return {"partial": True} if "columns" in self.settings else {}
+        from savable_pipeline.data.stores.grouped_store import DecodedBlocks  # here: other files are not unpacked
+
+        return {"blocks": DecodedBlocks(_FEW_BYTES)}
 
     def store(self, files: IndexedFiles, **settings: Any) -> RecordStore:
         """The store of such files."""
-        store: RecordStore = found_at(_DATA + self.store_at)(files, **settings)
+        store: RecordStore = found_at(_HERE + self.store_at)(files, **settings)
         return store
-
-
-def _partial() -> dict[str, Any]:
-    return {"partial": True}
-
-
-def _few_blocks() -> dict[str, Any]:
-    from savable_pipeline.data.stores.grouped_store import DecodedBlocks
-
-    return {"blocks": DecodedBlocks(_FEW_BYTES)}
 
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
-_DATA = "savable_pipeline.data."  # below which the places are
+_WINDOWS = ("length", "stride", "dtype")
+_HERE = "savable_pipeline.data.stores."  # below which the places are
 STORES = {
     kind.name: kind
     for kind in (
-        Kind(TAR, "shards.tar_format:TARS", "stores.tar_store:TarStore", TAR_FILES),
-        Kind(
-            "parquet",
-            "stores.parquet:PARQUET",
-            "stores.parquet:ParquetStore",
-            PARQUET_FILES,
-            _COLUMNS,
-            in_order=_partial,
-            also="lerobot",
-        ),
+        Kind(TAR, "tar_store:TARS", "tar_store:TarStore", TAR_FILES),
+        Kind("parquet", "parquet:PARQUET", "parquet:ParquetStore", PARQUET_FILES, _COLUMNS, also="lerobot"),
         Kind(
             "arrow",
-            "stores.arrow_file:ARROW",
-            "stores.arrow_store:ArrowStore",
+            "arrow_file:ARROW",
+            "arrow_store:ArrowStore",
             ARROW_FILES,
             _COLUMNS,
-            in_order=_partial,
-            named_at="stores.arrow_file:data_files",
+            named_at="arrow_file:data_files",
         ),
-        Kind(
-            "jsonl",
-            "stores.jsonl:JSONL",
-            "stores.jsonl:JsonlStore",
-            JSONL_FILES,
-            ("key", "ranges", "file_fields", "files_from"),
-        ),
-        Kind("jsonl-files", "stores.jsonl:JSONL", "stores.table_store:LinesStore", None, _TABLES),
-        Kind("csv", "stores.csv_table:CSV", "stores.csv_table:CsvStore", CSV_FILES, _TABLES),
-        Kind("json", "stores.table_store:JSON", "stores.table_store:JsonArrayStore", JSON_FILES, _TABLES),
+        Kind("jsonl", "jsonl:JSONL", "jsonl:JsonlStore", JSONL_FILES, ("key", "ranges", "file_fields", "files_from")),
+        Kind("jsonl-files", "jsonl:JSONL", "table_store:LinesStore", None, _TABLES),
+        Kind("csv", "csv_table:CSV", "csv_table:CsvStore", CSV_FILES, _TABLES),
+        Kind("json", "table_store:JSON", "table_store:JsonArrayStore", JSON_FILES, _TABLES),
         *(
-            Kind(
-                name,
-                f"stores.raw_folder:{name.upper().replace('-', '_')}",
-                "stores.folder_store:FolderStore",
-                None,
-                ("key_end", "classes"),
-                open_at="stores.raw_folder:open_folder",
+            Kind(name, at, "folder_store:FolderStore", None, ("key_end", "classes"), open_at="folder_store:open_folder")
+            for name, at in (
+                ("folder", "folder_store:FOLDER"),
+                ("folder-last", "folder_store:FOLDER_LAST"),
+                ("folder-outside", "folder_store:FOLDER_OUTSIDE"),
+                ("folder-outside-last", "folder_store:FOLDER_OUTSIDE_LAST"),
             )
-            for name in ("folder", "folder-last", "folder-outside", "folder-outside-last")
         ),
-        Kind(
-            "tokens",
-            "stores.token_store:TOKENS",
-            "stores.token_store:TokenStore",
-            TOKEN_FILES,
-            ("length", "stride", "dtype"),
-            {"length": 1024},
-        ),
-        Kind("mds", "stores.mds:MDS", "stores.record_folder_store:MdsStore", None, _RECORDS, in_order=_few_blocks),
-        Kind(
-            "litdata",
-            "stores.litdata:LITDATA",
-            "stores.record_folder_store:LitDataStore",
-            None,
-            _RECORDS,
-            in_order=_few_blocks,
-        ),
-        Kind("lerobot", "stores.lerobot:LEROBOT", "stores.lerobot:LeRobotStore", None, ("key", "blocks", "partial")),
+        Kind("tokens", "token_store:TOKENS", "token_store:TokenStore", TOKEN_FILES, _WINDOWS, {"length": 1024}),
+        Kind("mds", "record_kinds:MDS", "record_folder_store:RecordFolderStore", None, _RECORDS),
+        Kind("litdata", "record_kinds:LITDATA", "record_folder_store:RecordFolderStore", None, _RECORDS),
+        Kind("lerobot", "ranges:LEROBOT", "ranges:LeRobotStore", None, ("key", "blocks", "partial")),
         *(
-            Kind(f"{name}-ranges", f"stores.ranges:{name.upper()}_RANGES", f"stores.ranges:ranged_{name}", None)
+            Kind(f"{name}-ranges", f"ranges:{name.upper()}_RANGES", f"ranges:ranged_{name}", None)
             for name in ("parquet", "arrow", "jsonl")
         ),
     )
@@ -276,7 +241,7 @@ class Source:
     def read(self) -> Shards:
         """What of the files is read, where another program's metadata in their folder says so."""
         at = self.kind.named_at
-        files: Shards = found_at(_DATA + at)(self.files) if at else self.files
+        files: Shards = found_at(_HERE + at)(self.files) if at else self.files
         return files
 
 
@@ -292,12 +257,38 @@ def recognize(
     session = None
     if is_remote(files):
         from savable_pipeline.data.remote.session import Session
-        from savable_pipeline.data.stores.hub_commits import at_commit
 
         session = Session.of(*cache)
         files = at_commit(files, {} if pinned is None else pinned, session)
     name = with_handles(partial(_checked_kind, files, kind, session) if kind else partial(_kind_of, files, session))
     return Source(files, STORES[name], session)
+
+
+def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shards:
+    """The same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned: a branch
+    or a tag may move under a run.
+
+    hf://datasets/org/name/data          named by the user, and kept as a reader's setting
+    hf://datasets/org/name@main          what is pinned: found once, sent to workers, kept in the state
+    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
+
+    Raises `ShardError` for a dataset or a revision that is not there, `RemoteError`.
+    """
+    specs = spelled_out(files)
+    if not any(map(is_hub, specs)):
+        return files
+    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
+        raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
+    fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
+    return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
+
+
+def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> str:
+    if address.is_fixed:
+        return address.at(address.revision)
+    if address.dataset not in known:
+        known[address.dataset] = session.call("commit", address.dataset).encode()
+    return address.at(known[address.dataset].decode())
 
 
 def format_of_file(root: Path, name: str) -> FileFormat | None:
@@ -363,7 +354,7 @@ def _is_known_folder(folder: Path) -> bool:
     """Whether a folder is known to hold files that are parts of samples, and no others since."""
     if not any((folder / META).glob("savable.folder*.index")):  # most
         return False
-    from savable_pipeline.data.stores.raw_folder import is_known
+    from savable_pipeline.data.stores.folder_store import is_known
 
     return is_known(folder.absolute())
 

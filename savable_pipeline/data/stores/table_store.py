@@ -23,15 +23,11 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.jsonl import LINE, MARK, digest_of, is_as_indexed, without_mark
+from savable_pipeline.data.stores.jsonl import LINE, MARK, TextStore, text_format, without_mark
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.data.stores.source import JSON_FILES
 from savable_pipeline.errors import ShardError
@@ -57,15 +53,13 @@ class TableRow(NamedTuple):
     files: dict[str, NamedPart]
 
 
-class TableStore(FileStore):
+class TableStore(TextStore):
     """The rows of tables: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
 
     `key` names the field that holds the key of a row; else it is `FILE:ROW`. `file_fields` name files, as "field" or
     "field=part"; None: the usual ones. They are relative to `files_from`, or to the folder of the table, and must be as
     old as the index, unless `pinned` is False. Raises `ShardError`.
     """
-
-    unit = "byte offset"
 
     def __init__(
         self,
@@ -77,12 +71,11 @@ class TableStore(FileStore):
         allow_outside: bool = False,
         pinned: bool = True,
     ) -> None:
-        super().__init__(found)
-        self.key_column, self._allow_outside = key, allow_outside
+        super().__init__(found, key=key)
+        self._allow_outside = allow_outside
         self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
         self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
         self._roots: dict[int, str] = {}
-        self._begins: dict[int, memoryview] = {}  # by shard
         self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)
 
@@ -120,7 +113,7 @@ class TableStore(FileStore):
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The JSON, or the bytes of a file."""
         if extension == LINE:  # most: its files need not be looked at
-            raw, begin = self._raw(shard, row)
+            raw, begin = self.raw(shard, row)
             try:
                 return self.body(shard, raw, begin).strip()
             except RecordError as error:
@@ -138,15 +131,6 @@ class TableStore(FileStore):
         """See `RecordStore.head`."""
         with self.open(shard, row, extension) as file:
             return file.read(limit), file.seek(0, os.SEEK_END)
-
-    def offset(self, shard: int, row: int) -> int:
-        """The offset of the row in its file, in bytes."""
-        return int(self.blob(shard)[row])
-
-    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The rows."""
-        offsets = self.blob(shard).astype("<i8", copy=False)
-        return offsets[rows], offsets[rows + 1]
 
     def rows_in_order(self, shard: int) -> Iterator[bytes]:
         """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
@@ -185,7 +169,7 @@ class TableStore(FileStore):
         last = self._last
         if last is not None and last[:2] == (shard, row):
             return last[2]
-        raw, begin = self._raw(shard, row)
+        raw, begin = self.raw(shard, row)
         try:
             fields, body = self.parsed(shard, raw, begin)
             files = self.files_of(shard, fields)
@@ -205,15 +189,6 @@ class TableStore(FileStore):
             'or leave its sample out with on_error="skip"',
             reason=str(error).partition(": ")[0],
         )
-
-    def _raw(self, shard: int, row: int) -> tuple[bytes, int]:
-        """The bytes of a row, and where they begin."""
-        offsets = self._begins.get(shard)
-        if offsets is None:
-            self.files[shard]  # checks the file, and what the index says of it
-            offsets = self._begins[shard] = self.blob(shard).data
-        begin = offsets[row]
-        return self.files.read(shard, begin, offsets[row + 1] - begin), begin
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
@@ -291,34 +266,21 @@ class LinesStore(TableStore):
         return without_mark(line + end, begin)
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and elements of a file; damage is the entry's fault, and there are no samples."""
-    fault, begins = text_fault(file.read_at(0, HEAD), file.name), [0]
-    if not fault:
-        file.expect([(0, file.size)])
-        try:
-            begins = _element_begins(file.read_at(0, file.size))
-        except msgspec.DecodeError as error:
-            fault = f"not a whole list of objects: {error}"
-    offsets = np.array(begins, "<u8")
-    fault = encodable(f"{name}: {fault}") if fault else ""
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, digest_of(file, offsets), fault), offsets.tobytes())
-
-
-def _element_begins(data: bytes) -> list[int]:
-    """Where each element of the list begins, and the last ends. Raises `msgspec.DecodeError`."""
+def _elements(file: ByteSource) -> tuple[str, FileBlob]:
+    """Where each element of the list in a file begins, and the last ends; of one that is no whole list, its fault."""
+    data, begins = file.read(), []
     end = len(MARK) if data.startswith(MARK) else 0
-    begins = []
-    for element in msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw]):
-        raw = bytes(element)
-        begins.append(data.index(raw, end))  # only commas and blanks lie between two elements
-        end = begins[-1] + len(raw)
-    return [*begins, end]
+    try:
+        elements = msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw])
+    except msgspec.DecodeError as error:
+        return f"not a whole list of objects: {error}", np.zeros(1, "<u8")
+    for element in map(bytes, elements):
+        begins.append(data.index(element, end))  # only commas and blanks lie between two elements
+        end = begins[-1] + len(element)
+    return "", np.array([*begins, end], "<u8")
 
 
-JSON = FileFormat(
-    "json", JSON_FILES, "savable_pipeline.data.stores.table_store:JSON", read_table, is_as_indexed, no_rows=bytes(8)
-)
+JSON = text_format("json", JSON_FILES, f"{__name__}:JSON", _elements)
 
 
 class JsonArrayStore(TableStore):

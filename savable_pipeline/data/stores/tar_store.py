@@ -22,7 +22,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
+from savable_pipeline.data.shards.tar_format import TARS as TARS
 from savable_pipeline.data.shards.tar_format import Layout, TarIndex
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
@@ -43,16 +44,7 @@ _LONG = 8 << 20  # bytes of a sample, such as a film, of which perhaps a little 
 SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
-class Extents(Protocol):
-    """Where samples lie in their files."""
-
-    found: IndexedFiles
-
-    def extents(self, first: Rows, last: Rows, shards: Rows, /) -> tuple[Rows, Rows]:
-        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
-
-
-def readahead(rows: Extents, files: ShardFiles, indices: Rows) -> None:
+def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
     """Asks the kernel to read these samples, one call per contiguous run. Shards that cannot be opened are left out."""
     found = rows.found
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
@@ -180,12 +172,8 @@ class TarParts:
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises the errors of `read`."""
         offset, size = self._extent(row, extension)
-        array, done = empty_bytes(size), -1
-        if hasattr(os, "preadv"):
-            with contextlib.suppress(OSError):
-                done = os.preadv(self._files[shard], [array], offset)  # type: ignore[list-item]
-        if done != size:
-            array[:] = np.frombuffer(self.read(shard, row, extension), np.uint8)
+        array = empty_bytes(size)
+        self._files.read_into(array, shard, offset)
         return array
 
     def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore, some_bytes
 from savable_pipeline.data.stores.source import TOKEN_FILES
 from savable_pipeline.errors import ShardError
 
@@ -57,16 +57,20 @@ class TokenFileError(ValueError):
     """A file of tokens, or its `.idx`, cannot be right."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLayout:
-    """The places of a file by their meaning."""
+class TokenLayout(NamedTuple):
+    """What the index says of a file."""
 
-    what: int
-    dtype: str
-    begin: int
-    tokens: int
-    documents: int
-    row: int
+    what: int = FLAT
+    kind: int = 0  # the number of its type; 0: to be given
+    begin: int = 0
+    tokens: int = 0
+    documents: int = 0
+    row: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """The name of the type of its tokens; "" where it is to be given."""
+        return TYPES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,6 @@ class Documents:
     dtype: str
 
 
-def layout_of(blob: NDArray[np.uint64]) -> TokenLayout:
-    """What the index says of a file."""
-    what, kind, begin, tokens, documents, row = blob.tolist()
-    return TokenLayout(what, TYPES[kind], begin, tokens, documents, row)
-
-
 def idx_of(file: ByteSource) -> Path | None:
     """The `.idx` of a `.bin`; None without one."""
     return file.beside(_IDX) if file.name.endswith(".bin") else None
@@ -93,10 +91,11 @@ def idx_of(file: ByteSource) -> Path | None:
 def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and layout of a file; damage is the entry's fault."""
     try:
-        blob = _blob(file)
+        layout = _layout_in(file)
     except TokenFileError as error:
         return TOKENS.unreadable(name, file.size, str(error))
-    return ShardTable(ShardEntry(name, file.size, max(blob[4], 0), digest_of(file)), np.array(blob, "<u8").tobytes())
+    entry = ShardEntry(name, file.size, layout.documents, digest_of(file))
+    return ShardTable(entry, np.array(layout, "<u8").tobytes())
 
 
 def digest_of(file: ByteSource) -> int:
@@ -135,31 +134,28 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _update(digest: Any, file: ByteSource) -> None:
-    size = file.size
-    digest.update(str(size).encode())
-    samples = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(samples)
-    for offset, length in samples:
-        digest.update(file.read_at(offset, length))
+    digest.update(str(file.size).encode())
+    for piece in some_bytes(file, _SEEN, _BLOCKS):
+        digest.update(piece)
 
 
-def _blob(file: ByteSource) -> list[int]:
+def _layout_in(file: ByteSource) -> TokenLayout:
     size = file.size
     if file.name.endswith(".npy"):
         return _of_array(file, size)
     idx = idx_of(file)
     if idx is None:
-        return [FLAT, 0, 0, 0, 0, 0]
+        return TokenLayout()
     found = read_documents(idx)
     _check(idx.name, found, size)
     width = np.dtype(found.dtype).itemsize
-    return [INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1), 0]
+    return TokenLayout(INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1))
 
 
-def _of_array(file: ByteSource, size: int) -> list[int]:
+def _of_array(file: ByteSource, size: int) -> TokenLayout:
     head = io.BytesIO(file.read_at(0, min(size, _LONGEST_HEADER)))
     if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
-        return [FLAT, 0, 0, 0, 0, 0]  # bare numbers, as OLMo-core writes them, or damage: whoever gives a type knows
+        return TokenLayout()  # bare numbers, as OLMo-core writes them, or damage: whoever gives a type knows
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -173,7 +169,7 @@ def _of_array(file: ByteSource, size: int) -> list[int]:
     if begin + tokens * dtype.itemsize != size:
         raise TokenFileError(f"{size} bytes, but its header says {begin + tokens * dtype.itemsize}; copy it again")
     rows, row = (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-    return [ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row]
+    return TokenLayout(ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row)
 
 
 def _check(idx: str, found: Documents, size: int) -> None:
@@ -271,28 +267,27 @@ class TokenStore(FileStore):
         """The sizes of documents; None for windows, which are all alike."""
         if self.length is not None:
             return None
-        sizes = [[self._place(shard, row)[1] for row in range(entry.samples)] for shard, entry in self._some()]
-        return {TOKENS_PART: np.array([size for each in sizes for size in each], dtype=np.int64)}
+        counts = enumerate(self.entries.samples.tolist())
+        sizes = [self._place(shard, row)[1] for shard, count in counts for row in range(count)]
+        return {TOKENS_PART: np.array(sizes, dtype=np.int64)}
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The documents or windows."""
         begins, sizes = np.array([self._place(shard, row) for row in rows.tolist()], dtype=np.int64).T
         return begins, begins + sizes
 
-    def _some(self) -> list[tuple[int, ShardEntry]]:
-        return [(shard, entry) for shard, entry in enumerate(self.entries) if entry.samples]
-
     def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
-        layout = layout_of(self.blob(shard))
+        layout = TokenLayout(*self.blob(shard).tolist())
         if layout.what != FLAT or shard in self.entries.faults:
             return layout
-        if dtype is None and not self._is_array(shard):
+        if dtype is not None:
+            tokens = self.entries[shard].size // np.dtype(dtype).itemsize
+            return TokenLayout(FLAT, TYPES.index(dtype), tokens=tokens)
+        if not self._is_array(shard):
             raise ValueError(
                 f"{self.where(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
             )
-        if dtype is None:
-            return layout
-        return TokenLayout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
+        return layout
 
     def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
         """The entry with the samples that the settings make. Raises `ShardError` unless `tolerant`, ValueError."""
@@ -365,7 +360,11 @@ class TokenStore(FileStore):
             if idx is not None:
                 self.files.watch_view(~shard, idx)
                 if digest_of(file) != self.entries.digests[shard]:
-                    raise self._rewritten(shard)
+                    raise ShardError(
+                        f"{place}: it, or its .idx, was rewritten since it was indexed: start again to index it, or "
+                        "put the old file back",
+                        reason="changed shard",
+                    )
                 self._documents[shard] = with_handles(partial(read_documents, idx))
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
@@ -375,13 +374,6 @@ class TokenStore(FileStore):
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
         self._checked.add(shard)
-
-    def _rewritten(self, shard: int) -> ShardError:
-        return ShardError(
-            f"{self.where(shard)}: it, or its .idx, was rewritten since it was indexed: start again to index it, "
-            "or put the old file back",
-            reason="changed shard",
-        )
 
 
 def check_token_settings(length: int | None, stride: int | None, dtype: str | None) -> None:

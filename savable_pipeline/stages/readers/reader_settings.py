@@ -15,9 +15,8 @@ from savable_pipeline.data.dataset.opening import dataset_of, open_source
 from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
-from savable_pipeline.data.stores.hub_commits import at_commit
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import Cache, Source, recognize
+from savable_pipeline.data.stores.source import Cache, Source, at_commit, recognize
 
 Names: TypeAlias = str | tuple[str, ...]
 

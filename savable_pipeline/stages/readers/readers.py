@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.data.stores.file_hashes import known_hash
 from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.source import STORES, RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -74,8 +73,11 @@ def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{reader}: files_from is for the fields that file_fields names")
     if (end := found.get("key_end")) not in ("first", "last", None):
         raise ValueError(f"{reader}: key_end must be 'first' or 'last', not {end!r}")
-    if (algorithm := found.get("validate_hash")) is not None and known_hash([algorithm]) is None:
-        raise ValueError(f"{reader}: validate_hash is an algorithm of hashlib or xxhash, not {algorithm!r}")
+    if (algorithm := found.get("validate_hash")) is not None:
+        from savable_pipeline.data.stores.record_files import known_hash  # here: the other readers need none
+
+        if known_hash([algorithm]) is None:
+            raise ValueError(f"{reader}: validate_hash is an algorithm of hashlib or xxhash, not {algorithm!r}")
     if kind == "tokens":
         from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
 

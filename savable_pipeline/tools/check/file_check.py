@@ -15,7 +15,7 @@ from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.images import ALPHA, DEEP, TURNED, image_doubts
 from savable_pipeline.data.dataset.opening import seen
-from savable_pipeline.data.media.media_check import media_fault
+from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index

@@ -20,9 +20,8 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.byte_source import RecordError
 from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
-from savable_pipeline.data.stores.folder_store import FolderStore
+from savable_pipeline.data.stores.folder_store import FolderStore, merged_fault
 from savable_pipeline.data.stores.jsonl import without_mark
-from savable_pipeline.data.stores.raw_folder import merged_fault
 from savable_pipeline.data.stores.record_files import Blob, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
 from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore

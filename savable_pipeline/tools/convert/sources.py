@@ -33,10 +33,9 @@ from savable_pipeline.data.remote.session import job_session
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import expand_braces, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.hub_commits import at_commit
 from savable_pipeline.data.stores.jsonl import MARK
 from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
-from savable_pipeline.data.stores.source import CONTAINERS, INDEX, OTHER, kind_behind
+from savable_pipeline.data.stores.source import CONTAINERS, INDEX, OTHER, at_commit, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media.audio import Audio, resample
-from savable_pipeline.data.media.media_check import media_fault
-from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.errors import MediaError
+from tests.support.draws import draws
 from tests.support.media_files import audio_bytes, flac_bytes, tone, video_bytes
 
 KINDS = {
@@ -46,7 +46,7 @@ def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
         whole = found.samples(0.0, 6.0)
         assert whole.shape == (found.channels, 6 * rate) and whole.dtype == np.float32
         assert np.abs(whole - tone(6.0, rate, found.channels)).mean() < 0.05
-        for _ in range(8):
+        for _ in draws(3):
             start = order.randrange(rate // 9, 5 * rate) / rate
             part = found.samples(start, start + 0.5)
             first = round(start * rate)
@@ -61,10 +61,10 @@ def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "aac in Matroska"])
 def test_a_range_is_the_same_to_the_bit_after_others_as_alone(kind: str) -> None:
     settings, rate, _ = KINDS.get(kind, ({"container": "matroska", "codec": "aac", "rate": 44100}, 44100, 0))
-    data, order = audio_bytes(20.0, **settings), random.Random(kind)  # type: ignore[arg-type]
+    data, order = audio_bytes(8.0, **settings), random.Random(kind)  # type: ignore[arg-type]
     with audio(data) as found:
-        for _ in range(12):
-            start = order.randrange(19 * rate) / rate
+        for _ in draws(4):
+            start = order.randrange(7 * rate) / rate
             with audio(data) as alone:
                 assert np.array_equal(found.samples(start, start + 0.5), alone.samples(start, start + 0.5))
 
@@ -82,21 +82,21 @@ def decoded(data: bytes, length: int) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
-@pytest.mark.parametrize("block", [192, 4096, 16384])
-def test_any_range_of_flac_is_that_of_a_full_decode(rate: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("rate", "block", "channels"), [(8000, 4096, 1), (16000, 192, 2), (22050, 16384, 1), (44100, 4096, 2)]
+)
+def test_any_range_of_flac_is_that_of_a_full_decode(rate: int, block: int, channels: int) -> None:
     """Begun a quarter of a second before, where a block of 4,096 samples at 8 kHz takes half of one."""
     order = random.Random(rate + block)
-    for channels in (1, 2):
-        samples = order.randrange(rate // 2, 9 * rate)
-        data = flac_bytes(samples, rate, block=block, channels=channels)
-        whole = decoded(data, samples)
-        with audio(data) as found:
-            for near_the_end in (False, True) * 15:
-                first = order.randrange(samples - samples // 8 if near_the_end else 0, samples - 8)
-                stop = order.randrange(first + 4, samples)
-                part = found.samples(first / rate, stop / rate)
-                assert np.array_equal(part, whole[:, first:stop]), (samples, first, stop)
+    samples = order.randrange(3 * rate, 5 * rate)
+    data = flac_bytes(samples, rate, block=block, channels=channels)
+    whole = decoded(data, samples)
+    with audio(data) as found:
+        for number in draws(10):
+            first = order.randrange(samples - samples // 8 if number % 2 else 0, samples - 8)
+            stop = order.randrange(first + 4, samples)
+            part = found.samples(first / rate, stop / rate)
+            assert np.array_equal(part, whole[:, first:stop]), (samples, first, stop)
 
 
 @pytest.mark.parametrize("gap", [100, 700, 20_000])
@@ -108,7 +108,7 @@ def test_a_gap_in_the_times_of_flac_in_mp4_is_silence(gap: int) -> None:
     assert not whole[:, begin : begin + gap].any() and whole[:, begin - 5 : begin].any()
     with audio(data) as found:
         assert found.duration_s == samples / rate
-        for first in (0, begin - 100, begin, begin + gap, *(order.randrange(samples - 50) for _ in range(12))):
+        for first in (0, begin - 100, begin, begin + gap, *(order.randrange(samples - 50) for _ in draws(4))):
             part = found.samples(first / rate, min(first + 9000, samples) / rate)
             assert np.array_equal(part, whole[:, first : first + 9000]), first
 
@@ -155,10 +155,8 @@ def noise_and_silence(container: str, codec: str, options: dict[str, str]) -> by
     ("container", "codec", "options", "known"),
     [
         ("adts", "aac", {}, False),
-        ("mp3", "libmp3lame", {"write_xing": "0"}, False),
         ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}, False),
         ("mp3", "libmp3lame", {}, True),
-        ("mp3", "libmp3lame", {"id3v2_version": "0"}, True),
     ],
 )
 def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
@@ -212,17 +210,14 @@ def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
 
 
 @pytest.mark.parametrize("container", ["wav", "mp3", "webm", "adts"])
-@pytest.mark.parametrize(("begin_s", "end_s"), [(5.0, 6.0), (3.0, 4.0), (1.0, 2.5), (5.0, None)])
-def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(
-    container: str, begin_s: float, end_s: float | None
-) -> None:
+def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(container: str) -> None:
     data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
-    with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
-        found.samples()
-    if container in ("wav", "mp3", "webm"):
-        file = RangeFile(ByteSource.of(data), begin_s, end_s)
-        with pytest.raises(MediaError, match=r"the part: .* end"):
-            media_info(file, "the part", container)
+    for begin_s, end_s in ((3.0, 4.0), (1.0, 2.5), (5.0, None)):
+        with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:  # type: ignore[arg-type]
+            found.samples()
+        if container != "adts":
+            with pytest.raises(MediaError, match=r"the part: .* end"):
+                media_info(RangeFile(ByteSource.of(data), begin_s, end_s), "the part", container)
 
 
 def test_the_sound_of_a_video_has_its_clock() -> None:
@@ -272,10 +267,10 @@ def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
 
 @pytest.mark.parametrize(("container", "codec"), [("ogg", "libopus"), ("ogg", "flac"), ("flac", "flac")])
 def test_a_bit_that_flips_never_gives_another_sound_of_the_whole(container: str, codec: str) -> None:
-    data, order = audio_bytes(2.0, container=container, codec=codec), random.Random(codec)
+    data, order = audio_bytes(1.0, container=container, codec=codec), random.Random(codec)
     right = Audio(io.BytesIO(data), "a").samples()
-    faults = 0
-    for _ in range(60):
+    faults, flips = 0, draws(20)
+    for _ in flips:
         damaged, place = bytearray(data), order.randrange(len(data))
         damaged[place] ^= 1 << order.randrange(8)
         try:
@@ -285,7 +280,7 @@ def test_a_bit_that_flips_never_gives_another_sound_of_the_whole(container: str,
             assert media_fault(io.BytesIO(damaged))[0], place
         else:
             assert np.array_equal(found, right), place
-    assert faults > 30  # the others flip what is no sound, but room for tags
+    assert faults > len(flips) // 2  # the others flip what is no sound, but room for tags
 
 
 def test_tags_behind_the_pages_of_an_ogg_are_no_damage() -> None:

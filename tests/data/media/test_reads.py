@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import os
 from collections.abc import Iterator
 from fractions import Fraction
@@ -65,9 +66,10 @@ def server(film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture(scope="module")
 def decoded(film: Path) -> list[Any]:
-    """Every frame, by PyAV alone: uint8 (3, height, width) each."""
+    """Every frame of a scene, by PyAV alone: uint8 (3, height, width) each."""
     with av.open(str(film / "film.mp4")) as container:
-        return [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in container.decode(video=0)]
+        frames = itertools.islice(container.decode(video=0), FRAMES)
+        return [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in frames]
 
 
 def sample_of(place: object) -> Sample:
@@ -79,7 +81,7 @@ def check_clip(sample: Sample, begin: float, decoded: list[Any]) -> None:
         frames = video.frames([begin + step for step in CLIP])
     numbers = [int((begin + step) * FPS + 1e-6) for step in CLIP]
     assert [frame_number(frame) for frame in frames] == [number % FRAMES for number in numbers]
-    assert all(np.array_equal(frame, decoded[number]) for frame, number in zip(frames, numbers, strict=True))
+    assert all(np.array_equal(frame, decoded[number % FRAMES]) for frame, number in zip(frames, numbers, strict=True))
 
 
 @pytest.mark.parametrize("begin", [0.0, 101.3, 237.0])
@@ -92,7 +94,7 @@ def test_a_clip_reads_a_little_of_a_shard_on_a_disk(
     assert 0 < sum(sizes) < (film / "film.mp4").stat().st_size / 20
 
 
-@pytest.mark.parametrize("begin", [0.0, 101.3, 237.0])
+@pytest.mark.parametrize("begin", [0.0, 237.0])
 def test_a_clip_downloads_a_little_of_a_shard_behind_a_url(
     server: ToyServer, film: Path, decoded: list[Any], begin: float
 ) -> None:
@@ -118,7 +120,7 @@ def test_clips_leave_no_descriptor_behind_though_nobody_closes_them(
 ) -> None:
     sample = sample_of(film / "data" if where == "disk" else f"{server.url}/data")
     seen = set()
-    for number in range(12):
+    for number in range(4):
         sample.video("mp4").frames([number * 17.0])
         seen.add(open_descriptors())
     assert len(seen) == 1

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media import container
-from savable_pipeline.data.media.media_check import media_fault
-from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
+from tests.support.draws import draws
 from tests.support.media_files import audio_bytes, frame_number, numbered_frame, video_bytes
 
 KINDS = {
@@ -58,8 +58,9 @@ def test_a_frame_by_its_time_or_its_index_is_that_of_a_full_decode(kind: str) ->
     begins, random_order = times_of(data), random.Random(kind)
     assert numbers(np.array(full)) == list(range(40))
     with video(data) as found:
-        assert found.size == (64, 48) and found.fps > 0 and found.codec
-        for _ in range(12):
+        assert found.size == (64, 48) and found.fps > 0 and found.codec and found.frame_count in (None, 40)
+        assert found.duration_s == pytest.approx(begins[-1] + 1 / 12, abs=0.12)
+        for _ in draws(5):
             chosen = [random_order.randrange(40) for _ in range(random_order.choice([1, 1, 3]))]
             if random_order.random() < 0.5:
                 frames = found.frames_by_index(chosen)
@@ -68,15 +69,6 @@ def test_a_frame_by_its_time_or_its_index_is_that_of_a_full_decode(kind: str) ->
                 frames = found.frames([begins[n] + (ends[n] - begins[n]) * random_order.random() * 0.9 for n in chosen])
             assert numbers(frames) == chosen
             assert all((frame == full[n]).all() for frame, n in zip(frames, chosen, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_header_says_of_length_and_frames_is_so(kind: str) -> None:
-    data = video_bytes(40, **KINDS[kind])  # type: ignore[arg-type]
-    begins = times_of(data)
-    with video(data) as found:
-        assert found.frame_count in (None, 40)
-        assert found.duration_s == pytest.approx(begins[-1] + 1 / 12, abs=0.12)
 
 
 def test_a_range_of_a_file_begins_at_zero() -> None:
@@ -163,11 +155,11 @@ def test_an_error_of_reading_the_file_passes_as_it_is() -> None:
                 raise OSError(5, "Input/output error")
             return super().read(size)
 
-    file = Broken(video_bytes(100, noise=60, size=(160, 120), options={"movflags": "faststart"}))
+    file = Broken(video_bytes(50, noise=60, size=(160, 120), options={"movflags": "faststart"}))
     with Video(file, "the part") as found:
         file.fails = True
         with pytest.raises(OSError, match="Input/output") as raised:
-            found.frames([8.0])
+            found.frames([4.0])
         assert raised.value.errno == 5 and not isinstance(raised.value, MediaError)
 
 
@@ -230,7 +222,7 @@ def test_after_an_error_the_same_frame_is_an_error_again() -> None:
             found.frames([number / 12])
 
 
-@pytest.mark.parametrize("size", [(854, 480), (72, 50), (66, 48), (18, 16)])
+@pytest.mark.parametrize("size", [(322, 180), (72, 50), (18, 16)])
 def test_all_columns_of_a_frame_are_written_whatever_its_width(size: tuple[int, int]) -> None:
     data = video_bytes(3, size=size, noise=40)
     with av.open(io.BytesIO(data)) as made:

@@ -19,6 +19,7 @@ from savable_pipeline.data.shards.index import BlobIndex
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
 from savable_pipeline.tools.cli.main import app
+from tests.support.draws import draws
 
 ROWS = 20
 BLOCK = struct.Struct("<qi4xq")
@@ -64,10 +65,14 @@ def samples(path: Path, **settings: Any) -> list[dict[str, bytes]]:
     return [dict(sample.items()) for sample in reader]
 
 
-@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"gap": 24}, {"gap": 8, "shuffled": True}, {"schema": True, "shuffled": True}],
+    ("compression", "layout"),
+    [
+        (None, {}),
+        ("lz4", {"gap": 24}),
+        ("zstd", {"gap": 8, "shuffled": True}),
+        (None, {"schema": True, "shuffled": True}),
+    ],
     ids=["plain", "gaps", "shuffled", "with a schema"],
 )
 def test_batches_lie_where_the_footer_says(tmp_path: Path, compression: str | None, layout: dict[str, Any]) -> None:
@@ -136,7 +141,7 @@ def test_a_footer_of_any_bytes_is_read_right_or_refused(tmp_path: Path) -> None:
     raw = path.read_bytes()
     footer, right = len(raw) - 10 - struct.unpack("<i", raw[-10:-6])[0], 0
     (tmp_path / "b.arrow").write_bytes(raw)
-    for number in range(150):
+    for number in draws(50):
         forged = bytearray(raw)
         for _ in range(chance.choice([1, 1, 3])):
             forged[chance.randrange(footer, len(raw) - 6)] = chance.choice(
@@ -150,7 +155,7 @@ def test_a_footer_of_any_bytes_is_read_right_or_refused(tmp_path: Path) -> None:
                     right += bool(samples(path))
         except sp.ShardError as error:
             assert path.name in str(error) or "no sample in" in str(error)
-    assert right > 10
+    assert right > 3
 
 
 def test_a_batch_that_the_footer_leaves_out_is_not_lost_silently(tmp_path: Path) -> None:

@@ -129,18 +129,6 @@ def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
 
-def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:
-    store = open_store("jsonl", lines)
-    lines.write_bytes(LINES[:60])
-    with pytest.raises(sp.ShardError, match="60 bytes, but 97 when it was indexed"):
-        store.read(0, 0, "json")
-    lines.write_bytes(LINES)
-    store = open_store("jsonl", lines)
-    lines.write_bytes(LINES.replace(b'"id": 0', b'"ip": 0'))
-    with pytest.raises(sp.ShardError, match="was rewritten since"):
-        store.read(0, 1, "json")
-
-
 @pytest.mark.parametrize("line", [0, 2, 4])
 def test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long(tmp_path: Path, line: int) -> None:
     path = tmp_path / "a.jsonl"

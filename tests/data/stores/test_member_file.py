@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import time
-import wave
 import zipfile
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -85,22 +83,12 @@ def test_two_files_of_one_part_have_a_position_each(shard: Path) -> None:
         assert (one.read(10), other.read(4), one.read(10)) == (NOISE[:10], NOISE[:4], NOISE[10:20])
 
 
-def test_pillow_wave_and_zipfile_read_it(tmp_path: Path) -> None:
-    image, sound, archive = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    Image.effect_noise((90, 70), 40).save(image, "PNG")
-    with wave.open(sound, "wb") as writer:
-        writer.setparams((1, 2, 16_000, 0, "NONE", ""))
-        writer.writeframes(NOISE[:32_000])
+def test_zipfile_reads_it(tmp_path: Path) -> None:
+    archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as into:
         into.writestr("inside", NOISE)
-    parts = {"png": image, "wav": sound, "zip": archive}
-    write_tar(tmp_path / "a.tar", [(f"k.{name}", file.getvalue()) for name, file in parts.items()])
-    sample = first_sample(tmp_path)
-    with Image.open(sample.open("png")) as found:
-        assert np.array_equal(found, Image.open(image))
-    with wave.open(sample.open("wav")) as reader:
-        assert (reader.getframerate(), reader.readframes(16_000)) == (16_000, NOISE[:32_000])
-    assert zipfile.ZipFile(sample.open("zip")).read("inside") == NOISE
+    write_tar(tmp_path / "a.tar", [("k.zip", archive.getvalue())])
+    assert zipfile.ZipFile(first_sample(tmp_path).open("zip")).read("inside") == NOISE
 
 
 def test_it_reads_on_when_its_shard_was_closed_and_in_a_forked_child(shard: Path) -> None:

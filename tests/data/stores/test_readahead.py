@@ -55,14 +55,6 @@ def test_a_reader_announces_what_enters_the_buffer(shards: Path, told: list[tupl
     assert [name for name, _, _ in told] == ["0.tar", "1.tar"]
 
 
-def test_a_source_of_a_blend_announces_its_own_bytes(shards: Path, told: list[tuple[str, int, int]]) -> None:
-    next(sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1))
-    alone = told.copy()
-    told.clear()
-    next(sp.Blend({"web": sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1)}, weights={"web": 1}))
-    assert told == alone != []
-
-
 def test_a_restored_buffer_announces_nothing_of_a_disk(shards: Path, told: list[tuple[str, int, int]]) -> None:
     saved = sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane()), size=3)
     next(saved)

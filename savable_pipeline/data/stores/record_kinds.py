@@ -1,9 +1,10 @@
-"""LitData: index.json names the chunks, and the format of each leaf of an item; each item is
+"""Folders whose index.json names their files and what is in their records: MDS of Mosaic Streaming, and LitData.
 
-    size uint32, of each leaf │ leaf │ leaf │ …
+    size uint32, of each column of MDS without a size of its own │ column │ column │ …
+    size uint32, of each leaf of LitData │ leaf │ leaf │ …
 
-`data_spec` says which leaf has which place in the dicts and lists of an item. Formats of pickles are refused:
-unpickling runs what the data name.
+(Version 2 of MDS, from its facts.) `data_spec` says which leaf of LitData has which place in the dicts and lists of an
+item. Columns and leaves of pickles are refused: unpickling runs what the data name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
@@ -31,6 +33,156 @@ from savable_pipeline.data.stores.record_files import (
     scalar,
     several,
 )
+
+_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # its compressions, as called here
+
+
+class _FileInfo(msgspec.Struct):
+    basename: str
+    bytes: int
+    hashes: dict[str, str] = {}  # of the file's bytes, by algorithm
+
+
+class _Shard(msgspec.Struct):
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    samples: int
+    raw_data: _FileInfo
+    zip_data: _FileInfo | None = None
+    compression: str | None = None
+    version: int = 2
+
+
+class _Shards(msgspec.Struct):
+    shards: list[_Shard]
+
+
+class MdsColumns(msgspec.Struct, frozen=True):
+    """The `Schema` of an MDS shard."""
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+    each: str = ""  # how each sample is compressed by itself: never
+
+    def fields(self, record: ByteSource) -> list[Value | Blob]:
+        """The columns of a sample. Raises `RecordError`."""
+        told = sum(not size for size in self.sizes)
+        lengths, offset = iter(record.uint32s(0, told)), 4 * told
+        found: list[Value | Blob] = []
+        for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
+            size = fixed or next(lengths)
+            found += _column(name, encoding, record.part(offset, size))
+            offset += size
+        return found
+
+
+def _listed_shards(index: bytes) -> list[tuple[ListedFile, ...]]:
+    """The files that an index.json names, each as it is, else compressed. Raises ValueError for what is not read."""
+    shards = as_listed(index, _Shards, "MDS").shards
+    return [_forms_of_shard(shard) for shard in shards]
+
+
+def _forms_of_shard(shard: _Shard) -> tuple[ListedFile, ...]:
+    schema = msgspec.json.encode(_columns(shard))
+    raw, zipped = shard.raw_data, shard.zip_data
+    plain = ListedFile(raw.basename, shard.samples, schema, raw.bytes, hashes=raw.hashes)
+    if zipped is None:
+        return (plain,)
+    kind = (shard.compression or "").partition(":")[0]
+    packed = ListedFile(
+        zipped.basename,
+        shard.samples,
+        schema,
+        zipped.bytes,
+        packed=_PACKED.get(kind, ""),
+        content=raw.bytes,
+        hashes=zipped.hashes,
+        fault=""
+        if kind in _PACKED
+        else f"compressed with {kind!r}, which is not read, where {', '.join(_PACKED)} are: write it again with "
+        f'compression="zstd", or decompress it to {plain.name} and keep both names in index.json',
+    )
+    return plain, packed
+
+
+def _columns(shard: _Shard) -> MdsColumns:
+    if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
+        raise ValueError(f"version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
+    for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
+        if encoding == "pkl":
+            raise ValueError(f"the column {name!r} holds pickles, and unpickling runs what they name: {INSTEAD}")
+        if encoding.partition(":")[0] not in _COLUMNS:
+            raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not read: {INSTEAD}")
+    return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
+
+
+def _column(name: str, encoding: str, data: ByteSource) -> list[Value | Blob]:
+    kind, _, settings = encoding.partition(":")
+    if kind in _BLOBS_OF_COLUMNS:
+        return list(_BLOBS_OF_COLUMNS[kind](name, data))
+    if kind == "ndarray":
+        return [_array(name, settings, data)]
+    try:
+        return [Value(name, _VALUES_OF_COLUMNS[kind](data.read()))]
+    except (ValueError, IndexError, RecursionError, InvalidOperation) as error:
+        raise RecordError(f"damaged record: {name} is no {encoding}: {error}") from error
+
+
+def _array(name: str, settings: str, data: ByteSource) -> Blob:
+    """An array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
+    kind, _, dimensions = settings.partition(":")
+    offset = 0
+    try:
+        if not kind:
+            kind = _CODES[data.head(1)[0]]
+            offset = 1
+        if dimensions:
+            shape = tuple(int(size) for size in dimensions.split(","))
+        else:
+            code = data.part(offset, 1).read()[0]
+            count, width = code >> 2, 1 << code % 4
+            shape_bytes = data.part(offset + 1, count * width).read()
+            shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
+            offset += 1 + count * width
+        return array(name, np.dtype(kind), shape, data.rest(offset))
+    except RecordError:
+        raise
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise RecordError(f"damaged record: {name} is no array: {error}") from error
+
+
+_VALUES_OF_COLUMNS: dict[str, Callable[[bytes], Any]] = {
+    "str": bytes.decode,
+    "json": json.loads,
+    "int": functools.partial(scalar, "<i8"),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: str(Decimal(data.decode())),  # a text: JSON has no decimals of any precision
+    **{kind: functools.partial(scalar, kind) for kind in _SCALARS},
+}
+_jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
+_png = functools.partial(lambda name, data: raw(name, "png", data))
+_BLOBS_OF_COLUMNS: dict[str, Callable[[str, ByteSource], list[Blob]]] = {
+    "bytes": lambda name, data: [raw(name, "", data)],
+    "jpeg": lambda name, data: [_jpeg(name, data)],
+    "png": lambda name, data: [_png(name, data)],
+    "pil": lambda name, data: [pixels(name, data)],
+    "jpeg_array": lambda name, data: several(name, data, _jpeg, begin=0),
+    "jpegarray": lambda name, data: several(name, data, _jpeg, begin=0),
+    "list[jpeg]": lambda name, data: several(name, data, _jpeg, begin=4),
+    "list[png]": lambda name, data: several(name, data, _png, begin=4),
+    "list[pil]": lambda name, data: several(name, data, pixels, begin=4),
+}
+_COLUMNS = {*_VALUES_OF_COLUMNS, *_BLOBS_OF_COLUMNS, "ndarray"}
+
+
+_MDS = RecordKind(_listed_shards, MdsColumns)
+MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), _MDS, f"{__name__}:MDS")
+
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
@@ -54,7 +206,7 @@ class _Config(msgspec.Struct):
     item_loader: str | None = None
 
 
-class _Index(msgspec.Struct):
+class _Chunks(msgspec.Struct):
     chunks: list[_Chunk]
     config: _Config
 
@@ -118,12 +270,12 @@ def _paths(spec: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _paths(child, (*here, str(names[i] if names else i)))
 
 
-def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
+def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
     """The files that an index.json names, each as it is written, else as LitData's own reader leaves it, decompressed.
 
     Raises ValueError for what is not read.
     """
-    found = as_listed(index, _Index, "LitData")
+    found = as_listed(index, _Chunks, "LitData")
     config = found.config
     try:
         spec = _spec(json.loads(config.data_spec or "null"))
@@ -134,10 +286,10 @@ def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
     if len(tree.names()) != len(tree.formats):
         raise ValueError(f"{len(tree.formats)} formats for {len(tree.names())} leaves; the index is damaged")
     schema = msgspec.json.encode(tree)
-    return [_alternatives(chunk, config, schema) for chunk in found.chunks]
+    return [_forms_of_chunk(chunk, config, schema) for chunk in found.chunks]
 
 
-def _alternatives(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[ListedFile, ...]:
+def _forms_of_chunk(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[ListedFile, ...]:
     below, slash, name = chunk.filename.rpartition("/")
     plain = f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
     as_left = ListedFile(plain, chunk.chunk_size, schema)
@@ -182,7 +334,7 @@ def _check_config(config: _Config) -> None:
         plain = kind.partition(":")[0]
         if plain in ("pickle", "graph"):
             raise ValueError(f"the format {plain} holds pickles, and unpickling runs what they name: {INSTEAD}")
-        if plain not in _KNOWN:
+        if plain not in _LEAVES:
             raise ValueError(f"the format {kind!r} is not read: {INSTEAD}")
 
 
@@ -195,11 +347,11 @@ def _json(data: bytes) -> Any:
 def _leaf(name: str, kind: str, data: ByteSource) -> list[Value | Blob]:
     plain, _, setting = kind.partition(":")
     try:
-        if plain in _VALUES:
-            return [Value(name, _VALUES[plain](data.read()))]
+        if plain in _VALUES_OF_LEAVES:
+            return [Value(name, _VALUES_OF_LEAVES[plain](data.read()))]
         if plain == "jpeg_array":
             return list(several(name, data, lambda field, image: raw(field, "jpg", image), begin=0))
-        return [_BLOBS[plain](name, setting, data)]
+        return [_BLOBS_OF_LEAVES[plain](name, setting, data)]
     except RecordError:
         raise
     except (ValueError, TypeError, IndexError, RecursionError) as error:
@@ -227,7 +379,7 @@ def _file_of(default: str, name: str, setting: str, data: ByteSource) -> Blob:
     return raw(name, setting or default, data)
 
 
-_VALUES: dict[str, Callable[[bytes], Any]] = {
+_VALUES_OF_LEAVES: dict[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
     "text": bytes.decode,
     "bool": lambda data: data[0] != 0,
@@ -236,7 +388,7 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
     "json": _json,
 }
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
-_BLOBS: dict[str, Callable[[str, str, ByteSource], Blob]] = {
+_BLOBS_OF_LEAVES: dict[str, Callable[[str, str, ByteSource], Blob]] = {
     **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
     "pil": lambda name, _, data: pixels(name, data),
     "numpy": functools.partial(_with_header, False),
@@ -244,8 +396,9 @@ _BLOBS: dict[str, Callable[[str, str, ByteSource], Blob]] = {
     "no_header_numpy": functools.partial(_without_header, False),
     "no_header_tensor": functools.partial(_without_header, True),
 }
-_KNOWN = {*_VALUES, *_BLOBS, "jpeg_array"}
+_LEAVES = {*_VALUES_OF_LEAVES, *_BLOBS_OF_LEAVES, "jpeg_array"}
 
 
-RECORDS_OF_LITDATA = RecordKind(listed, Tree, chunked=True)
-LITDATA = format_of_kind("litdata", (".bin",), RECORDS_OF_LITDATA, f"{__name__}:LITDATA")
+_LITDATA = RecordKind(_listed_chunks, Tree, chunked=True)
+LITDATA = format_of_kind("litdata", (".bin",), _LITDATA, f"{__name__}:LITDATA")
+KINDS = {"mds": _MDS, "litdata": _LITDATA}
