@@ -26,15 +26,13 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.remote.cache_files import locked, punch_hole
+from savable_pipeline.data.remote.cache_files import PIECE, locked, punch_hole
 from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
-from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.object_store import ObjectStore
-from savable_pipeline.data.remote.pace import PIECE, Pace
+from savable_pipeline.data.remote.listing import Listing, shared_answer
+from savable_pipeline.data.remote.object_store import ObjectStore, Pace
+from savable_pipeline.data.remote.session import Urgency
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, create_flags, disk_error, runs
-from savable_pipeline.data.remote.shared_listing import shared_answer
-from savable_pipeline.data.shards.hub_address import is_hub
+from savable_pipeline.data.shards.paths import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 

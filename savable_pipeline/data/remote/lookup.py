@@ -20,6 +20,7 @@ import numpy as np
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote import cache_layout
 from savable_pipeline.data.remote.cache_files import (
+    PIECE,
     drop_whole,
     open_own,
     own_folder,
@@ -29,16 +30,14 @@ from savable_pipeline.data.remote.cache_files import (
 )
 from savable_pipeline.data.remote.cache_layout import open_layout
 from savable_pipeline.data.remote.listing import SECOND_OF
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.hub_address import without_commit
 from savable_pipeline.data.shards.index import FileFormat, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.shards.paths import Shards, without_commit
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.errors import ShardError
 

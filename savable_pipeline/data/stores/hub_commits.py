@@ -11,8 +11,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
-from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
-from savable_pipeline.data.shards.paths import Shards, spelled_out
+from savable_pipeline.data.shards.paths import HubAddress, Shards, is_hub, spelled_out
 from savable_pipeline.errors import RemoteError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
+from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import applicable
 from savable_pipeline.run.loader.fresh_lanes import may_be_cut_otherwise, with_facts

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from savable_pipeline.data.dataset import images as module
-from savable_pipeline.data.dataset.decoding import decoded_part
-from savable_pipeline.data.dataset.images import jpeg_pixels
+from savable_pipeline.data.dataset.decoding import decoded_part, jpeg_pixels
 from savable_pipeline.data.shards.part_types import open_image
 
 CHANNELS = {"RGB": 3, "L": 1, "CMYK": 4}

@@ -26,8 +26,7 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
-from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.remote.session import Downloader, Session
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores import cached_samples

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.images import converted
+from savable_pipeline.data.dataset.decoding import converted
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_file
 from tests.conftest import write_tar
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Downloader
 from savable_pipeline.errors import RemoteError
 
 

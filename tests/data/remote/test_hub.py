@@ -22,7 +22,7 @@ from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
 from savable_pipeline.data.remote.session import close_scratch
-from savable_pipeline.data.shards.hub_address import HubAddress, without_commit
+from savable_pipeline.data.shards.paths import HubAddress, without_commit
 from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.check.dataset_check import check

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from savable_pipeline.data.remote import object_store
-from savable_pipeline.data.remote.downloader import retry_s
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.object_store import ObjectStore
+from savable_pipeline.data.remote.session import retry_s
 from savable_pipeline.errors import RemoteError
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from savable_pipeline.data.remote.pace import PIECE, Pace
+from savable_pipeline.data.remote.cache_files import PIECE
+from savable_pipeline.data.remote.object_store import Pace
 
 
 class Clock:

@@ -6,8 +6,8 @@ import threading
 import time
 
 from savable_pipeline.data.remote.download_process import QueuedRequest, RequestQueue
-from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.pace import Pace
+from savable_pipeline.data.remote.object_store import Pace
+from savable_pipeline.data.remote.session import Urgency
 
 AT_ONCE = Pace().at_once
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.shared_listing import shared_answer
+from savable_pipeline.data.remote.listing import Listing, shared_answer
 
 
 def shared_listing(cache: Path, root: str, listing: Callable[[str], Listing]) -> Listing:

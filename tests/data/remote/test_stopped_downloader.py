@@ -12,7 +12,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Downloader
 from savable_pipeline.data.stores.cached_blocks import DownloadedFiles
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
