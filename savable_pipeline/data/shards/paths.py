@@ -50,7 +50,7 @@ NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
 LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
 _LONGEST_PATH = 4096  # characters
-_NUMBERS = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
+_NUMBERS = re.compile(r"\{(-?\d{1,20})\d*\.\.(-?\d{1,20})\d*(?:\.\.(-?\d{1,20})\d*)?\}")
 _MOST_NAMES = 1_000_000  # that one pattern may stand for
 _MOST_CHARACTERS = 1 << 28  # of all of these
 _MOST_BRACES = 1000
@@ -319,9 +319,9 @@ def expand_braces(pattern: str) -> list[str]:
     """
     if "{" not in pattern:
         return [pattern]
-    numbers = sum(abs(int(last[:20]) - int(first[:20])) + 1 for first, last in _NUMBERS.findall(pattern))
+    numbers = sum(abs(int(last) - int(first)) + 1 for first, last, _ in _NUMBERS.findall(pattern))
     flat = [] if re.search(r"\{[^{}]*\{", pattern) else re.findall(r"\{[^{}]*\}", pattern)
-    numbers = max(numbers, math.prod(group.count(",") + 1 for group in flat))
+    numbers = max(numbers, math.prod(map(_names_in, flat)))
     names, characters = [], 0
     if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:  # all numbers of a range are made at once
         try:
@@ -337,6 +337,15 @@ def expand_braces(pattern: str) -> list[str]:
         except RecursionError:
             pass
     raise ShardError(f"{pattern[:200]}: the braces mean more than {_MOST_NAMES:,} names, or too long ones")
+
+
+def _names_in(braces: str) -> int:
+    """How many names braces stand for that have no others in them; of letters, one at least."""
+    found = _NUMBERS.fullmatch(braces)
+    if found is None:
+        return braces.count(",") + 1
+    first, last, step = (int(number or 1) for number in found.groups())
+    return abs(last - first) // max(1, abs(step)) + 1
 
 
 def instead_of_folder(folder: Path) -> str:

@@ -53,7 +53,7 @@ def test_each_part_is_decoded_by_the_last_word_of_its_extension() -> None:
     assert (found["pkl"], found["mp3"]) == (parts["pkl"], parts["mp3"])  # bytes: never unpickled
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(hnp.arrays(st.sampled_from(["<i8", ">f4", "?", "<U3", "u1,<f8"]), hnp.array_shapes(min_dims=0, min_side=0)))
 def test_arrays_are_as_numpy_reads_them(array: Any) -> None:
     for raw in (saved(array), saved(np.asfortranarray(array))):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset import images, media_indexing
+from savable_pipeline.data.dataset import decoding, media_indexing
 from savable_pipeline.data.media import media_table
 from savable_pipeline.data.media.media_info import MediaInfo
 from tests.support.shards import write_tar
@@ -99,7 +99,7 @@ def test_decoded_parts_are_the_same_with_simplejpeg_and_without(
     name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
-        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
     found = one(name).decoded()[name.rpartition(".")[2]]
     assert np.array_equal(found, np.asarray(oracle(FILES[name])))
     assert found.flags.writeable and found.flags.c_contiguous

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from savable_pipeline.data.dataset import images as module
+from savable_pipeline.data.dataset import decoding as module
 from savable_pipeline.data.dataset.decoding import decoded_part, jpeg_pixels
 from savable_pipeline.data.shards.part_types import open_image
 
@@ -35,9 +35,10 @@ def by_simplejpeg(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-@pytest.mark.parametrize("quality", [1, 75, 100])
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"restart_marker_blocks": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("quality", "how"), [(75, {}), (1, {"progressive": True}), (100, {"restart_marker_blocks": 3})], ids=str
+)
 def test_pixels_are_those_of_pillow_to_the_bit(mode: str, quality: int, subsampling: int, how: dict[str, Any]) -> None:
     for size in ((1, 1), (7, 5), (17, 33), (64, 48), (333, 250)):
         data = jpeg(mode, *size, quality=quality, subsampling=subsampling, **how)
@@ -53,12 +54,12 @@ def test_a_jpeg_of_red_green_and_blue_has_the_same_pixels_too() -> None:
 
 def test_damaged_jpegs_become_or_raise_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
-    damaged = [damage(jpeg("RGB", 64, 48, subsampling=draw.choice((0, 2))), draw) for _ in range(300)]
+    damaged = [damage(jpeg("RGB", 64, 48, subsampling=draw.choice((0, 2))), draw) for _ in range(100)]
     found = [outcome(data) for data in damaged]
     monkeypatch.setattr(module, "_simplejpeg", lambda: None)
     assert found == [outcome(data) for data in damaged]
     errors = sum(isinstance(each, str) for each in found)
-    assert 50 < errors < 250  # of both kinds enough
+    assert 15 < errors < 85  # of both kinds enough
 
 
 def damage(data: bytes, draw: random.Random) -> bytes:

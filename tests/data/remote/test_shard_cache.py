@@ -75,7 +75,7 @@ def is_right(cached: ShardCache, shards: Path, row: int) -> bool:
 
 
 @example([("bring", 0, 5), ("use", 1, 1), ("use", 3, 1), ("evict used", 0, 0)])  # both neighbours stay
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     st.lists(
         st.one_of(

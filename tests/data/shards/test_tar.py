@@ -140,7 +140,7 @@ def written(path: Path, entries: list[tuple[str, str, bytes, bytes]], format: in
                 continue
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(MEMBERS, st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
 def test_any_tar_is_read_as_tarfile_reads_it(entries: list[tuple[str, str, bytes, bytes]], format: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def test_any_tar_is_read_as_tarfile_reads_it(entries: list[tuple[str, str, bytes
             assert parse(path) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(MEMBERS, st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
 def test_samples_are_grouped_as_webdataset_groups_them(
     entries: list[tuple[str, str, bytes, bytes]], format: int
@@ -380,7 +380,7 @@ def test_a_flipped_bit_in_a_header_is_an_error(tmp_path: Path) -> None:
     os.close(fd)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=settings.default.max_examples)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 511), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_forged_header_with_a_right_checksum_is_read_or_a_shard_error(edits: list[tuple[int, int, int]]) -> None:
     blocks = [bytearray(mixed_tar()[i : i + BLOCK]) for i in range(0, 5120, BLOCK)]
