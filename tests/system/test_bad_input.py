@@ -43,7 +43,10 @@ def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
     return {
         "an empty folder": (lambda folder: folder.mkdir(), "no .tar file in this folder or below it"),
         "no folder": (lambda folder: None, "no such shard or folder"),
-        "no samples": (lambda folder: write_tar(folder / "0.tar", [("README", b"x")]), "no sample in 1 shards"),
+        "no samples": (
+            lambda folder: write_tar(folder / "0.tar", [("README", b"x")]),
+            r"no sample in 1 shards; a sample's files are named KEY\.EXTENSION",
+        ),
         "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shards"),
         "an empty file": (
             lambda folder: (folder.mkdir(), (folder / "0.tar").touch()),

@@ -8,7 +8,7 @@ import pytest
 from fuzz import fuzz
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
 def test_hostile_states_indexes_tars_and_yaml_are_refused_with_a_word_or_read(tmp_path: Path, count: int) -> None:
     rows = list(fuzz(tmp_path, count))
     assert [row.case for row in rows] == ["state", "index", "tar", "YAML"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -44,8 +43,9 @@ _RETRY_S = 120.0
 _LEAST_PATIENCE_S, _LOOK_S = 1.0, 0.5  # with a process that may have been stopped
 _DEATHS = 3  # of the downloading process over one request, after which it fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
-# By process: one that was inherited in a fork answers its owner alone.
+# Of jobs and of buckets, by process: one that was inherited in a fork answers its owner alone.
 _begun: dict[int, Session] = {}
+_of_buckets: dict[int, Session] = {}
 
 
 class Urgency(IntEnum):
@@ -341,15 +341,9 @@ class Bucket:
 
 def close_buckets() -> None:
     """End the downloading process that this process began for its buckets."""
-    if _opened.cache_info().currsize:
-        _session().connected().close()
-    _opened.cache_clear()
+    if (begun := _of_buckets.pop(os.getpid(), None)) is not None:
+        begun.connected().close()
 
 
 def _session() -> Session:
-    return _opened(os.getpid())
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(pid: int) -> Session:
-    return Session(cache_folder(None), 0)
+    return _of_buckets.setdefault(os.getpid(), Session(cache_folder(None), 0))

@@ -21,7 +21,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
-from savable_pipeline.data.remote.session import close_scratch
+from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.paths import HubAddress, without_commit
 from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
@@ -219,6 +219,7 @@ NOT_THERE = {
 
 def test_what_is_not_there_or_may_not_be_read_is_told(hub: ToyHub, tmp_path: Path) -> None:
     hub.commit(repository(tmp_path / "repo"))
+    one_process = Session.of().connected()
     for address, told in NOT_THERE.items():
         with pytest.raises(sp.ShardError, match=told):
             sp.open_dataset(address)
@@ -227,12 +228,14 @@ def test_what_is_not_there_or_may_not_be_read_is_told(hub: ToyHub, tmp_path: Pat
         told = rf"accepted its terms: do so at {hub.url}/datasets/org/name, and set HF_TOKEN"
         with pytest.raises(RemoteError, match=told):
             sp.open_dataset(f"{NAME}/data")
+    one_process.close()
 
 
 def test_several_splits_are_refused_with_the_names_to_choose_from(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo")
     write(repo, "data/test-00000-of-00001.parquet", 900)
     hub.commit(repo)
+    one_process = Session.of().connected()
     by_names = r"2 splits .*, /data/test-\*\.parquet \(test\), data/train-\*\.parquet \(train\); or a list of several"
     with pytest.raises(sp.ShardError, match=by_names):
         sp.open_dataset(NAME)
@@ -248,6 +251,7 @@ def test_several_splits_are_refused_with_the_names_to_choose_from(hub: ToyHub, t
     with pytest.raises(sp.ShardError, match=r"/fr/\*\*/\*\.parquet \(fr: train\), de/\*\.parquet \(de: train\)"):
         sp.open_dataset(NAME)
     assert len(sp.open_dataset(f"{NAME}/fr/**/*.parquet")) == len(sp.open_dataset(f"{NAME}/de")) == ROWS
+    one_process.close()
 
 
 def numbers(address: str, **settings: Any) -> sp.SavableLoader:
@@ -283,7 +287,7 @@ def test_the_commands_and_mixtures_take_an_address_of_the_hub(
     info = dataset_info(NAME)
     assert (info.root, info.samples) == (f"{NAME}@{commit}", 2 * ROWS)
     assert check(NAME, processes=1).problems == []
-    report = run_conversion(NAME, tmp_path / "shards", Options())
+    report = run_conversion(NAME, tmp_path / "shards", Options(), workers=1)
     assert report.samples == 2 * ROWS and any(is_tar(path.name) for path in (tmp_path / "shards").iterdir())
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: '{NAME}/data', weight: 1}}}}")
     assert sorted(ids(sp.mixture(tmp_path / "mixture.yaml").take(2 * ROWS))) == list(range(2 * ROWS))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,29 +102,6 @@ def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pyt
     (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
     with pytest.raises(ShardError, match="1 compressed tars are there"):
         find_shards(root.parent / "only")
-
-
-@pytest.fixture
-def unlistable(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder below `root` that may not be listed (whoever runs the tests may list any)."""
-    scandir = os.scandir
-
-    def refuse(path: Any) -> Any:
-        if str(path) == str(root / "b"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    return root / "b"
-
-
-def test_a_folder_that_cannot_be_listed_is_an_error_or_told(root: Path, unlistable: Path) -> None:
-    for shards in (root, [root], str(root)):
-        with pytest.raises(ShardError, match=f"{unlistable}: Permission denied: the folder cannot be listed"):
-            find_shards(shards)
-    told: list[ShardError] = []
-    assert find_shards(root, unlistable=told.append) == (root, ["a.tar"])
-    assert [error.reason for error in told] == ["unlistable folder"]
 
 
 def test_a_link_to_a_folder_is_left_out_with_a_warning(
