@@ -277,20 +277,6 @@ def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
 
 
-def test_a_cached_index_with_a_damaged_row_is_an_error_and_is_there_again_at_the_next_start(
-    server: ToyServer, tmp_path: Path
-) -> None:
-    open_any(f"{server.url}/shards/")
-    (index,) = (tmp_path / "cache").glob("*/*/*/index")
-    raw = bytearray(index.read_bytes())
-    raw[-200] ^= 1
-    index.write_bytes(raw)
-    dataset = open_any(f"{server.url}/shards/")
-    with pytest.raises(sp.ShardError, match=r"the index of 000.\.tar is damaged; start again: it is downl"):
-        [sample["json"] for sample in dataset.open_samples(all_refs(dataset))]
-    assert len([sample["json"] for sample in open_any(f"{server.url}/shards/").open_samples(all_refs(dataset))]) == 118
-
-
 def test_a_dataset_that_is_all_here_announces_nothing_until_something_is_evicted(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,13 +408,13 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
 def test_a_slow_link_delivers_as_long_as_bytes_come(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_numbered_shards(tmp_path / "large", [160], pad="x" * 10_000)
+    write_numbered_shards(tmp_path / "large", [100], pad="x" * 10_000)
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
     monkeypatch.setenv("SAVABLE_RETRY_S", "8")
     server.fault = lambda path, number: "stalled" if path.endswith("0000.tar") else None
     dataset = open_any(f"{server.url}/large/")
     samples = dataset.open_samples(all_refs(dataset))
-    assert [sample.json()["id"] for sample in samples] == [*range(160)]
+    assert [sample.json()["id"] for sample in samples] == [*range(100)]
     server.fault = lambda path, number: "503"
     evict(dataset, 0)
     with pytest.raises(RemoteError, match="tried"):
@@ -549,20 +535,6 @@ def first_ids(dataset: Dataset) -> list[int]:
     return [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))]
 
 
-def test_a_shard_of_another_version_is_an_error_and_is_indexed_at_the_next_start(
-    server: ToyServer, local: Path
-) -> None:
-    dataset = open_any(f"{server.url}/shards/")
-    (sample,) = dataset.open_samples(all_refs(dataset)[:1])
-    assert sample.json()["id"] == 0
-    evict(dataset, 0)
-    rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
-    with pytest.raises(sp.ShardError, match=r"0000\.tar: the server has another version than when it was first read"):
-        sample.json()
-    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
-    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
-
-
 def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexes_a_shard_again(
     server: ToyServer, local: Path
 ) -> None:
@@ -614,22 +586,15 @@ def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_inde
         assert list(samples[0]) == ["text"] and [s.json()["id"] for s in samples[1:]] == [*range(1, sum(SIZES))]
 
 
-@pytest.mark.parametrize("how", ["a start", "the command"])
-def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
-    server: ToyServer, local: Path, how: str, tmp_path: Path
+def test_the_command_indexes_a_shard_on_a_web_server_that_has_another_size_again(
+    server: ToyServer, local: Path, tmp_path: Path
 ) -> None:
     (local / ".nv-meta/savable.index").unlink()
     url = f"{server.url}/shards/{{0000..{len(SIZES) - 1:04d}}}.tar"
-    dataset = open_any(url)
-    assert first_ids(dataset) == [*range(sum(SIZES))]
+    assert first_ids(open_any(url)) == [*range(sum(SIZES))]
     write_numbered_shards(tmp_path / "other", [SIZES[0] + 40], pad="x" * 700)
     (tmp_path / "other/0000.tar").replace(local / "0000.tar")
-    if how == "a start":
-        evict(dataset, 0)
-        with pytest.raises(sp.ShardError, match=r"bytes, but \d+ when it was indexed"):
-            first_ids(dataset)
-    else:
-        assert index_remote(url, TARS, Session.of())[1] == []
+    assert index_remote(url, TARS, Session.of())[1] == []
     assert open_any(url).count == sum(SIZES) + 40
     assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -323,35 +322,3 @@ def test_an_address_has_a_dataset_a_revision_and_a_path(address: str, parts: tup
     assert without_commit(
         f"{found.at('1' * 40)} index"
     ) == f"{HubAddress(parts[0], '', parts[2]).at('')} index".replace("@", "")
-
-
-def test_processes_that_ask_for_the_commit_together_ask_once(
-    hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = hub.commit(repository(tmp_path / "repo"))
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    (tmp_path / "cache").mkdir()
-    waiting, go = threading.Barrier(2), threading.Event()
-
-    def refuse(path: str, number: int) -> None:
-        if "/tree/" in path and "cursor" not in path:
-            waiting.wait(60)
-            assert go.wait(60)
-
-    hub.refuse = refuse
-    found: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(len(Hub(tmp_path / "cache", 5.0).listing(f"{NAME}@{commit}/data")))
-        )
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    waiting.wait(60)
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    assert found == [2, 2, 2] and hub.times("/tree/") == 1

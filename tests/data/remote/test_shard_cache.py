@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -199,28 +198,6 @@ def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp
     os.close(fd)
 
 
-def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100))
-    told, tell = os.pipe()
-    holder = os.fork()
-    if not holder:
-        with locked(os.open(path, os.O_RDWR), 0, 50):
-            os.write(tell, b"held")
-            time.sleep(60)
-    assert os.read(told, 4) == b"held"
-    fd = os.open(path, os.O_RDWR)
-    with locked(fd, 50, 100, wait=False):
-        pass
-    with pytest.raises(BlockingIOError), locked(fd, 49, 51, wait=False):
-        pass
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    with locked(fd, 0, 100, wait=False):
-        pass
-    os.close(fd)
-
-
 def test_an_eviction_takes_rows_away_then_drops_their_bytes(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,28 +209,6 @@ def test_an_eviction_takes_rows_away_then_drops_their_bytes(
     )
     evict(cached, 2, wanted=True)
     assert seen == [(True, 0)]
-
-
-@pytest.mark.parametrize(("size", "left"), [(None, []), (0, []), (15_000, [0, 1]), (100_000, [0, 1, 2, 3, 4, 5])])
-def test_the_rows_that_left_a_file_which_was_deleted_cut_or_lengthened_are_forgotten(
-    shards: Path, tmp_path: Path, size: int | None, left: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    cached = version(shards, tmp_path)
-    bring(cached, shards, 0, 6)
-    bring(cached, shards, 8, 12)
-    if size is None:
-        cached.path(0).unlink()
-    else:
-        os.truncate(cached.path(0), size)
-    fd = cached.open(0)
-    assert cached.is_right(0, fd, 5, 6) == (left[-1:] == [5])
-    assert here(cached) == [*left, 8, 9, 10, 11]
-    assert cached.evictions[0] == 6 - len(left) == 6 * len(caplog.messages) - len(left) * bool(caplog.messages)
-    bring(cached, shards, 0, 6)
-    assert cached.is_right(0, fd, 0, 6)
-    assert [row for row in here(cached) if not is_right(cached, shards, row)] == []
-    assert len(here(cached)) == 10
-    os.close(fd)
 
 
 def test_rows_of_another_version_never_pass_for_those_of_this_one(shards: Path, tmp_path: Path) -> None:
@@ -271,16 +226,6 @@ def test_rows_of_another_version_never_pass_for_those_of_this_one(shards: Path, 
     assert not ShardCache(cached.folder).is_right(0, fd, 0, 6)
     assert here(cached) == []
     os.close(fd)
-
-
-@pytest.mark.parametrize("raw", [b"", bytes(30), b"0123456789abcdefthis is no version"])
-def test_a_pin_that_is_damaged_is_none_and_is_written_again(shards: Path, tmp_path: Path, raw: bytes) -> None:
-    cached = version(shards, tmp_path)
-    assert cached.pin(0, '"one"') == '"one"' == cached.pin(0, '"two"')
-    (cached.folder / "0.pin").write_bytes(raw)
-    assert cached.pin(0) == ""
-    assert cached.pin(0, '"two"') == '"two"' == cached.pin(0)
-    assert not [*cached.folder.glob("*.tmp")]
 
 
 def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tmp_path: Path) -> None:
