@@ -204,14 +204,7 @@ def make_index(
     with ScannedTables(path) as scanned:
         if len(scanned):  # by a process that was stopped
             _join(root, path, form, scanned, _kept(path, form, form.index.is_whole), ())
-    anyway = set(names) if tolerant else set()
-
-    def is_kept(old: ShardIndex, number: int) -> bool:
-        if anyway and old.shards.names[number] in anyway:
-            return old.is_whole(number)
-        return number not in old.shards.faults and is_as_indexed(root, old, number, form)
-
-    kept = _kept(path, form, is_kept)
+    kept = _kept(path, form, partial(_is_kept, root, form, set(names) if tolerant else set()))
     written = _of_writers(root, form, [name for name in names if name not in kept])
     missing = [name for name in names if name not in kept and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
@@ -261,6 +254,13 @@ def _kept(path: Path, form: FileFormat, keep: Callable[[ShardIndex, int], bool])
         old = form.index_at(path)
         return {name: number for number, name in enumerate(old.shards.names) if keep(old, number)}
     return {}
+
+
+def _is_kept(root: Path, form: FileFormat, anyway: set[str], old: ShardIndex, number: int) -> bool:
+    """Whether a file is still right, or is kept `anyway`."""
+    if anyway and old.shards.names[number] in anyway:
+        return old.is_whole(number)
+    return number not in old.shards.faults and is_as_indexed(root, old, number, form)
 
 
 def _of_writers(root: Path, form: FileFormat, names: list[str]) -> set[str]:
