@@ -13,7 +13,7 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 
 T = TypeVar("T")
-PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (pinned_shards.py), or a commit of the Hub
+PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,15 @@ def random_entropy() -> float:
     return median(entropy(batch) for batch in drawn)
 
 
-@pytest.mark.parametrize(
-    ("part", "batches", "shards", "share"),
-    [
-        ("the first two batches", slice(0, 2), 50, 0.95),
-        ("later", slice(2, None), 50, 0.95),
-        ("several windows", slice(None), 500, 0.89),
-    ],
-)
-def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(
-    part: str, batches: slice, shards: int, share: float
-) -> None:
+@pytest.mark.parametrize(("shards", "share"), [(50, 0.95), (500, 0.89)])  # the latter in several windows
+def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(shards: int, share: float) -> None:
     count = 100_000
     make = readers([count // shards] * shards, lanes=96)  # all settings as they are by default
-    found = []
-    for lane in range(0, 96, 12):
+    begin, later = list[float](), list[float]()
+    for lane in range(0, 96, 24):
         refs = first(sp.ShuffleBuffer(make(lane), size=2000), 24 * BATCH)
         classes = np.array([index * CLASSES // count for index, _ in refs]).reshape(-1, BATCH)
-        found += [entropy(batch) for batch in classes[batches]]
-    assert median(found) > share * random_entropy()
+        begin += map(entropy, classes[:2])
+        later += map(entropy, classes[2:])
+    assert median(later) > share * random_entropy()
+    assert shards > 50 or median(begin) > share * random_entropy()

@@ -13,10 +13,10 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.media.media_table import MediaTotals
 from savable_pipeline.data.shards.metadata import read_counts, read_split, split_names
+from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.tar_store import TarStore

@@ -13,7 +13,6 @@ All numbers are little-endian. The hash is BLAKE2b, so that no data can be made 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import mmap
@@ -31,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.core.keyed_random import GAMMA
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.shards.indexing import in_first_of
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
@@ -96,31 +96,24 @@ class KeyIndex:
 def key_index(dataset: Dataset) -> KeyIndex:
     """The index of a dataset's keys, made first if there is none. Raises `ShardError` if a key cannot be read."""
     manifest = dataset.digest()
-    places = _places(dataset, manifest)
-    for path in places:
-        with contextlib.suppress(OSError, ValueError, ShardError):
-            return KeyIndex(path, manifest)
-    faults = []
-    for path in places:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with with_handles(partial(path.with_name(path.name + ".lock").open, "ab")) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                with contextlib.suppress(OSError, ValueError, ShardError):
-                    return KeyIndex(path, manifest)  # another process made it while we waited
-                _write(path, dataset, manifest)
-                return KeyIndex(path, manifest)
-        except OSError as error:
-            faults.append(f"{path}: {error.strerror}")
-    raise ShardError(f"{dataset.address}: no place to write an index of its keys: {'; '.join(faults)}; make room")
-
-
-def _places(dataset: Dataset, manifest: bytes) -> list[Path]:
-    """Where the index may lie: beside the shards' own, and in the user's cache, if there is one."""
-    name = f"savable.{manifest.hex()}.keys"
-    cache = user_cache()
+    name, cache = f"savable.{manifest.hex()}.keys", user_cache()
     beside = [] if dataset.root is None else [dataset.root / META / name]
-    return [*beside, *([] if cache is None else [cache / "savable_pipeline" / name])]
+    places = [*beside, *([] if cache is None else [cache / "savable_pipeline" / name])]
+
+    def made(path: Path) -> KeyIndex:
+        found = _known(path, manifest)  # another process may have made it while we waited
+        if found is None:
+            _write(path, dataset, manifest)
+        return found or KeyIndex(path, manifest)
+
+    known = next(filter(None, (_known(path, manifest) for path in places)), None)
+    return known or in_first_of(places, f"{dataset.address}: no place to write an index of its keys", made)
+
+
+def _known(path: Path, manifest: bytes) -> KeyIndex | None:
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        return KeyIndex(path, manifest)
+    return None
 
 
 def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -36,7 +35,7 @@ from savable_pipeline.data.shards.indexing import in_first_place, media_table_na
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
-from savable_pipeline.data.shards.processes import each_job
+from savable_pipeline.data.shards.processes import each_job, here_or_in_several
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.source import STORES, recognize
 from savable_pipeline.errors import MediaError, SavableError, ShardError
@@ -127,14 +126,14 @@ def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
 def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
     """The table's rows of each of these shards: in this process, and after some seconds in several."""
     arguments = (indexed.form.name, os.fspath(indexed.index_path), os.fspath(indexed.root))
-    scan, end = _Scan(*arguments), time.monotonic() + _ALONE_S
-    for done, name in enumerate(names):
-        if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            with contextlib.closing(each_job(f"{__name__}:serve", arguments, names[done:], processes)) as answers:
-                for other, answer in answers:
-                    yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
-            return
-        yield scan(name)
+    scan = _Scan(*arguments)
+
+    def several(left: list[str]) -> Iterator[ShardTable]:
+        with contextlib.closing(each_job(f"{__name__}:serve", arguments, left, processes)) as answers:
+            for other, answer in answers:
+                yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
+
+    return here_or_in_several(names, scan, several, _ALONE_S) if processes > 1 else map(scan, names)
 
 
 def serve(connection: Connection, names: Iterator[str], form: str, index_path: str, root: str) -> None:

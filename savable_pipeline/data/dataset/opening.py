@@ -21,9 +21,9 @@ from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import KeyIndex, key_index
-from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.shard_digests import pin
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles
 from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files
@@ -360,7 +360,7 @@ class Samples(Sequence[Any]):
         return self._transform is None and self._numbers == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:
-        """All samples of the shards that a run has pinned: see pinned_shards.py. Raises `ShardError` for others."""
+        """All samples of the shards that a run has pinned: see shard_digests.py. Raises `ShardError` for others."""
         return Samples(self._opened.pinned(pinned), None)
 
     @property

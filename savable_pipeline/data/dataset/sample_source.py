@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SampleSource(Protocol):
-    """Where a sample reads its parts from: a `Dataset`, or a `DetachedSample`."""
+    """Where a sample reads its parts from: a `Dataset`, a `DetachedSample`, or `JoinedParts`."""
 
     @property
     def source(self) -> int: ...

@@ -5,10 +5,18 @@
 
 The second is a hash of each 1,024 shards in their order: 16 kB for a million. Shards that were added behind all others
 leave the groups before them as they were, so that it is still told whether a dataset begins with those of a state.
+
+`pin`: a run reads the shards that it began with, in each process that opens them, and however late that opens them.
+
+the trainer opens a, b           pinned: a b         (as a state keeps them)
+shard c is added
+a new worker finds a, b, c       reads a, b          what was pinned comes first; c waits for the next start
+a new worker finds a, c          an error            names c, and says that a shard is gone
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -16,8 +24,13 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
+from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.shard_list import Count, ShardList
+from savable_pipeline.errors import ShardError
+
+log = logging.getLogger(__name__)
 
 GROUP = 1024
 _HASH = 16  # bytes
@@ -61,11 +74,6 @@ def sample_count(saved: Summary) -> int:
     return sum(int(row[1]) for row in saved) if isinstance(saved, list) else int(saved["samples"])
 
 
-def last_name(saved: Summary) -> str:
-    """The name of the last shard; there must be one."""
-    return str(saved[-1][0] if isinstance(saved, list) else saved["last"])
-
-
 def begin_with(shards: ShardList, saved: Summary) -> bool:
     """Whether the first of these shards are those that were saved."""
     if count(saved) > len(shards):
@@ -91,6 +99,52 @@ def difference(saved: Summary, shards: ShardList) -> str:
     return (
         f"of {old:,} saved and {here:,} here, the first that differ are among those from {shards.names[first]} to "
         f"{shards.names[last]}, numbers {first:,} to {last:,}: added, removed or rewritten there, or beside them"
+    )
+
+
+def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
+    """The dataset `name` with the shards that are pinned; pins all that it has if none are.
+
+    Shards that come after all pinned ones are left out, with a warning. Raises `ShardError` for any other difference.
+    """
+    here = msgspec.msgpack.encode(summary(dataset.entries))
+    packed = pinned.setdefault(name, here)
+    if here == packed:
+        return _with_media(dataset, name, pinned)
+    known: Summary = msgspec.msgpack.decode(packed)
+    if not begin_with(dataset.entries, known):
+        raise _differing(dataset, known)
+    begun = count(known)
+    log.warning(
+        "%s: %d shards were added since this run began, from %s on: it goes on without them. To read them, start "
+        'again and load the state with allow={"shards"}',
+        dataset.address,
+        len(dataset.entries) - begun,
+        dataset.entries.names[begun],
+    )
+    return _with_media(dataset.first_shards(begun), name, pinned)
+
+
+def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
+    """The dataset with what was known of its media when the run began. Raises `ShardError` where that is gone."""
+    known = dataset.known_media.settings()
+    before = msgspec.msgpack.decode(pinned.setdefault(f"{name} media", msgspec.msgpack.encode(known)))
+    if known and not before:  # a table was made since: this run goes on without it
+        dataset.known_media = dataset.known_media.untabled()
+    elif known != before:
+        raise ShardError(
+            f"{dataset.address}: the table of media was removed or changed since this run began: start again",
+            reason="other media table",
+        )
+    return dataset
+
+
+def _differing(dataset: Dataset, known: Summary) -> ShardError:
+    return ShardError(
+        f"{dataset.address}: other shards than the {count(known):,} that this run began with: "
+        f"{difference(known, dataset.entries)}. Put back what it began with, and move new shards away; "
+        'or start again: a state goes on with new shards that come after all old ones (allow={"shards"})',
+        reason="changed shard",
     )
 
 

@@ -24,9 +24,9 @@ from typing import IO, Any
 from xxhash import xxh3_64
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.errors import RemoteError
 
+PIECE = 8 << 20  # bytes asked of a server in one request, at most, or read of a file at a time
 _DIGITS = 16  # of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 

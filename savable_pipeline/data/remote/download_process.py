@@ -26,15 +26,13 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.remote.cache_files import locked, punch_hole
+from savable_pipeline.data.remote.cache_files import PIECE, locked, punch_hole
 from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
-from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.object_store import ObjectStore
-from savable_pipeline.data.remote.pace import PIECE, Pace
+from savable_pipeline.data.remote.listing import Listing, shared_answer
+from savable_pipeline.data.remote.object_store import ObjectStore, Pace, Write
+from savable_pipeline.data.remote.session import Urgency
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, create_flags, disk_error, runs
-from savable_pipeline.data.remote.shared_listing import shared_answer
-from savable_pipeline.data.shards.hub_address import is_hub
+from savable_pipeline.data.shards.paths import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
@@ -49,9 +47,7 @@ class SameContent:
         self._lock = threading.Lock()
         self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # of a version: by content
 
-    def copy(
-        self, cached: ShardCache, row: int, stop: int, content: str, write: Callable[[memoryview, int], None]
-    ) -> bool:
+    def copy(self, cached: ShardCache, row: int, stop: int, content: str, write: Write) -> bool:
         """Passes the bytes of rows of one file to `write` with their offset, if another version has them all."""
         shard, extent = cached.shard_of(row), cached.extent(row, stop)
         for other, number in self._others(cached).get(content, ()):
@@ -209,7 +205,8 @@ class Downloads:
         self._space.reserve(size)
         try:
             with replacing(Path(path)) as file:
-                return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
+                write = partial(self._write, file.fileno())
+                return self._copy(root, ShardEntry(name, size, 0, 0), write, 0, size, "")
         finally:
             self._space.written(size)
 
@@ -227,15 +224,8 @@ class Downloads:
     def fetch(self, root: str, name: str, size: int, path: str) -> None:
         """Copies an object of `size` bytes into a file outside the cache."""
         with replacing(Path(path)) as file:
-
-            def keep(chunk: memoryview, offset: int) -> None:
-                file.seek(offset)
-                file.write(chunk)
-
-            version = ""
-            for start in range(0, size, PIECE):
-                stop = min(start + PIECE, size)
-                version = self._store.copy(root, name, start, stop, size, keep, version)
+            write = partial(write_at, file.fileno(), release=lambda size: False)
+            self._copy(root, ShardEntry(name, size, 0, 0), write, 0, size, "")
 
     def upload(self, root: str, name: str, path: str) -> None:
         """Writes a file as an object."""
@@ -327,7 +317,9 @@ class Downloads:
         shard = cached.shard_of(row)
         entry, pin = cached.shards[shard], cached.pin(shard)
         try:
-            version = self._copied(root, cached, fd, row, stop) or self._copy(root, entry, fd, start, past, pin)
+            write = partial(self._write, fd)
+            version = self._copied(root, cached, write, row, stop)
+            version = version or self._copy(root, entry, write, start, past, pin)
             right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
             if not right or (version and cached.pin(shard, version) != version):
                 raise ShardError(
@@ -341,7 +333,7 @@ class Downloads:
             raise
         cached.mark_present(shard, fd, row, stop)
 
-    def _copied(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> str:
+    def _copied(self, root: str, cached: ShardCache, write: Write, row: int, stop: int) -> str:
         """The hash of a file's content, if its rows could be copied from another commit of the Hub; else ""."""
         if not is_hub(root):
             return ""
@@ -349,15 +341,10 @@ class Downloads:
         found = self._store.stat(root, entry.name)
         if found is None or found[0] != entry.size:
             return ""
-        content, write = found[1], partial(self._write, fd)
-        return content if self._same.copy(cached, row, stop, content, write) else ""
+        return found[1] if self._same.copy(cached, row, stop, found[1], write) else ""
 
-    def _copy(self, root: str, entry: ShardEntry, fd: int, start: int, stop: int, version: str) -> str:
-        """Copies bytes of a shard to the same offsets of a file; returns the server's version, all of one."""
-
-        def write(chunk: memoryview, offset: int) -> None:
-            self._write(fd, chunk, offset)
-
+    def _copy(self, root: str, entry: ShardEntry, write: Write, start: int, stop: int, version: str) -> str:
+        """Passes bytes of a shard to `write` with their offsets; returns the server's version, all of one."""
         while start < stop:
             end = min(start + self.pace.request, stop)
             version = self._store.copy(root, entry.name, start, end, entry.size, write, version)

@@ -27,10 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from savable_pipeline.data.remote.cache_files import own_file, own_folder
-from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.shared_listing import shared_answer
-from savable_pipeline.data.shards.hub_address import HubAddress
-from savable_pipeline.data.shards.paths import NOT_THERE
+from savable_pipeline.data.remote.listing import Listing, shared_answer
+from savable_pipeline.data.shards.paths import NOT_THERE, HubAddress
 from savable_pipeline.errors import RemoteError, ShardError
 
 T = TypeVar("T")

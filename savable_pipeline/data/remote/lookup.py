@@ -20,6 +20,7 @@ import numpy as np
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote import cache_layout
 from savable_pipeline.data.remote.cache_files import (
+    PIECE,
     drop_whole,
     open_own,
     own_folder,
@@ -29,16 +30,14 @@ from savable_pipeline.data.remote.cache_files import (
 )
 from savable_pipeline.data.remote.cache_layout import open_layout
 from savable_pipeline.data.remote.listing import SECOND_OF
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.hub_address import without_commit
 from savable_pipeline.data.shards.index import FileFormat, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.shards.paths import Shards, without_commit
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -87,7 +86,8 @@ def looked_up(
         without_counts = not counts and own is not None and found.root.startswith("http")
         names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]
         _download_metadata(found.root, folder / METADATA_FOLDER, names, session, whole=own is not None)
-        _download_table(found.root, folder / METADATA_FOLDER, media_table_name(form.name), session)
+        table = media_table_name(form.name)  # which may be large
+        _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
         _check_names(found)
@@ -140,30 +140,23 @@ def _download_metadata(root: str, local: Path, names: Sequence[str], session: Se
     _download_files(root, local, named_files(local), session)
 
 
-def _download_table(root: str, local: Path, name: str, session: Session) -> None:
-    """The same of the table of media, which may be large."""
-    path, stat = local / name, session.stat(root, name)
-    if stat is None:
-        drop_whole(path)
-    else:
-        _copy(root, name, stat, path, session)
-
-
 def _download_files(root: str, local: Path, names: Sequence[str], session: Session) -> None:
     stats = session.stats(root, [f"{META}/{name}" for name in names])
     for name in names:
-        path, stat = local / META / name, stats.get(f"{META}/{name}", (0, ""))
+        path, stat = f"{META}/{name}", stats.get(f"{META}/{name}", (0, ""))
         if stat[0] > PIECE:
-            raise ShardError(f"{root}/{META}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
-        if stat[0]:
-            _copy(root, f"{META}/{name}", stat, path, session)
-        else:
-            drop_whole(path)
+            raise ShardError(f"{root}/{path}: {stat[0]} bytes, where {PIECE} are the most it may have")
+        _copy(root, path, stat, local / path, session)
 
 
-def _copy(root: str, name: str, stat: tuple[int, str], path: Path, session: Session) -> None:
-    """Copies an object of this size and stamp, unless it was copied: nobody knows that of one which has no ETag."""
-    if whole_version(path) != stat[1] or stat[1].startswith(SECOND_OF):
+def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, session: Session) -> None:
+    """Copies an object of this size and stamp, unless it was copied: nobody knows that of one which has no ETag.
+
+    One that is not there, or empty, is removed here too.
+    """
+    if stat is None or not stat[0]:
+        drop_whole(path)
+    elif whole_version(path) != stat[1] or stat[1].startswith(SECOND_OF):
         session.call("whole", root, name, stat[0], str(path))
         pin_whole(path, stat[1])
 

@@ -40,6 +40,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_files import (
+    PIECE,
     locked,
     open_own,
     own_file,
@@ -49,7 +50,6 @@ from savable_pipeline.data.remote.cache_files import (
     write_pin,
 )
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER, CacheLayout, open_layout
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from savable_pipeline.data.shards.index import (
     aligned,
 )
 from savable_pipeline.data.shards.metadata import WRITTEN
-from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
+from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard, here_or_in_several
 from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
@@ -203,8 +203,8 @@ def make_index(
         stale.unlink(missing_ok=True)
     with ScannedTables(path) as scanned:
         if len(scanned):  # by a process that was stopped
-            _join(root, path, form, scanned, _whole(path, form), ())
-    kept = _kept(root, path, form, set(names) if tolerant else set())
+            _join(root, path, form, scanned, _kept(path, form, form.index.is_whole), ())
+    kept = _kept(path, form, partial(_is_kept, root, form, set(names) if tolerant else set()))
     written = _of_writers(root, form, [name for name in names if name not in kept])
     missing = [name for name in names if name not in kept and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
@@ -248,25 +248,16 @@ def _join(
     write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
 
 
-def _whole(path: Path, form: FileFormat) -> dict[str, int]:
-    """The files in the index at `path` whose rows are whole, and their numbers."""
+def _kept(path: Path, form: FileFormat, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
+    """The files in the index at `path` that are to be kept, with their numbers there."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
-        return {name: number for number, name in enumerate(old.shards.names) if old.is_whole(number)}
+        return {name: number for number, name in enumerate(old.shards.names) if keep(old, number)}
     return {}
 
 
-def _kept(root: Path, path: Path, form: FileFormat, anyway: set[str]) -> dict[str, int]:
-    """The files in the index at `path` that are still right, by name, and those of `anyway` even if they are not."""
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        old = form.index_at(path)
-        return {
-            name: number for number, name in enumerate(old.shards.names) if _is_kept(root, old, number, form, anyway)
-        }
-    return {}
-
-
-def _is_kept(root: Path, old: ShardIndex, number: int, form: FileFormat, anyway: set[str]) -> bool:
+def _is_kept(root: Path, form: FileFormat, anyway: set[str], old: ShardIndex, number: int) -> bool:
+    """Whether a file is still right, or is kept `anyway`."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
     return number not in old.shards.faults and is_as_indexed(root, old, number, form)
@@ -291,17 +282,16 @@ def _scanned(
     root: Path, names: list[str], form: FileFormat, processes: int | None, each: EachShard | None
 ) -> Iterator[ShardTable]:
     """A table for each file, by `each`; without it in this process, and after some seconds in several."""
-    task = f"{form.import_path}.scan"
+    task, count = f"{form.import_path}.scan", processes or os.cpu_count() or 1
     if each is not None:
-        yield from _scanned_elsewhere(root, each(task, root, names))
-        return
-    processes = processes or os.cpu_count() or 1
-    end = time.monotonic() + _ALONE_S
-    for done, name in enumerate(names):
-        if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            yield from _scanned_elsewhere(root, each_shard(task, root, names[done:], processes))
-            return
-        yield form.scan(root, name)
+        return _scanned_elsewhere(root, each(task, root, names))
+    if count == 1:
+        return (form.scan(root, name) for name in names)
+
+    def several(left: list[str]) -> Iterator[ShardTable]:
+        return _scanned_elsewhere(root, each_shard(task, root, left, count))
+
+    return here_or_in_several(names, partial(form.scan, root), several, _ALONE_S)
 
 
 def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:

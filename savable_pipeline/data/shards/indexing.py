@@ -63,11 +63,17 @@ def index_places(root: Path, name: str) -> Iterator[Path]:
 
 
 def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:
-    """What `make(path)` gives, with the path of the index in the first place that can be written and has room, under
-    its lock. Raises `ShardError` if there is none.
+    """What `make(path)` gives, with the path of the index in the first place that can be written: see `in_first_of`."""
+    return in_first_of(index_places(root, name), f"{root}: no place to write an index", make)
+
+
+def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
+    """What `make(path)` gives, with the first of these places that can be written and has room, under its lock.
+
+    Raises `ShardError` with the `fault` if there is none.
     """
     faults = []
-    for path in index_places(root, name):
+    for path in places:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = with_handles(partial(path.with_name(path.name + ".lock").open, "ab"))
@@ -83,10 +89,9 @@ def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:
                     raise
                 faults.append(f"{path}: {error.strerror}")
                 log.warning("%s: %s; the index cannot be written there", path, error.strerror)
-    cache = "" if len(faults) > 1 else "this user has no home folder: "
+    cache = "this user has no home folder: " if user_cache() is None else ""
     raise ShardError(
-        f"{root}: no place to write an index: {'; '.join(faults)}; {cache}make room, or set XDG_CACHE_HOME to a folder "
-        "that can be written"
+        f"{fault}: {'; '.join(faults)}; {cache}make room, or set XDG_CACHE_HOME to a folder that can be written"
     )
 
 

@@ -1,7 +1,8 @@
 """Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
 
 `a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. Where a folder or a file is
-no dataset, the error says what makes one of it.
+no dataset, the error says what makes one of it. `HubAddress` is a dataset on Hugging Face's Hub, or what lies in it:
+`hf://datasets/ORG/NAME[@REVISION][/PATH]`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
 
 from savable_pipeline.core.files import is_out_of_handles, read_regular, with_handles
 from savable_pipeline.core.wording import clean_address, has_user
-from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,12 @@ LANCE_CURE = (
     "write it as Parquet, "
     '`pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), NEW, format="parquet")`'
 )
+HUB = "hf://"
+_ADDRESS = re.compile(
+    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
 ALL = "."  # the name of the only shard where a folder is one
 NOT_THERE = "no such path"  # the reason of an error
@@ -44,7 +50,7 @@ NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
 LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
 _LONGEST_PATH = 4096  # characters
-_NUMBERS = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
+_NUMBERS = re.compile(r"\{(-?\d{1,20})\d*\.\.(-?\d{1,20})\d*(?:\.\.(-?\d{1,20})\d*)?\}")
 _MOST_NAMES = 1_000_000  # that one pattern may stand for
 _MOST_CHARACTERS = 1 << 28  # of all of these
 _MOST_BRACES = 1000
@@ -313,9 +319,9 @@ def expand_braces(pattern: str) -> list[str]:
     """
     if "{" not in pattern:
         return [pattern]
-    numbers = sum(abs(int(last[:20]) - int(first[:20])) + 1 for first, last in _NUMBERS.findall(pattern))
+    numbers = sum(abs(int(last) - int(first)) + 1 for first, last, _ in _NUMBERS.findall(pattern))
     flat = [] if re.search(r"\{[^{}]*\{", pattern) else re.findall(r"\{[^{}]*\}", pattern)
-    numbers = max(numbers, math.prod(group.count(",") + 1 for group in flat))
+    numbers = max(numbers, math.prod(map(_names_in, flat)))
     names, characters = [], 0
     if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:  # all numbers of a range are made at once
         try:
@@ -331,6 +337,15 @@ def expand_braces(pattern: str) -> list[str]:
         except RecursionError:
             pass
     raise ShardError(f"{pattern[:200]}: the braces mean more than {_MOST_NAMES:,} names, or too long ones")
+
+
+def _names_in(braces: str) -> int:
+    """How many names braces stand for that have no others in them; of letters, one at least."""
+    found = _NUMBERS.fullmatch(braces)
+    if found is None:
+        return braces.count(",") + 1
+    first, last, step = (int(number or 1) for number in found.groups())
+    return abs(last - first) // max(1, abs(step)) + 1
 
 
 def instead_of_folder(folder: Path) -> str:
@@ -356,3 +371,67 @@ def instead_of_file(path: Path) -> str:
     if path.name.lower().endswith(_PARTS):
         return f"`savable convert {shlex.quote(str(path.parent))} DST` makes a dataset of its folder"
     return ""
+
+
+class HubAddress(NamedTuple):
+    """What an address of the Hub names: `path` is empty for the whole dataset."""
+
+    repo: str
+    revision: str
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> HubAddress:
+        """The parts of an address. Raises `ShardError` for one that names no dataset."""
+        found = _ADDRESS.fullmatch(url)
+        if found is None:
+            raise ShardError(
+                f"{url}: of the Hub, datasets are read: hf://datasets/ORG/NAME, with @REVISION and /PATH behind it "
+                "where they are wanted"
+            )
+        return cls(found["repo"], unquote(found["revision"] or "main"), (found["path"] or "").strip("/"))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the revision is a commit: what is there never changes."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def dataset(self) -> str:
+        """The address of the whole dataset at the revision."""
+        return f"{HUB}datasets/{self.repo}@{self.revision}"
+
+    @property
+    def download(self) -> str:
+        """The command that copies it to a disk."""
+        only = f" --include '{self.path}/*'" if self.path else ""
+        name = self.repo.rpartition("/")[2]
+        return f"hf download {self.repo} --repo-type dataset --revision {self.revision}{only} --local-dir {name}"
+
+    def at(self, commit: str) -> str:
+        """The same address with a commit in place of a branch or a tag."""
+        return f"{HUB}datasets/{self.repo}@{commit}{'/' if self.path else ''}{self.path}"
+
+    def below(self, name: str) -> str:
+        """The path in the dataset of a name relative to this address."""
+        return f"{self.path}/{name}" if self.path else name
+
+
+def is_hub(url: str) -> bool:
+    """Whether this is an address of the Hub."""
+    return url.startswith(HUB)
+
+
+def without_commit(address: str) -> str:
+    """An address of the Hub without its commit, any other as it is: what caches files of all commits together."""
+    return _FIXED.sub(r"\1", address)
+
+
+def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
+    """The commits among the addresses of a state, by what was named: the reverse of `addresses_of`."""
+    return {name: HubAddress.of(at).revision.encode() for name, at in addresses.items() if is_hub(name)}
+
+
+def addresses_of(pinned: Mapping[str, bytes]) -> dict[str, str]:
+    """Where the datasets of the Hub lie that a run has pinned, by what was named: a state keeps it."""
+    return {name: HubAddress.of(name).at(commit.decode()) for name, commit in pinned.items() if is_hub(name)}

@@ -12,11 +12,12 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,14 +27,11 @@ from savable_pipeline.data.shards.index import found_at
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
 J = TypeVar("J")
+T = TypeVar("T")
 NOTE = b"+"  # begins no MessagePack of a struct
 Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
-
-
-class EachShard(Protocol):
-    """What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
-
-    def __call__(self, task: Task, root: Path, names: list[str], /) -> Generator[Answer, None, None]: ...
+EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None, None]]
+"""What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
 
 
 def each_shard(
@@ -46,6 +44,18 @@ def each_shard(
     """
     arguments: tuple[str | float, ...] = (task, os.fspath(root), url, *options)
     return each_job("savable_pipeline.data.shards.processes:serve", arguments, names, processes)
+
+
+def here_or_in_several(
+    names: list[str], here: Callable[[str], T], several: Callable[[list[str]], Iterable[T]], alone_s: float
+) -> Iterator[T]:
+    """What `here` makes of each name; of those that are left after some seconds, what `several` processes do."""
+    end = time.monotonic() + alone_s
+    for done, name in enumerate(names):
+        if len(names) - done > 1 and time.monotonic() > end:
+            yield from several(names[done:])
+            return
+        yield here(name)
 
 
 def each_job(

@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.files import is_out_of_handles
-from savable_pipeline.data.remote.cache_files import pin_whole, whole_version
+from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.lookup import RemoteFolder
-from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.session import Downloader, Urgency
 from savable_pipeline.data.remote.shard_cache import BLOCK, LEFT_OUT, USED, WANTED, ShardCache, runs
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows

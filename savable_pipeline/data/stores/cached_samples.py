@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
-from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.lookup import held, locked_folder
-from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.session import Urgency
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows

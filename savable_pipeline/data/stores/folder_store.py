@@ -36,11 +36,10 @@ from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import in_first_place, index_places
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.part_types import are_merged, find_part
 from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
-from savable_pipeline.data.shards.uneven_parts import are_merged
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import Reject, is_hidden, outside, parts_fault, printable
 from savable_pipeline.errors import ShardError

@@ -24,7 +24,6 @@ import msgspec
 
 from savable_pipeline.core.files import is_out_of_handles, read_regular, regular_file, with_handles
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.shards.hub_address import HubAddress, is_hub
 from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, found_at, index_name
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
@@ -34,9 +33,11 @@ from savable_pipeline.data.shards.paths import (
     LANCE_CURE,
     LARGEST_INDEX,
     TAR_FILES,
+    HubAddress,
     ShardKind,
     Shards,
     expand_braces,
+    is_hub,
     is_remote,
     spelled_out,
 )

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of, open_store
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
-from savable_pipeline.data.shards.hub_address import commits_of
-from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.shards.paths import Shards, commits_of
 from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles

@@ -19,7 +19,7 @@ import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.dataset.shard_digests import count
-from savable_pipeline.data.shards.hub_address import without_commit
+from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.data.shards.hub_address import addresses_of, is_hub
+from savable_pipeline.data.shards.paths import addresses_of, is_hub
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import RanksLike, find_ranks

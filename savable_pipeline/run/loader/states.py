@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.data.dataset.shard_digests import Summary, begin_with, count
-from savable_pipeline.data.shards.hub_address import addresses_of, commits_of
+from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import applicable

@@ -17,10 +17,9 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from savable_pipeline.data.dataset.joined_parts import JoinedParts
 from savable_pipeline.data.dataset.opening import Samples, open_dataset
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
-from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError

@@ -12,7 +12,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of, open_source
-from savable_pipeline.data.dataset.pinned_shards import pin
+from savable_pipeline.data.dataset.shard_digests import pin
 from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.record_store import RecordStore

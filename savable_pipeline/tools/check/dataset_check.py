@@ -17,10 +17,10 @@ from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
 from savable_pipeline.data.shards.indexing import is_folder, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
+from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.source import recognize
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.images import ALPHA, DEEP, TURNED, image_doubts
+from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED, image_doubts
 from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.remote.session import Session

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.core.wording import clean_address, has_user
-from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.remote.cache_space import cache_folder
+from savable_pipeline.data.remote.session import SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.plan import CLASSES, MANIFEST, RECORDS, WORK

@@ -23,8 +23,8 @@ import msgspec
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.metadata import META
+from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.classes import add_classes, classes_hint
 from savable_pipeline.tools.convert.cluster import write_by_cluster

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.remote.bucket import Bucket
+from savable_pipeline.data.remote.session import Bucket
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.tar_format import TARS, write_tar_idx

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT
+from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.packing.balance import Balance

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from savable_pipeline.data.dataset.images import converted, has_alpha
+from savable_pipeline.data.dataset.decoding import converted, has_alpha
 from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder

@@ -1,10 +1,16 @@
-"""Parts decoded by their extension: what each becomes, and what is refused."""
+"""Parts decoded by their extension: what each becomes, and what is refused.
+
+simplejpeg, where it is installed, gives the arrays and the errors of Pillow, and decodes no other images. Images with
+alpha lie over a background, in every mode in which alpha comes.
+"""
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import pickle
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from PIL import Image
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
+from savable_pipeline.data.dataset import decoding as module
+from savable_pipeline.data.dataset.decoding import converted, decoded_part, jpeg_pixels, unpacked
+from savable_pipeline.data.shards.part_types import open_image
+from savable_pipeline.tools.preview.image_entries import thumbnail_of_file
 from tests.conftest import write_tar
 from tests.support.toy_samples import plain_png, sample
 
@@ -53,7 +63,7 @@ def test_each_part_is_decoded_by_the_last_word_of_its_extension() -> None:
     assert (found["pkl"], found["mp3"]) == (parts["pkl"], parts["mp3"])  # bytes: never unpickled
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(hnp.arrays(st.sampled_from(["<i8", ">f4", "?", "<U3", "u1,<f8"]), hnp.array_shapes(min_dims=0, min_side=0)))
 def test_arrays_are_as_numpy_reads_them(array: Any) -> None:
     for raw in (saved(array), saved(np.asfortranarray(array))):
@@ -130,3 +140,155 @@ def test_a_compressed_part_is_never_larger_than_it_may_be() -> None:
     assert len(unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(400)), 1000)) == 1000
     with pytest.raises(ValueError, match=r"txt\.gz cannot be decompressed: more than 1000 bytes when decompressed"):
         unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(401)), 1000)
+
+
+CHANNELS = {"RGB": 3, "L": 1, "CMYK": 4}
+
+
+def jpeg(mode: str, width: int, height: int, **how: Any) -> bytes:
+    """Noise, enlarged so that all frequencies are in it."""
+    size = (height // 4 + 2, width // 4 + 2, CHANNELS[mode])
+    noise = np.random.default_rng(width).integers(0, 256, size, dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise.squeeze(), mode).resize((width, height)).save(file, "JPEG", **how)
+    return file.getvalue()
+
+
+def by_pillow(data: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def by_simplejpeg(data: bytes) -> Any:
+    return jpeg_pixels(open_image(data), data)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("quality", "how"), [(75, {}), (1, {"progressive": True}), (100, {"restart_marker_blocks": 3})], ids=str
+)
+def test_pixels_are_those_of_pillow_to_the_bit(mode: str, quality: int, subsampling: int, how: dict[str, Any]) -> None:
+    for size in ((1, 1), (7, 5), (17, 33), (64, 48), (333, 250)):
+        data = jpeg(mode, *size, quality=quality, subsampling=subsampling, **how)
+        assert np.array_equal(by_simplejpeg(data), by_pillow(data))
+        assert np.array_equal(decoded_part("jpg", data), by_pillow(data))
+        assert decoded_part("jpg", data).flags.writeable
+
+
+def test_a_jpeg_of_red_green_and_blue_has_the_same_pixels_too() -> None:
+    data = jpeg("RGB", 40, 30, keep_rgb=True)
+    assert np.array_equal(by_simplejpeg(data), by_pillow(data))
+
+
+def test_damaged_jpegs_become_or_raise_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(1)
+    damaged = [damage(jpeg("RGB", 64, 48, subsampling=draw.choice((0, 2))), draw) for _ in range(100)]
+    found = [outcome(data) for data in damaged]
+    monkeypatch.setattr(module, "_simplejpeg", lambda: None)
+    assert found == [outcome(data) for data in damaged]
+    errors = sum(isinstance(each, str) for each in found)
+    assert 15 < errors < 85  # of both kinds enough
+
+
+def damage(data: bytes, draw: random.Random) -> bytes:
+    """Some bits turned over, the end cut off, or something behind it."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        changed[draw.randrange(2, len(changed))] ^= 1 << draw.randrange(8)
+    cut = draw.choice((len(changed), len(changed), draw.randrange(20, len(changed))))
+    return bytes(changed[:cut]) + bytes(draw.randrange(3))
+
+
+def outcome(data: bytes) -> Any:
+    """The pixels, or the error."""
+    try:
+        return decoded_part("jpg", data).tolist()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["CMYK", "cut", "MPO", "PNG"])
+def test_what_is_not_a_plain_whole_jpeg_is_left_to_pillow(kind: str) -> None:
+    plain = jpeg("RGB", 64, 48)
+    file = io.BytesIO()
+    if kind in ("MPO", "PNG"):
+        more = {"save_all": True, "append_images": [Image.new("RGB", (9, 9))]} if kind == "MPO" else {}
+        Image.open(io.BytesIO(plain)).save(file, kind, **more)
+    data = {"CMYK": jpeg("CMYK", 64, 48), "cut": plain[:-200]}.get(kind) or file.getvalue()
+    assert by_simplejpeg(data) is None
+
+
+def test_without_it_the_same_arrays_come_from_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = jpeg("RGB", 64, 48)
+    assert by_simplejpeg(data) is not None
+    monkeypatch.setattr(module, "_simplejpeg", lambda: None)
+    assert by_simplejpeg(data) is None
+    assert np.array_equal(decoded_part("jpg", data), by_pillow(data))
+
+
+RED = (200, 0, 0)
+
+
+def half_clear(mode: str) -> Image.Image:
+    """4 × 2 pixels, red on the left; on the right clear, with black under it."""
+    image = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
+    image.paste((*RED, 255), (0, 0, 2, 2))
+    if mode == "P":
+        paletted = image.convert("RGB").quantize(2)
+        paletted.info["transparency"] = paletted.getpixel((3, 0))
+        return paletted
+    if mode == "RGB":
+        plain = image.convert("RGB")
+        plain.info["transparency"] = (0, 0, 0)
+        return plain
+    return image.convert(mode)
+
+
+def sample_of(tmp_path: Any, image: Image.Image) -> sp.Sample:
+    data = io.BytesIO()
+    image.save(data, "PNG", **({"transparency": image.info["transparency"]} if image.info else {}))
+    write_tar(tmp_path / "x.tar", [("k.png", data.getvalue())])
+    return next(sp.TarShardReader(tmp_path / "x.tar", sp.Lane()))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+@pytest.mark.parametrize(
+    ("background", "right"), [(None, (255, 255, 255)), ((0, 0, 9), (0, 0, 9)), ("lime", (0, 255, 0))]
+)
+def test_what_is_clear_shows_the_background(tmp_path: Any, mode: str, background: Any, right: Any) -> None:
+    sample = sample_of(tmp_path, half_clear(mode))
+    found = sample.image() if background is None else sample.image(background=background)
+    left = RED if mode != "LA" else (60, 60, 60)
+    assert found.mode == "RGB" and [found.getpixel((x, 0)) for x in range(4)] == [left, left, right, right]
+
+
+def test_a_mode_with_alpha_keeps_it_and_half_clear_is_mixed(tmp_path: Any) -> None:
+    sample = sample_of(tmp_path, Image.new("RGBA", (1, 1), (0, 0, 0, 51)))
+    assert sample.image(mode="RGBA").getpixel((0, 0)) == (0, 0, 0, 51)
+    assert sample.image().getpixel((0, 0)) == (204, 204, 204)
+    assert sample.image(mode="L").getpixel((0, 0)) == 204
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "I;16"])
+def test_an_image_without_alpha_is_converted_as_before(tmp_path: Any, mode: str) -> None:
+    drawn = np.arange(64, dtype=np.uint8).reshape(8, 8) * 3
+    image = Image.fromarray(drawn.astype(np.uint16) if mode == "I;16" else drawn)
+    image = image if mode == "I;16" else image.convert(mode)
+    sample = sample_of(tmp_path, image)
+    assert sample.image().tobytes() == Image.open(io.BytesIO(sample["png"])).convert("RGB").tobytes()
+
+
+def test_a_preview_shows_the_same(tmp_path: Any) -> None:
+    sample = sample_of(tmp_path, half_clear("RGBA"))
+    thumbnail, about = thumbnail_of_file(sample["png"])
+    assert about == "4 × 2 PNG RGBA, with alpha, on white"
+    shown = Image.open(io.BytesIO(base64.b64decode(thumbnail.uri.partition(",")[2]))).convert("RGB")
+    assert shown.tobytes() == sample.image().tobytes()
+
+
+def test_an_image_that_has_the_mode_already_is_decoded_and_not_copied() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2), RED).save(file, "JPEG")
+    opened = Image.open(file)
+    assert converted(opened, "RGB", "white") is opened
+    assert converted(opened, "L", "white").mode == "L"

@@ -26,8 +26,7 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
-from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.remote.session import Downloader, Session
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores import cached_samples
@@ -89,13 +88,14 @@ def expected(local: Path) -> list[Any]:
         return batches(loader)
 
 
-def test_forked_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
-    server: ToyServer, expected: list[Any]
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
+    server: ToyServer, expected: list[Any], method: str
 ) -> None:
     with loader_of(f"{server.url}/shards/") as loader:
         assert batches(loader) == expected
-        with loader_of(f"{server.url}/shards/", num_workers=2, method="fork") as forked:
-            assert batches(forked) == expected
+        with loader_of(f"{server.url}/shards/", num_workers=2 if method == "fork" else 1, method=method) as workers:
+            assert batches(workers) == expected
 
 
 def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> None:
@@ -114,24 +114,14 @@ def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> 
     assert b'"id": 18' in dataset.read(0, 18, "json")
 
 
-def test_spawned_workers_read_what_a_disk_gives(server: ToyServer, expected: list[Any]) -> None:
-    with loader_of(f"{server.url}/shards/", num_workers=2, method="spawn") as loader:
-        assert batches(loader) == expected
-
-
-@pytest.mark.parametrize("cache", ["empty", "warm", "smallest"])
+@pytest.mark.parametrize("settings", [{}, {"cache_bytes": 8192}])
 def test_a_run_saved_from_a_disk_resumes_over_a_server(
-    server: ToyServer, local: Path, expected: list[Any], cache: str
+    server: ToyServer, local: Path, expected: list[Any], settings: dict[str, int]
 ) -> None:
     with loader_of(local) as loader:
         batches(loader, 17)
         state = loader.state_dict()
-    url = f"{server.url}/shards/"
-    if cache == "warm":
-        with loader_of(url) as loader:
-            batches(loader)
-    settings = {"cache_bytes": 8192} if cache == "smallest" else {}
-    with loader_of(url, **settings) as loader:
+    with loader_of(f"{server.url}/shards/", **settings) as loader:
         loader.load_state_dict(state)
         assert batches(loader, STEPS - 17) == expected[17:]
 
@@ -142,16 +132,6 @@ def blended(shards: str, lane: sp.Lane) -> custom.Stage:
     readers = {name: sp.TarShardReader(part, lane) for name, part in parts.items()}
     samples = sp.Blend(readers, weights={"early": 2, "late": 1})
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=10), Ids()), size=4)
-
-
-def test_a_blend_saved_from_a_disk_resumes_over_a_server(server: ToyServer, local: Path) -> None:
-    with sp.SavableLoader(functools.partial(blended, str(local)), seed=5, lanes=6) as loader:
-        batches(loader, 17)
-        state = loader.state_dict()
-        expected = batches(loader)
-    with sp.SavableLoader(functools.partial(blended, f"{server.url}/shards"), seed=5, lanes=6) as loader:
-        loader.load_state_dict(state)
-        assert batches(loader) == expected
 
 
 def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
@@ -172,6 +152,7 @@ def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
     held = here.source.source.open_samples(np.frombuffer(buffer["refs"], REF))
     assert {sample.shard < "0002.tar" for sample in held} == {True, False}  # of both sources
     assert sorted(announced) == sorted((sample.shard, sample.ref.index) for sample in held)
+    assert [next(there) for _ in range(9)] == [next(here) for _ in range(9)]
 
 
 def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
@@ -262,7 +243,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_disk_gives(
-    server: ToyServer, expected: list[Any], tmp_path: Path
+    server: ToyServer, tmp_path: Path
 ) -> None:
     """Each damage is done to what the run before it has left there, whole again."""
     for damage in (None, *DAMAGES):
@@ -270,9 +251,7 @@ def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_d
             flags = max((tmp_path / "cache").glob("*/*/*/flags"), key=lambda path: path.stat().st_mtime_ns)
             assert {path.name for path in flags.parent.iterdir()} >= {"0.tar", "1.tar", "flags", "index"}, damage
             DAMAGES[damage](flags.parent)
-        with loader_of(f"{server.url}/shards/") as loader:
-            assert batches(loader) == expected, damage
-        del loader
+        assert first_ids(open_any(f"{server.url}/shards/")) == [*range(sum(SIZES))], damage
         gc.collect()  # now no one reads from there any more
 
 
@@ -296,20 +275,6 @@ def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
     files_of(dataset).path(0).unlink()
     evict(dataset, 0)
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
-
-
-def test_a_cached_index_with_a_damaged_row_is_an_error_and_is_there_again_at_the_next_start(
-    server: ToyServer, tmp_path: Path
-) -> None:
-    open_any(f"{server.url}/shards/")
-    (index,) = (tmp_path / "cache").glob("*/*/*/index")
-    raw = bytearray(index.read_bytes())
-    raw[-200] ^= 1
-    index.write_bytes(raw)
-    dataset = open_any(f"{server.url}/shards/")
-    with pytest.raises(sp.ShardError, match=r"the index of 000.\.tar is damaged; start again: it is downl"):
-        [sample["json"] for sample in dataset.open_samples(all_refs(dataset))]
-    assert len([sample["json"] for sample in open_any(f"{server.url}/shards/").open_samples(all_refs(dataset))]) == 118
 
 
 def test_a_dataset_that_is_all_here_announces_nothing_until_something_is_evicted(
@@ -351,13 +316,16 @@ def no_overlap(ranges: list[tuple[str, int, int]]) -> bool:
     return all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ordered))
 
 
+SHARDS = 14
+
+
 def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_to_its_bound(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_shards([160] * 20, "many", pad="x" * 4000)
+    folder = make_shards([160] * SHARDS, "many", pad="x" * 4000)
     sp.TarShardReader(str(folder), sp.Lane())
     shard_bytes = (folder / "0000.tar").stat().st_size
-    limit, dataset_bytes = 2 * 3 * shard_bytes, 20 * shard_bytes  # for windows of 3 shards
+    limit, dataset_bytes = 2 * 3 * shard_bytes, SHARDS * shard_bytes  # for windows of 3 shards
     most = 0
     with serving(tmp_path) as server:
         pipeline = functools.partial(
@@ -369,15 +337,13 @@ def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_t
                 seen += [sample for sample, _, _ in batch]
                 if number % 10 == 0:
                     most = max(most, bytes_in_use(tmp_path / "cache"))
-        assert len(set(seen)) == len(seen) == 20 * 160
+        assert len(set(seen)) == len(seen) == SHARDS * 160
         assert dataset_bytes / 2 < server.sent() <= 1.1 * dataset_bytes
         assert limit / 2 < most < 1.1 * limit  # what is being written comes on top
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", "short", "less", "more", "slow"])
-def test_a_server_that_fails_now_and_then_changes_nothing(
-    server: ToyServer, expected: list[Any], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, fault: str) -> None:
     failed: set[str] = set()
 
     def once_a_path(path: str, number: int) -> str | None:
@@ -387,8 +353,7 @@ def test_a_server_that_fails_now_and_then_changes_nothing(
         return fault
 
     server.fault = once_a_path
-    with loader_of(f"{server.url}/shards/") as loader:
-        assert batches(loader) == expected
+    assert first_ids(open_any(f"{server.url}/shards/")) == [*range(sum(SIZES))]
     assert failed
 
 
@@ -440,13 +405,13 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
 def test_a_slow_link_delivers_as_long_as_bytes_come(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_numbered_shards(tmp_path / "large", [160], pad="x" * 10_000)
+    write_numbered_shards(tmp_path / "large", [100], pad="x" * 10_000)
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
     monkeypatch.setenv("SAVABLE_RETRY_S", "8")
     server.fault = lambda path, number: "stalled" if path.endswith("0000.tar") else None
     dataset = open_any(f"{server.url}/large/")
     samples = dataset.open_samples(all_refs(dataset))
-    assert [sample.json()["id"] for sample in samples] == [*range(160)]
+    assert [sample.json()["id"] for sample in samples] == [*range(100)]
     server.fault = lambda path, number: "503"
     evict(dataset, 0)
     with pytest.raises(RemoteError, match="tried"):
@@ -506,22 +471,20 @@ def test_a_process_killed_in_the_middle_of_fetching_leaves_nothing_broken(
     server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_RETRY_S", "4")
-    for kill_at in (6, 12):
-        loader = loader_of(f"{server.url}/shards/", num_workers=2, cache_bytes=200_000)
-        seen = server.requests
+    loader = loader_of(f"{server.url}/shards/", num_workers=1, cache_bytes=200_000)
 
-        def kill(path: str, number: int, after: int = seen + kill_at) -> str | None:
-            if number >= after and path.endswith(".tar"):
-                for child in downloaders():
-                    os.kill(child, signal.SIGKILL)
-            return "cut" if number >= after else None
+    def kill(path: str, number: int) -> str | None:
+        if 9 <= number < 13 and path.endswith(".tar"):
+            for child in downloaders():
+                os.kill(child, signal.SIGKILL)
+        return "cut" if number >= 9 else None
 
-        server.fault = kill
-        with pytest.raises(sp.SavableError):
-            batches(loader)
-        loader.close()
-        server.fault = lambda path, number: None
-    with loader_of(f"{server.url}/shards/", num_workers=2, cache_bytes=200_000) as loader:
+    server.fault = kill
+    with pytest.raises(sp.SavableError):
+        batches(loader)
+    loader.close()
+    server.fault = lambda path, number: None
+    with loader_of(f"{server.url}/shards/", cache_bytes=200_000) as loader:
         assert batches(loader) == expected
 
 
@@ -530,15 +493,6 @@ def downloaders() -> list[int]:
     found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
     mine = [line.split(None, 1) for line in found if "download_process" in line and os.environ["SAVABLE_CACHE"] in line]
     return [int(pid) for pid, _ in mine]
-
-
-def test_a_shard_that_was_replaced_by_a_longer_one_is_an_error(server: ToyServer, local: Path) -> None:
-    with loader_of(f"{server.url}/shards/", cache_bytes=60_000) as loader:
-        batches(loader, 1)
-        for path in local.glob("*.tar"):
-            path.write_bytes(path.read_bytes() + bytes(512))
-        with pytest.raises(sp.ShardError, match=r"/shards/000.\.tar: \d+ bytes, but \d+ when it was indexed"):
-            batches(loader)
 
 
 def test_s3_gives_what_a_disk_gives(server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,20 +530,6 @@ def rewritten(path: Path, change: tuple[bytes, bytes]) -> None:
 
 def first_ids(dataset: Dataset) -> list[int]:
     return [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))]
-
-
-def test_a_shard_of_another_version_is_an_error_and_is_indexed_at_the_next_start(
-    server: ToyServer, local: Path
-) -> None:
-    dataset = open_any(f"{server.url}/shards/")
-    (sample,) = dataset.open_samples(all_refs(dataset)[:1])
-    assert sample.json()["id"] == 0
-    evict(dataset, 0)
-    rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
-    with pytest.raises(sp.ShardError, match=r"0000\.tar: the server has another version than when it was first read"):
-        sample.json()
-    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
-    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
 
 
 def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexes_a_shard_again(
@@ -643,22 +583,15 @@ def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_inde
         assert list(samples[0]) == ["text"] and [s.json()["id"] for s in samples[1:]] == [*range(1, sum(SIZES))]
 
 
-@pytest.mark.parametrize("how", ["a start", "the command"])
-def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
-    server: ToyServer, local: Path, how: str, tmp_path: Path
+def test_the_command_indexes_a_shard_on_a_web_server_that_has_another_size_again(
+    server: ToyServer, local: Path, tmp_path: Path
 ) -> None:
     (local / ".nv-meta/savable.index").unlink()
     url = f"{server.url}/shards/{{0000..{len(SIZES) - 1:04d}}}.tar"
-    dataset = open_any(url)
-    assert first_ids(dataset) == [*range(sum(SIZES))]
+    assert first_ids(open_any(url)) == [*range(sum(SIZES))]
     write_numbered_shards(tmp_path / "other", [SIZES[0] + 40], pad="x" * 700)
     (tmp_path / "other/0000.tar").replace(local / "0000.tar")
-    if how == "a start":
-        evict(dataset, 0)
-        with pytest.raises(sp.ShardError, match=r"bytes, but \d+ when it was indexed"):
-            first_ids(dataset)
-    else:
-        assert index_remote(url, TARS, Session.of())[1] == []
+    assert index_remote(url, TARS, Session.of())[1] == []
     assert open_any(url).count == sum(SIZES) + 40
     assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 

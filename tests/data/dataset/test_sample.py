@@ -97,7 +97,7 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(
 def test_a_damaged_jpeg_is_told_as_when_all_of_its_pixels_are_made() -> None:
     draw = random.Random(0)
     told = []
-    for trial in range(300):
+    for trial in range(90):
         file = io.BytesIO()
         noise = Image.frombytes("RGB", (24, 24), draw.randbytes(24 * 24 * 3)).resize((70 + trial % 9, 50))
         noise.save(file, "JPEG", quality=draw.choice([30, 95]), progressive=bool(trial % 2))
@@ -114,7 +114,7 @@ def test_a_damaged_jpeg_is_told_as_when_all_of_its_pixels_are_made() -> None:
             whole = str(error)
         told.append(decode_error("jpg", bytes(damaged)))
         assert bool(told[-1]) == bool(whole), (trial, whole)
-    assert 100 < sum(map(bool, told)) < 250
+    assert 30 < sum(map(bool, told)) < 75
 
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "eps", "bin"])
@@ -134,7 +134,7 @@ def test_postscript_never_reaches_another_program(
 def test_an_image_of_a_few_kilobytes_that_is_gigabytes_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program has switched Pillow's limit off."""
     file = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(file, "png")
+    Image.new("1", (14_000, 13_000)).save(file, "png")
     write_tar(tmp_path / "a.tar", [("k.png", file.getvalue())])
     sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     for limit in (Image.MAX_IMAGE_PIXELS, None):
@@ -220,14 +220,14 @@ def test_odd_json_is_decoded_or_refused_as_by_pythons_own_decoder(raw: bytes) ->
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(JSON, strategies.booleans())
 def test_json_is_decoded_as_by_pythons_own_decoder(value: Any, ascii_only: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(strategies.from_regex(rb"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
 def test_a_number_is_decoded_as_by_pythons_own_decoder(raw: bytes) -> None:
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -21,8 +20,8 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
-from savable_pipeline.data.remote.session import close_scratch
-from savable_pipeline.data.shards.hub_address import HubAddress, without_commit
+from savable_pipeline.data.remote.session import Session, close_scratch
+from savable_pipeline.data.shards.paths import HubAddress, without_commit
 from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.check.dataset_check import check
@@ -161,9 +160,8 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize("headers", [{"Retry-After": "70"}, {"RateLimit": '"api";r=0;t=70'}])
 def test_where_the_hub_says_when_to_come_again_every_process_of_the_node_waits(
-    hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+    hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = hub.commit(repository(tmp_path / "repo"))
     from huggingface_hub import constants
@@ -179,12 +177,15 @@ def test_where_the_hub_says_when_to_come_again_every_process_of_the_node_waits(
         assert second.commit(f"{NAME}@v2") == commit
         asked.append(hub.times("/revision/"))
 
-    clock = Clock(another_process_asks)
-    monkeypatch.setattr(hub_module, "time", clock)
-    hub.refuse = lambda path, number: (429, headers) if hub.times("/revision/") == 1 else None
-    assert first.commit(f"{NAME}@main") == commit
-    assert asked == [1, 2]  # the other one slept before it asked
-    assert len(clock.slept) == 2 and all(70 <= seconds <= 72 for seconds in clock.slept)
+    for hours, headers in enumerate(({"Retry-After": "70"}, {"RateLimit": '"api";r=0;t=70'})):
+        hub.asked.clear(), asked.clear()
+        clock = Clock(another_process_asks)
+        clock.now += 3600 * hours
+        monkeypatch.setattr(hub_module, "time", clock)
+        hub.refuse = lambda path, number, said=headers: (429, said) if hub.times("/revision/") == 1 else None
+        assert first.commit(f"{NAME}@main") == commit
+        assert asked == [1, 2]  # the other one slept before it asked
+        assert len(clock.slept) == 2 and all(70 <= seconds <= 72 for seconds in clock.slept)
 
 
 def test_a_hub_that_answers_429_while_bytes_are_read_is_waited_for(hub: ToyHub, tmp_path: Path) -> None:
@@ -205,37 +206,35 @@ def gated(status: int) -> Callable[[str, int], tuple[int, dict[str, str]] | None
     return lambda path, number: (status, {"X-Error-Code": "GatedRepo"}) if "/resolve/" in path else None
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_set_is_an_error_that_says_what_to_do(hub: ToyHub, tmp_path: Path, status: int) -> None:
-    hub.commit(repository(tmp_path / "repo"))
-    hub.refuse = gated(status)
-    with pytest.raises(
-        RemoteError, match=rf"accepted its terms: do so at {hub.url}/datasets/org/name, and set HF_TOKEN"
-    ):
-        sp.open_dataset(f"{NAME}/data")
+NOT_THERE = {
+    "hf://datasets/org/nobody": r"org/nobody.*: no such dataset at .*/datasets/org/nobody, or a private one",
+    f"{NAME}@v9": r"no revision 'v9' .*/org/name/tree/main lists its branches and tags",
+    f"{NAME}/dada": r"/dada: nothing of this name in the dataset at this commit",
+    f"{NAME}/data/x.parquet": r"/data/x\.parquet: no such object",
+    f"{NAME}/data/*.tar": r"no \.tar object below",
+    "hf://org/name": r"of the Hub, datasets are read: hf://datasets/ORG/NAME",
+}
 
 
-@pytest.mark.parametrize(
-    ("address", "told"),
-    [
-        ("hf://datasets/org/nobody", r"org/nobody.*: no such dataset at .*/datasets/org/nobody, or a private one"),
-        (f"{NAME}@v9", r"no revision 'v9' .*/org/name/tree/main lists its branches and tags"),
-        (f"{NAME}/dada", r"/dada: nothing of this name in the dataset at this commit"),
-        (f"{NAME}/data/x.parquet", r"/data/x\.parquet: no such object"),
-        (f"{NAME}/data/*.tar", r"no \.tar object below"),
-        ("hf://org/name", r"of the Hub, datasets are read: hf://datasets/ORG/NAME"),
-    ],
-)
-def test_what_is_not_there_is_told(hub: ToyHub, tmp_path: Path, address: str, told: str) -> None:
+def test_what_is_not_there_or_may_not_be_read_is_told(hub: ToyHub, tmp_path: Path) -> None:
     hub.commit(repository(tmp_path / "repo"))
-    with pytest.raises(sp.ShardError, match=told):
-        sp.open_dataset(address)
+    one_process = Session.of().connected()
+    for address, told in NOT_THERE.items():
+        with pytest.raises(sp.ShardError, match=told):
+            sp.open_dataset(address)
+    for status in (401, 403):
+        hub.refuse = gated(status)
+        told = rf"accepted its terms: do so at {hub.url}/datasets/org/name, and set HF_TOKEN"
+        with pytest.raises(RemoteError, match=told):
+            sp.open_dataset(f"{NAME}/data")
+    one_process.close()
 
 
 def test_several_splits_are_refused_with_the_names_to_choose_from(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo")
     write(repo, "data/test-00000-of-00001.parquet", 900)
     hub.commit(repo)
+    one_process = Session.of().connected()
     by_names = r"2 splits .*, /data/test-\*\.parquet \(test\), data/train-\*\.parquet \(train\); or a list of several"
     with pytest.raises(sp.ShardError, match=by_names):
         sp.open_dataset(NAME)
@@ -251,6 +250,7 @@ def test_several_splits_are_refused_with_the_names_to_choose_from(hub: ToyHub, t
     with pytest.raises(sp.ShardError, match=r"/fr/\*\*/\*\.parquet \(fr: train\), de/\*\.parquet \(de: train\)"):
         sp.open_dataset(NAME)
     assert len(sp.open_dataset(f"{NAME}/fr/**/*.parquet")) == len(sp.open_dataset(f"{NAME}/de")) == ROWS
+    one_process.close()
 
 
 def numbers(address: str, **settings: Any) -> sp.SavableLoader:
@@ -286,7 +286,7 @@ def test_the_commands_and_mixtures_take_an_address_of_the_hub(
     info = dataset_info(NAME)
     assert (info.root, info.samples) == (f"{NAME}@{commit}", 2 * ROWS)
     assert check(NAME, processes=1).problems == []
-    report = run_conversion(NAME, tmp_path / "shards", Options())
+    report = run_conversion(NAME, tmp_path / "shards", Options(), workers=1)
     assert report.samples == 2 * ROWS and any(is_tar(path.name) for path in (tmp_path / "shards").iterdir())
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: '{NAME}/data', weight: 1}}}}")
     assert sorted(ids(sp.mixture(tmp_path / "mixture.yaml").take(2 * ROWS))) == list(range(2 * ROWS))
@@ -322,35 +322,3 @@ def test_an_address_has_a_dataset_a_revision_and_a_path(address: str, parts: tup
     assert without_commit(
         f"{found.at('1' * 40)} index"
     ) == f"{HubAddress(parts[0], '', parts[2]).at('')} index".replace("@", "")
-
-
-def test_processes_that_ask_for_the_commit_together_ask_once(
-    hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = hub.commit(repository(tmp_path / "repo"))
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    (tmp_path / "cache").mkdir()
-    waiting, go = threading.Barrier(2), threading.Event()
-
-    def refuse(path: str, number: int) -> None:
-        if "/tree/" in path and "cursor" not in path:
-            waiting.wait(60)
-            assert go.wait(60)
-
-    hub.refuse = refuse
-    found: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(len(Hub(tmp_path / "cache", 5.0).listing(f"{NAME}@{commit}/data")))
-        )
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    waiting.wait(60)
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    assert found == [2, 2, 2] and hub.times("/tree/") == 1

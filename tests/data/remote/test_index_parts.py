@@ -30,7 +30,7 @@ from tests.conftest import write_tar
 from tests.support.toy_remote_stores import KINDS, LISTED, WRITERS, names_of
 from tests.support.toy_server import ToyServer, serving
 
-SHARDS, SAMPLES = 48, 20
+SHARDS, SAMPLES = 48, 10
 
 
 class Texts(sp.TaskEncoder):
@@ -51,11 +51,12 @@ class Pipeline:
         return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=8), Texts()), size=4, drop_last=False)
 
 
-@pytest.fixture(params=["alike", "unlike"])
+@pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[ToyServer]:
-    """Shards of samples whose parts are alike, or not; with an index that is fetched by the part."""
+    """Shards of samples whose parts are unlike, or alike; with an index that is fetched by the part."""
     for shard in range(SHARDS):
-        write_tar(tmp_path / "shards" / f"{shard:04d}.tar", members(shard, request.param == "alike"))
+        members_of = members(shard, alike=getattr(request, "param", "unlike") == "alike")
+        write_tar(tmp_path / "shards" / f"{shard:04d}.tar", members_of)
     open_any(str(tmp_path / "shards"))
     yield from served_by_parts(tmp_path, monkeypatch)
 
@@ -82,11 +83,11 @@ def members(shard: int, alike: bool) -> list[tuple[str, bytes]]:
 
 
 def batches(shards: str, count: int | None = None, **settings: Any) -> list[str]:
-    with sp.SavableLoader(Pipeline(shards), seed=3, lanes=8, **settings) as loader:
+    with sp.SavableLoader(Pipeline(shards), seed=3, lanes=4, **settings) as loader:
         return [digest(batch) for batch in islice(loader, count)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("server", "workers"), [("alike", 0), ("unlike", 2)], indirect=["server"])
 def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_path: Path, workers: int) -> None:
     found = batches(f"{server.url}/shards/", num_workers=workers)
     assert found == batches(str(tmp_path / "shards"))
@@ -94,25 +95,18 @@ def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_p
     assert here.read_bytes() == (tmp_path / "shards" / INDEX_NAME).read_bytes()
 
 
+@pytest.mark.parametrize("server", ["alike", "unlike"], indirect=True)
 def test_no_more_is_fetched_of_the_index_than_the_rows_of_what_is_read(server: ToyServer, tmp_path: Path) -> None:
     size = (tmp_path / "shards" / INDEX_NAME).stat().st_size
     dataset = open_any(f"{server.url}/shards/")
     head = server.sent(INDEX_NAME)
     rows = size - head
-    assert rows > 0.7 * size
+    assert rows > 0.6 * size
     dataset.locate(np.arange(5 * SAMPLES, 6 * SAMPLES))
     assert 0 < server.sent(INDEX_NAME) - head < rows / 40
     dataset.locate(np.arange(5 * SAMPLES, 6 * SAMPLES))
     dataset.locate(np.arange(6 * SAMPLES, 9 * SAMPLES))
     assert rows / 20 < server.sent(INDEX_NAME) - head < rows / 10
-
-
-def test_what_was_fetched_serves_the_next_run(server: ToyServer) -> None:
-    url = f"{server.url}/shards/"
-    first = batches(url)
-    sent = server.sent("")
-    assert batches(url) == first
-    assert server.sent("") == sent
 
 
 @pytest.mark.parametrize(("change", "on_error"), [("rows", "raise"), ("size", "skip"), ("version", "raise")])
@@ -122,7 +116,7 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
     index = tmp_path / "shards" / INDEX_NAME
     whole, stat = index.read_bytes(), index.stat()
     expected = batches(str(tmp_path / "shards"))
-    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=8) as loader:
+    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=4) as loader:
         given = [digest(next(loader)) for _ in range(3)]
         zeros = whole[: len(whole) // 3].ljust(len(whole) + (8 if change == "size" else 0), b"\0")
         index.write_bytes(whole if change == "version" else zeros)
@@ -132,36 +126,28 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
             given.extend(digest(batch) for batch in loader)
         state = loader.state_dict()
     index.write_bytes(whole)
-    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=8) as loader:
+    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=4) as loader:
         loader.load_state_dict(state)
         assert given + [digest(batch) for batch in loader] == expected
 
 
-def test_rows_that_a_crash_of_the_machine_has_taken_are_fetched_again(server: ToyServer, tmp_path: Path) -> None:
+def test_what_was_fetched_serves_the_next_run_and_what_was_lost_of_it_is_fetched_again(
+    server: ToyServer, tmp_path: Path
+) -> None:
     url = f"{server.url}/shards/"
-    first = batches(url)
+    first, sent = batches(url), server.sent("")
+    assert batches(url) == first
+    assert server.sent("") == sent
     (here,) = (tmp_path / "cache").glob("*/*/*/index")
-    raw = here.read_bytes()
+    raw, marks = here.read_bytes(), here.with_name("parts")
     with here.open("r+b") as file:  # as if the last rows had not reached the disk
         file.seek(len(raw) - 200)
         file.write(bytes(200))
     assert batches(url) == first
     assert here.read_bytes() == raw
-
-
-@pytest.mark.parametrize("left", [0, 300])
-def test_a_cached_index_that_was_cut_short_is_fetched_again(server: ToyServer, tmp_path: Path, left: int) -> None:
-    url = f"{server.url}/shards/"
-    first = batches(url)
-    (here,) = (tmp_path / "cache").glob("*/*/*/index")
-    os.truncate(here, left)
-    assert batches(url) == first
-
-
-def test_marks_that_were_cut_short_are_forgotten(server: ToyServer, tmp_path: Path) -> None:
-    url = f"{server.url}/shards/"
-    first = batches(url)
-    (marks,) = (tmp_path / "cache").glob("*/*/*/parts")
+    for left in (0, 300):
+        os.truncate(here, left)
+        assert batches(url) == first
     marks.write_bytes(b"\1" * 5)
     assert batches(url) == first
     assert marks.read_bytes().count(b"\1") == SHARDS
@@ -228,10 +214,10 @@ def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_
     assert cached.read_bytes() == (tmp_path / kind / name).read_bytes()
 
 
-def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_little_memory(
+def test_an_index_of_twenty_thousand_files_is_opened_in_a_few_requests_and_little_memory(
     parts_server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, lines, form = 100_000, 40, STORES["jsonl"].form
+    files, lines, form = 20_000, 40, STORES["jsonl"].form
     places = np.arange(0, 250 * (lines + 1), 250, dtype="<u8").tobytes()
     entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
     index = tmp_path / "many" / form.index_name
@@ -241,10 +227,10 @@ def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_li
     try:
         store = JsonlStore(open_indexed(f"{parts_server.url}/many/", form, Session.of()))
         requests, sent, most = parts_server.requests, parts_server.sent(".index"), tracemalloc.get_traced_memory()[1]
-        assert store.offset(77_777, 3) == 750
+        assert store.offset(17_777, 3) == 750
     finally:
         tracemalloc.stop()
     assert requests < 20 and sent < 0.3 * index.stat().st_size
-    assert most < 50e6
+    assert most < 10e6
     assert parts_server.requests == requests + 1
     assert store.part_sizes() is None  # which would take all rows

@@ -1,18 +1,26 @@
-"""A server that is down is waited for as long as the setting says; bytes that come keep a request alive."""
+"""A server that is down is waited for as long as the setting says; what is asked for at once follows the speed.
+
+What somebody waits for begins at once and first; what is fetched ahead begins while the link has room.
+"""
 
 from __future__ import annotations
+
+import threading
+import time
 
 import pytest
 
 from savable_pipeline.data.remote import object_store
-from savable_pipeline.data.remote.downloader import retry_s
+from savable_pipeline.data.remote.cache_files import PIECE
+from savable_pipeline.data.remote.download_process import QueuedRequest, RequestQueue
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.object_store import ObjectStore
+from savable_pipeline.data.remote.object_store import ObjectStore, Pace
+from savable_pipeline.data.remote.session import Urgency, retry_s
 from savable_pipeline.errors import RemoteError
 
 
 class Clock:
-    """Stands in for `time`: a sleep takes none."""
+    """Stands in for `time`: a sleep takes none, and it goes on when it is told to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,3 +61,105 @@ def test_a_server_that_stays_down_is_an_error_within_two_minutes(clock: Clock, m
     with pytest.raises(RemoteError, match=r"tried \d+ times in 1\d\d\.\d s.*connection refused"):
         server(clock, monkeypatch, up_at=1e9).listing("http://127.0.0.1:1/")
     assert 100 < clock.now <= 120
+
+
+def pace_of(bytes_per_s: float, seconds: float = 10.0, step_s: float = 0.1) -> Pace:
+    """The pace of a process to which bytes have come at this speed."""
+    clock = Clock()
+    pace = Pace(clock.monotonic)
+    with pace.asking() as came:
+        for _ in range(round(seconds / step_s)):
+            clock.now += step_s
+            came(int(bytes_per_s * step_s))
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "at_once", "request_bytes"),
+    [
+        (1e4, 1 << 19, 1 << 17),
+        (5e5, 1e6, 2.5e5),
+        (2.5e6, 5e6, 1 << 20),
+        (1e7, 2e7, 2.5e6),
+        (1e9, 2e9, PIECE),
+    ],
+)
+def test_two_seconds_of_bytes_are_asked_for_at_once(bytes_per_s: float, at_once: float, request_bytes: float) -> None:
+    pace = pace_of(bytes_per_s)
+    assert pace.at_once == pytest.approx(at_once, rel=0.02)
+    assert pace.request == pytest.approx(request_bytes, rel=0.02)
+    assert pace.chunk <= pace.request / 16
+
+
+def test_a_link_that_gets_slower_or_faster_is_noticed_within_three_seconds() -> None:
+    clock = Clock()
+    pace = Pace(clock.monotonic)
+    with pace.asking() as came:
+        for speed in (1e8, 1e6, 1e8):
+            for _ in range(12):
+                clock.now += 0.25
+                came(int(speed * 0.25))
+            assert pace.at_once == pytest.approx(2 * speed, rel=0.15)
+
+
+def test_time_in_which_nothing_was_asked_for_does_not_count() -> None:
+    clock = Clock()
+    pace = Pace(clock.monotonic)
+    for _ in range(20):
+        clock.now += 1000
+        with pace.asking() as came:
+            clock.now += 0.125  # shorter than what is measured over
+            came(1 << 19)
+    assert pace.at_once == pytest.approx(8 << 20, rel=0.01)
+
+
+AT_ONCE = Pace().at_once
+
+
+def request(number: int, urgency: Urgency = Urgency.LATER, size: int = 10 * AT_ONCE) -> QueuedRequest:
+    return QueuedRequest(urgency, number, 0, "rows", (), size)
+
+
+class Threads:
+    """Take requests from a queue, each a single one."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self.got: list[QueuedRequest] = []
+        for _ in range(16):
+            threading.Thread(target=lambda: self.got.append(queue.get()), daemon=True).start()
+
+    def numbers(self, count: int) -> list[int]:
+        """The numbers of the requests that have begun, once there are `count` of them, and a little later."""
+        deadline = time.monotonic() + 60
+        while len(self.got) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return [one.number for one in self.got]
+
+
+def test_the_most_urgent_comes_first_then_the_oldest() -> None:
+    queue = RequestQueue(Pace(), 16)
+    for number, urgency in enumerate([Urgency.LATER, Urgency.SOON, Urgency.NOW, Urgency.SOON, Urgency.NOW]):
+        queue.put(request(number, urgency, size=1))
+    assert [queue.get().number for _ in range(5)] == [2, 4, 1, 3, 0]
+
+
+def test_only_what_somebody_waits_for_goes_beyond_the_pace() -> None:
+    queue = RequestQueue(Pace(), 16)
+    for number in range(12):
+        queue.put(request(number))
+    threads = Threads(queue)
+    assert threads.numbers(4) == [0, 1, 2, 3]  # each a quarter of what is asked for at once
+    queue.put(request(20, Urgency.SOON))
+    queue.put(request(21, Urgency.NOW))
+    assert threads.numbers(5)[4:] == [21]
+    queue.done(threads.got[4])
+    queue.done(threads.got[0])
+    assert threads.numbers(6)[5:] == [20]
+
+
+def test_small_requests_are_made_by_all_threads_but_those_kept_for_what_is_urgent() -> None:
+    queue = RequestQueue(Pace(), 5)
+    for number in range(9):
+        queue.put(request(number, size=6000))
+    assert len(Threads(queue).numbers(5)) == 5

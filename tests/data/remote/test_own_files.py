@@ -1,4 +1,7 @@
-"""The node's cache writes to its user's own files alone: through no link, into no pipe, into no other user's folder."""
+"""The node's cache writes to its user's own files alone: through no link, into no pipe, into no other user's folder.
+
+A file that lies there whole is of the version that its pin names, or it is none.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote import cache_files
-from savable_pipeline.data.remote.cache_space import cache_folder
+from savable_pipeline.data.remote.cache_files import drop_whole, pin_whole, pinned_version, whole_version
+from savable_pipeline.data.remote.cache_space import CacheSpace, cache_folder
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
 from tests.support.toy_server import ToyServer, serving
@@ -48,8 +52,9 @@ def linked_pipe(path: Path, victim: Path) -> None:
     path.symlink_to(victim.with_name("pipe"))
 
 
-@pytest.mark.parametrize("put", [linked, piped, linked_pipe])
-@pytest.mark.parametrize("name", ["room", "flags", "0.tar", "lock"])
+@pytest.mark.parametrize(
+    ("name", "put"), [("room", linked), ("flags", linked_pipe), ("0.tar", linked), ("0.tar", piped), ("lock", piped)]
+)
 def test_a_file_of_the_cache_that_was_replaced_is_refused_and_nothing_written_through_it(
     server: ToyServer, tmp_path: Path, name: str, put: Callable[[Path, Path], None]
 ) -> None:
@@ -132,3 +137,33 @@ def test_what_is_written_aside_follows_no_link(tmp_path: Path) -> None:
     assert victim.read_bytes() == BEFORE
     replace_file(tmp_path / "file", [b"new"], sync=True)  # the link was removed as any rest of a crash
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "a byte", "the end", "the file", "the pin", "the pin's end"])
+def test_a_file_is_whole_only_with_all_its_bytes_and_its_pin(tmp_path: Path, spoil: str) -> None:
+    path, pin = tmp_path / "film.idx", tmp_path / "film.idx.pin"
+    path.write_bytes(b"0123456789")
+    pin_whole(path, '"v1" or so')
+    if spoil == "a byte":
+        path.write_bytes(b"012345678X")
+    elif spoil == "the end":
+        path.write_bytes(b"012345678")
+    elif spoil == "the file":
+        path.unlink()
+    elif spoil == "the pin":
+        pin.write_bytes(bytes(pin.stat().st_size))
+    elif spoil == "the pin's end":
+        pin.write_bytes(pin.read_bytes()[:-1])
+    assert whole_version(path) == ('"v1" or so' if spoil == "nothing" else None)
+    assert pinned_version(path) == ("" if "pin" in spoil else '"v1" or so')
+    drop_whole(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("raw", [b"", bytes(16), b"1234567", b"\xff" * 16])
+def test_bytes_in_use_whose_count_is_damaged_are_measured_again(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "0.tar").write_bytes(bytes(9000))
+    (tmp_path / "room").write_bytes(raw)
+    space = CacheSpace(tmp_path, 30_000)
+    assert not space.try_reserve(20_000)
+    assert space.try_reserve(5000)

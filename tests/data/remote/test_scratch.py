@@ -27,12 +27,11 @@ from tests.support.toy_server import ToyServer, serving_a_machine
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
-    """Five tars and a folder of each other kind, without an index; machines have a folder for what passes through."""
+    """Five tars and a folder of JSONL, without an index; machines have a folder for what passes through."""
     run_conversion(fill(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
     shutil.rmtree(tmp_path / "www/tar/.nv-meta")
-    for kind, write in WRITERS.items():
-        (tmp_path / "www" / kind).mkdir()
-        write(tmp_path / "www" / kind)
+    (tmp_path / "www/jsonl").mkdir()
+    WRITERS["jsonl"](tmp_path / "www/jsonl")
     with serving_a_machine(tmp_path, monkeypatch) as server:
         yield server
 
@@ -60,6 +59,9 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != 
 def test_machines_give_the_index_of_this_one_and_keep_nothing(
     server: ToyServer, tmp_path: Path, kind: str, index: Callable[..., object]
 ) -> None:
+    if kind not in ("tar", "jsonl"):
+        (tmp_path / "www" / kind).mkdir()
+        WRITERS[kind](tmp_path / "www" / kind)
     here = index(f"s3://{kind}/", "here")
     engine = ToyEngine(tmp_path / "elsewhere")
     assert index(f"s3://{kind}/", "far", engine) == here
@@ -104,21 +106,14 @@ def test_after_a_kill_only_the_rest_is_read_and_the_index_is_the_same(
     assert killed > len(moments) // 2 and less
 
 
-@pytest.mark.parametrize("kind", ["tar", "jsonl"])
+@pytest.mark.parametrize("name", ["tar/000001.tar", "jsonl/0001.jsonl"])
 def test_what_machines_indexed_is_pinned_here(
-    server: ToyServer, tmp_path: Path, kind: str, index: Callable[..., object]
+    server: ToyServer, tmp_path: Path, name: str, index: Callable[..., object]
 ) -> None:
-    name = {"tar": "000001.tar", "jsonl": "0001.jsonl"}[kind]
-    index(f"{server.url}/{kind}/{name}" if kind == "tar" else f"s3://{kind}/", "far", ToyEngine(tmp_path / "elsewhere"))
-    files = f"{server.url}/{kind}/{name}" if kind == "tar" else f"s3://{kind}/"
-    dataset = open_any(files)
-    path = tmp_path / "www" / kind / name
-    raw = path.read_bytes()
-    if kind == "tar":
-        path.write_bytes(raw.replace(b"caption", b"CAPTION"))
-    else:  # a line at which nothing looks before it is read
-        lines = raw.split(b"\n")
-        path.write_bytes(b"\n".join([*lines[:5], lines[5].replace(b"xxx", b"yyy"), *lines[6:]]))
+    files = f"{server.url}/{name}" if name.endswith(".tar") else "s3://jsonl/"
+    index(files, "far", ToyEngine(tmp_path / "elsewhere"))
+    dataset, path = open_any(files), tmp_path / "www" / name
+    path.write_bytes(path.read_bytes().replace(b"caption", b"CAPTION").replace(b"xxx", b"yyy"))
     with pytest.raises(sp.ShardError, match=r"the server has another version than when it was first read"):
         for shard, row in zip(*(found.tolist() for found in dataset.locate(np.arange(dataset.count))), strict=True):
             for extension in dataset.store.extensions(shard, row):

@@ -166,8 +166,7 @@ def test_a_server_that_compresses_what_it_sends_is_an_error_by_name_at_its_first
         assert server.requests == 1
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-@pytest.mark.parametrize("status", ["403", "400"])
+@pytest.mark.parametrize(("status", "indexed"), [("403", False), ("400", True)])
 def test_a_listed_shard_of_a_bucket_that_may_not_be_read_is_an_error_about_credentials_at_once(
     tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch, status: str, indexed: bool
 ) -> None:

@@ -23,7 +23,7 @@ from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.remote import downloader
+from savable_pipeline.data.remote import session
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_tar
@@ -117,31 +117,32 @@ def scribble(path: Path, draw: random.Random) -> None:
         file.write(draw.randbytes(draw.choice([1, 3, 500])))
 
 
+HARMS = [cut, zero, scribble]
+
+
 def files_of(cache: Path) -> list[Path]:
     """The files of the cache with bytes in them."""
     return [path for path in sorted(cache.rglob("*")) if path.is_file() and path.stat().st_size]
 
 
 @pytest.mark.parametrize(
-    ("seed", "trials"), [(1, 8), (2, 8), *(pytest.param(seed, 50, marks=pytest.mark.long) for seed in range(3, 10))]
+    ("seed", "trials"), [(1, 10), *(pytest.param(seed, 50, marks=pytest.mark.long) for seed in range(2, 12))]
 )
-def test_whatever_a_crash_has_cut_or_zeroed_no_wrong_byte_is_read_and_all_is_there_again(
+def test_whatever_has_cut_zeroed_or_changed_the_files_no_wrong_byte_is_read_and_all_is_there_again(
     server: ToyServer, expected: dict[str, Samples], tmp_path: Path, seed: int, trials: int
 ) -> None:
     draw, errors = random.Random(seed), 0
     for trial in range(trials):
         kind = draw.choice(KINDS)
         assert read(kind) == expected[kind], (seed, trial, "before")
-        harm = [
-            (draw.choice(files_of(tmp_path / "cache")), draw.choice([cut, zero])) for _ in range(draw.choice([1, 3]))
-        ]
+        harm = [(draw.choice(files_of(tmp_path / "cache")), draw.choice(HARMS)) for _ in range(draw.choice([1, 3]))]
         for path, spoil in harm:
             if path.stat().st_size:
                 spoil(path, draw)
         try:
             got = read(kind)
         except sp.ShardError as error:  # an index cannot be left in the midst of a run; the next has another
-            assert error.reason == "damaged index", (seed, trial, harm)
+            assert "is damaged; start again: it is downloaded" in str(error), (seed, trial, harm)
             errors += 1
             got = read(kind)
         assert got == expected[kind], (seed, trial, harm)
@@ -196,8 +197,7 @@ def test_a_cache_of_an_older_release_is_made_again_and_says_so_in_one_line(
     assert line == f"{flags.parent}: the cache is of another release, or damaged: what it had is downloaded again"
 
 
-@pytest.mark.parametrize("disk", [0, 50_000, 150_000])
-@pytest.mark.parametrize("kind", ["indexed", "jsonl"])
+@pytest.mark.parametrize(("kind", "disk"), [("indexed", 0), ("indexed", 50_000), ("jsonl", 150_000)])
 def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
     server: ToyServer, expected: dict[str, Samples], monkeypatch: pytest.MonkeyPatch, kind: str, disk: int
 ) -> None:
@@ -208,15 +208,15 @@ def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
     monkeypatch.setenv(DISK_BYTES, str(disk))
     full = functools.partial(ChildProcess, "tests.support.full_disk:serve")
     with monkeypatch.context() as patch:
-        patch.setattr(downloader, "ChildProcess", lambda target, *settings: full(*settings))
+        patch.setattr(session, "ChildProcess", lambda target, *settings: full(*settings))
         dataset, right = open_any(f"s3://{kind}/"), 0
-        for number in random.Random(disk).choices(range(dataset.count), k=60):
+        for number in random.Random(disk).choices(range(dataset.count), k=40):
             try:
                 assert samples_of(dataset, [number]) == [expected[kind][number]]
                 right += 1
             except RemoteError as error:
                 assert "No space left on device; see that its disk has room" in str(error)
-    assert right == 0 if not disk else right > 20
+    assert right == 0 if not disk else right > 15
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8 + 1))  # which has a downloading process of its own
     assert read(kind) == expected[kind]
 
@@ -262,7 +262,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kills", "limit"),
-    [(16, 100_000), *(pytest.param(250, 100_000 << 5 * (seed % 2), marks=pytest.mark.long) for seed in range(4))],
+    [(6, 100_000), *(pytest.param(250, 100_000 << 5 * (seed % 2), marks=pytest.mark.long) for seed in range(4))],
 )
 @pytest.mark.timeout(1800)
 def test_whatever_is_killed_in_the_midst_no_wrong_byte_is_read_and_the_cache_works_on(

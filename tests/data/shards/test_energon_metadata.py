@@ -162,7 +162,7 @@ def test_a_small_file_makes_no_large_object(tmp_path: Path, kind: str) -> None:
 ODD = ["field_map:\n", " a: b[c]\n", "{..}", "{1..", "&a *a"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.sampled_from(["split.yaml", "split.json", ".info.json", ".info.yaml", "dataset.yaml"]),
     st.one_of(

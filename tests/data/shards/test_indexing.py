@@ -1,4 +1,4 @@
-"""The index of a folder of shards: how it is made, found and written."""
+"""The index of a folder of shards: how it is made, found and written, shard by shard."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import os
 import shutil
 import tarfile
 import time
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from savable_pipeline.core import files
 from savable_pipeline.data.shards import index_making, indexing
-from savable_pipeline.data.shards.index import FileFormat
-from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.index import FileFormat, ShardTable
+from savable_pipeline.data.shards.index_making import ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.shards.tar_format import TARS, TarIndex
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_format import TARS, LayoutParts, TarColumns, TarIndex
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 
@@ -272,37 +276,23 @@ def test_of_several_processes_that_open_at_once_one_makes_the_index(mixed: Any, 
     assert not list(root.glob("**/*.tmp"))
 
 
-@pytest.fixture
-def read_only(mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The mixed shards in a place where no folder can be made, and an empty cache."""
+def test_of_read_only_places_the_indexes_lie_in_the_cache(
+    mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scanned: list[str]
+) -> None:
     root, expected = mixed
+    cache = tmp_path / "cache"
     (root / ".nv-meta").write_bytes(b"in the way of a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return root, expected, tmp_path / "cache"
-
-
-def test_in_a_read_only_place_the_index_lies_in_the_cache(read_only: Any, scanned: list[str]) -> None:
-    root, expected, cache = read_only
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert contents(root, open_index(root, NAMES)) == expected
-    assert len(list(cache.glob("savable_pipeline/*.index"))) == 1
-    scanned.clear()
-    assert contents(root, open_index(root, NAMES)) == expected
-    assert scanned == []
-
-
-def test_two_read_only_datasets_have_two_indexes(read_only: Any, tmp_path: Path) -> None:
-    root, expected, cache = read_only
-    open_index(root, NAMES)
     write_tar(tmp_path / "other" / "a.tar", [("k.txt", b"another")])
     (tmp_path / "other" / ".nv-meta").touch()
     index = open_index(tmp_path / "other", ["a.tar"])
     assert contents(tmp_path / "other", index) == {"a.tar": [{"txt": b"another"}]}
     assert len(list(cache.glob("savable_pipeline/*.index"))) == 2
+    scanned.clear()
     assert contents(root, open_index(root, NAMES)) == expected
-
-
-def test_where_nothing_can_be_written_an_error_says_where_it_was_tried(read_only: Any, tmp_path: Path) -> None:
-    root, _, cache = read_only
+    assert scanned == []
+    shutil.rmtree(cache)
     cache.write_bytes(b"in the way too")
     with pytest.raises(ShardError, match="no place to write an index"):
         open_index(root, NAMES)
@@ -482,3 +472,67 @@ def test_a_user_without_a_home_indexes_beside_the_shards(tmp_path: Path, monkeyp
     full_below(monkeypatch, tmp_path)
     with pytest.raises(ShardError, match="this user has no home folder: make room, or set XDG_CACHE_HOME"):
         open_index(tmp_path, ["a.tar"])
+
+
+ONE: list[LayoutParts] = [(("txt", 1),)]
+TWO: list[LayoutParts] = [(("txt", 1),), (("a", 1), ("b", 3))]
+
+
+def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7) -> ShardTable:
+    layout_of = np.arange(samples, dtype="<u4") % max(1, len(layouts))
+    parts = sum(len(layouts[number]) for number in layout_of.tolist())
+    starts, sizes = np.arange(samples, dtype="<u8") * 512, np.full(parts, size, dtype="<u8")
+    entry = ShardEntry(name, 1 << 40, samples, samples * 7919)
+    return TarColumns(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        [],
+        [table("a.tar", ONE)],
+        [table("a.tar", ONE), table("b.tar", [], samples=0), table("c.tar", ONE, samples=9)],
+        [table("a.tar", TWO), table("b.tar", ONE), table("é/0.tar", TWO, samples=3)],
+        [table("a.tar", ONE), table("b.tar", ONE, size=1 << 33)],
+        [table("a.tar", TWO[1:]), table("b.tar", TWO[1:])],
+    ],
+)
+def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable]) -> None:
+    write_index(tmp_path / "index", iter(tables), TARS)
+    index = TarIndex(tmp_path / "index")
+    assert [index.table(number) for number in range(len(index.shards))] == tables
+    assert all(index.is_whole(number) for number in range(len(tables)))
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+def test_shards_out_of_order_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.tar after b\.tar: an index has its shards in the order of names"):
+        write_index(tmp_path / "index", [table("b.tar", ONE), table("a.tar", ONE)], TARS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
+    def tables() -> Iterator[ShardTable]:
+        for shard in range(100):
+            yield table(f"{shard:03d}.tar", ONE, samples=30_000)
+
+    tracemalloc.start()
+    write_index(tmp_path / "index", tables(), TARS)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "index").stat().st_size > 36_000_000 > 2 * most
+
+
+def test_scanned_tables_outlive_a_process_that_was_killed_while_it_wrote_one(tmp_path: Path) -> None:
+    first, second = table("a.tar", ONE), table("b.tar", TWO)
+    left = ScannedTables(tmp_path / "index")
+    left.add(first)
+    left.add(second)
+    del left
+    path = tmp_path / "index.scanned"
+    path.write_bytes(path.read_bytes()[:-3])
+    with ScannedTables(tmp_path / "index") as scanned:
+        assert (list(scanned), scanned["a.tar"]) == (["a.tar"], first)
+        scanned.add(second)
+        assert scanned["b.tar"] == second
+    assert not path.exists()

@@ -1,17 +1,25 @@
-"""What a user may write for "these shards"."""
+"""What a user may write for "these shards": braces too, as braceexpand spells them, and bounded.
+
+Raw files where a dataset is wanted: the error names the command that makes one, or the reader that reads them.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from savable_pipeline.data.shards.paths import find_shards, is_remote, spelled_out
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.data.shards.paths import expand_braces, find_shards, is_remote, spelled_out
 from savable_pipeline.errors import ShardError
+from tests.conftest import write_tar
+from tests.project.pages import png
+from tests.support.toy_sources import litdata
 
 
 @pytest.fixture
@@ -106,29 +114,6 @@ def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pyt
         find_shards(root.parent / "only")
 
 
-@pytest.fixture
-def unlistable(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder below `root` that may not be listed (whoever runs the tests may list any)."""
-    scandir = os.scandir
-
-    def refuse(path: Any) -> Any:
-        if str(path) == str(root / "b"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    return root / "b"
-
-
-def test_a_folder_that_cannot_be_listed_is_an_error_or_told(root: Path, unlistable: Path) -> None:
-    for shards in (root, [root], str(root)):
-        with pytest.raises(ShardError, match=f"{unlistable}: Permission denied: the folder cannot be listed"):
-            find_shards(shards)
-    told: list[ShardError] = []
-    assert find_shards(root, unlistable=told.append) == (root, ["a.tar"])
-    assert [error.reason for error in told] == ["unlistable folder"]
-
-
 def test_a_link_to_a_folder_is_left_out_with_a_warning(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,3 +174,137 @@ def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
     for folder in (tmp_path / "x.lance", tmp_path):
         with pytest.raises(ShardError, match=r"x\.lance/data has files of Lance, .*write it as Parquet, `pyarrow.*`"):
             find_shards(folder)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("a.tar", ["a.tar"]),
+        ("{0..2}.tar", ["0.tar", "1.tar", "2.tar"]),
+        ("{8..011}", ["008", "009", "010", "011"]),
+        ("{3..1}", ["3", "2", "1"]),
+        ("{-1..1}", ["-1", "0", "1"]),
+        ("{0..9..4}", ["0", "4", "8"]),
+        ("{a..e..2}", ["a", "c", "e"]),
+        ("{a,b}-{0..1}", ["a-0", "a-1", "b-0", "b-1"]),
+        ("{a,b,}x", ["ax", "bx", "x"]),
+        ("{a,b{1,2}c}", ["a", "b1c", "b2c"]),
+        ("{5..5}", ["5"]),
+        ("{0..9999..1000}" * 2, [f"{a}{b}" for a in range(0, 10_000, 1000) for b in range(0, 10_000, 1000)]),
+        ("{{1,2}}", ["{1}", "{2}"]),
+        ("no{braces", ["no{braces"]),
+        ("{a{1,2}", ["{a{1,2}"]),
+        ("{one}", ["{one}"]),
+        ("{}", ["{}"]),
+    ],
+)
+def test_braces_are_spelled_out(pattern: str, expected: list[str]) -> None:
+    assert expand_braces(pattern) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("{0..9999999}", "mean more than 1,000,000 names"),
+        ("{0..999}{0..999}{0..9}", "mean more than 1,000,000 names"),
+        ("{1,2}" * 64, "mean more than 1,000,000 names"),
+        ("{{0..600000},{0..600000}}", "mean more than 1,000,000 names"),
+        ("{0..99999}" + "x" * 10_000, "or too long ones"),
+        ("{" * 1000 + "a,b" + "}" * 1000, "mean more than 1,000,000 names"),
+    ],
+)
+def test_braces_that_mean_too_many_names_are_an_error(pattern: str, told: str) -> None:
+    with pytest.raises(ShardError, match=told):
+        expand_braces(pattern)
+
+
+def test_a_long_pattern_of_lone_braces_takes_no_time() -> None:
+    assert expand_braces("}" * 100_000) == ["}" * 100_000]
+    with pytest.raises(ShardError, match="the braces mean more than"):
+        expand_braces("{" * 100_000)
+
+
+LANE = sp.Lane()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Pictures with features beside them, below a folder with a space in its name."""
+    folder = tmp_path / "my photos"
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "b"):
+        (folder / f"below/{name}.png").write_bytes(png(1))
+        (folder / f"below/{name}.npy").write_bytes(b"features")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda path: sp.TarShardReader(path, LANE),
+        lambda path: sp.TarShardReader([path], LANE),
+        lambda path: custom.ParquetReader(path, LANE),
+        lambda path: custom.ArrowReader(path, LANE),
+        lambda path: custom.JsonlReader(path, LANE),
+    ],
+)
+def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
+    photos: Path, opened: Callable[[Path], Any]
+) -> None:
+    with pytest.raises(sp.ShardError) as caught:
+        opened(photos)
+    assert str(caught.value).endswith(f"below it; `savable convert '{photos}' DST` makes a dataset of its files")
+
+
+def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
+    assert sp.open_dataset(litdata(tmp_path / "lit"))[0].json()
+
+
+def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a/0.tar", [("k.txt", b"1")])
+    with pytest.raises(sp.ShardError, match=r"below it; 0\.tar is there, which sp\.TarShardReader reads$"):
+        custom.ParquetReader(tmp_path, LANE)
+
+
+@pytest.mark.parametrize("opened", [lambda path: sp.TarShardReader(path, LANE), sp.open_dataset])
+def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fills_it(
+    tmp_path: Path, opened: Callable[[str], Any]
+) -> None:
+    (tmp_path / "new shards/.cache").mkdir(parents=True)
+    (tmp_path / "new shards/.cache/a.png").touch()
+    for name, fault in (("new shards", "in this folder or below it"), ("none", "no such shard or folder")):
+        with pytest.raises(sp.ShardError) as caught:
+            opened(f"{tmp_path / name}")
+        folder = f"'{tmp_path / name}'" if " " in name else tmp_path / name
+        assert str(caught.value).endswith(
+            f"{fault}; `savable convert SRC {folder}` writes shards there of the files or the table SRC"
+        )
+
+
+def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
+    for missing in (tmp_path / "0.tar", tmp_path / "$NONE/shards"):
+        with pytest.raises(sp.ShardError, match=r"no such shard or folder(?!.*convert)"):
+            sp.TarShardReader(missing, LANE)
+    with pytest.raises(sp.ShardError, match=r"no such shard or folder$"):
+        custom.ParquetReader(tmp_path / "rows", LANE)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("captions.csv", r"captions\.csv: is a file of the kind csv, not tar; sp\.read\(…\) reads any kind"),
+        ("captions.tsv.gz", r"is a file of the kind csv, not tar"),
+        ("photo.png", r"no tar; `savable convert .* DST` makes a dataset of its folder$"),
+    ],
+)
+def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / name).write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(sp.ShardError, match=told):
+        sp.TarShardReader(tmp_path / name, LANE)
+    assert not (tmp_path / ".nv-meta").exists()
+
+
+def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(sp.ShardError, match="`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks it"):
+        sp.open_dataset(tmp_path / "captions.tsv.gz")

@@ -29,7 +29,7 @@ def selected(sizes: list[int], subset: Any = None, names: list[str] | None = Non
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(SIZES, SHARES)
 def test_ranges_that_meet_share_nothing_and_together_are_all(sizes: list[int], shares: list[float]) -> None:
     cuts = sorted({0.0, 1.0, *shares})
@@ -37,7 +37,7 @@ def test_ranges_that_meet_share_nothing_and_together_are_all(sizes: list[int], s
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(sum(sizes)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(SIZES, st.integers(1, 320))
 def test_a_count_is_that_many(sizes: list[int], count: int) -> None:
     assert len(selected(sizes, count)) == (count if count <= sum(sizes) else 0)

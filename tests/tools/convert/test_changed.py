@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from savable_pipeline.data.shards.uneven_parts import dotted_parts
+from savable_pipeline.data.shards.part_types import dotted_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion

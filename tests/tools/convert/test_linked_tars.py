@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
-from tests.data.shards.test_tar_links import FEW, HARD, SYMBOLIC, write
+from tests.data.shards.test_scan import FEW, HARD, SYMBOLIC, write
 
 CURE = "pack the files again with `tar --hard-dereference`, and `--dereference` for symbolic links"
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.data.remote.bucket import Bucket, close_buckets
+from savable_pipeline.data.remote.session import Bucket, close_buckets
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion

@@ -1,9 +1,13 @@
-"""A downloading process that somebody has stopped (SIGSTOP) is replaced once requests would not be tried any longer."""
+"""A downloading process that somebody has stopped (SIGSTOP) is replaced once requests would not be tried any longer.
+
+One that is closed while a thread waits for its answer leaves no one reading a descriptor of another's.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.session import Downloader
 from savable_pipeline.data.stores.cached_blocks import DownloadedFiles
 from savable_pipeline.errors import RemoteError
 from tests.conftest import write_numbered_shards
@@ -70,3 +74,36 @@ def test_requests_to_one_that_reads_nothing_end_too(tmp_path: Path, monkeypatch:
                 downloader.submit("stat", "http://127.0.0.1:1", "x" * 10_000)
     finally:
         downloader.close()
+
+
+def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: Path) -> None:
+    downloader = Downloader(tmp_path, 1 << 20)
+    began, freed = threading.Event(), threading.Event()
+    receive, wait_for_answer = downloader._child.connection.recv, downloader._wait_for_answer
+    seen: list[bool] = []
+
+    def waiting() -> None:
+        began.set()
+        wait_for_answer()
+
+    def slow() -> object:
+        try:
+            return receive()
+        finally:
+            freed.wait(0.2)  # a thread that the scheduler leaves here, between two reads of a message
+            seen.append(downloader._child.connection.closed)
+
+    downloader._child.connection.recv = slow  # type: ignore[method-assign]
+    downloader._wait_for_answer = waiting  # type: ignore[method-assign]
+
+    def wait() -> None:
+        with pytest.raises(RemoteError, match="ended with code"):
+            downloader.result(7)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    began.wait()
+    downloader.close()
+    freed.set()
+    thread.join()
+    assert seen == [False]
