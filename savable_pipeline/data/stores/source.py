@@ -27,7 +27,6 @@ from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, fo
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import (
-    ALL,
     LANCE,
     LANCE_CURE,
     LARGEST_INDEX,
@@ -298,15 +297,6 @@ def recognize(
         files = at_commit(files, {} if pinned is None else pinned, session)
     name = with_handles(partial(_checked_kind, files, kind, session) if kind else partial(_kind_of, files, session))
     return Source(files, STORES[name], session)
-
-
-def format_of_file(root: Path, name: str) -> FileFormat | None:
-    """The format of one file below `root`, by an index.json there or by its name, whatever is there.
-
-    None for what is of no kind.
-    """
-    kind = STORES.get("folder" if name == ALL else stored_in(root)) or STORES.get(_kind_of_name(name))
-    return None if kind is None else kind.form
 
 
 def _checked_kind(files: Shards, name: str, session: Session | None) -> str:

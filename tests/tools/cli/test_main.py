@@ -17,8 +17,7 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import run as conversion
-from savable_pipeline.tools.convert import run_conversion
+from savable_pipeline.tools.convert import conversion, run_conversion
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 TOOL = Path(__file__).parents[3] / "tools/convert.py"

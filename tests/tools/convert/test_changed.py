@@ -80,7 +80,7 @@ def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypat
     source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
     (other / "009.txt").write_text("text Y")
     no_margin(monkeypatch)
-    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
@@ -100,7 +100,7 @@ def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: 
 
 def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = texts(tmp_path / "in")
-    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()

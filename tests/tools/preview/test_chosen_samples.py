@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.tools.preview.chosen_samples import SampleChoice
-from savable_pipeline.tools.preview.dataset_page import dataset_pages, preview_dataset
+from savable_pipeline.tools.preview.dataset_page import SampleChoice, dataset_pages, preview_dataset
 from tests.conftest import write_tar
 from tests.tools.preview.test_preview import Page, run
 

@@ -18,8 +18,7 @@ from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_rec
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.preview.ledger_numbers import CostStep, ExpectedShares, GivenCounts, NotedCounters, waiting
-from savable_pipeline.tools.preview.pictures import picture
-from savable_pipeline.tools.preview.report_page import advice, report_page, waited
+from savable_pipeline.tools.preview.report_page import advice, picture, report_page, waited
 from tests.support.toy_pipelines import ToyEncoder
 
 SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
