@@ -81,8 +81,6 @@ def with_settings(source: Source, settings: Mapping[str, Any]) -> tuple[Kind, di
         if name not in kind.settings:
             others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
             raise ValueError(f"{source.files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
-    if (end := given.get("key_end")) not in ("first", "last", None):
-        raise ValueError(f"key_end must be 'first' or 'last', not {end!r}")
     return _variant(kind, given), given
 
 

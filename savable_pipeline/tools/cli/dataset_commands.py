@@ -62,6 +62,8 @@ def _settings(
     files_from: Path | None,
 ) -> dict[str, Any]:
     """The settings of a store that these options are, as `sp.open_dataset` takes them; None where one is not given."""
+    if key_end not in ("first", "last", None):
+        raise ValueError(f"key_end must be 'first' or 'last', not {key_end!r}")
     return {
         "key_end": key_end,
         "classes": classes or None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
     TargetArgument,
     err,
@@ -255,7 +255,7 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
             stage, _, name = field.rpartition(".")
             if stage and (value or value == 0):
                 saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
-        about = f"{row['batches']:,} batches given, {sizes[lane]:,} bytes"
+        about = f"{counted(row['batches'], 'batch', 'batches')} given, {sizes[lane]:,} bytes"
         for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
             names = "" if number else str(lane), printable(stage), printable(", ".join(fields))
             table.add_row(*names, end_section=number == len(saved))
