@@ -305,5 +305,9 @@ def test_the_lanes_of_a_state_are_read_on_a_terminal_of_80_columns(make_shards: 
     assert max(map(len, shown.splitlines())) == 80
     lanes = shown.partition("the lanes")[2]
     assert "…" not in lanes
-    for words in ("x/a/TarShardReader │ epoch", "│ x/ShuffleBuffer    │ refs 4, draws 16", "│ 0    │                    │ 1 batch given, "):
+    for words in (
+        "x/a/TarShardReader │ epoch",
+        "│ x/ShuffleBuffer    │ refs 4, draws 16",
+        "│ 0    │                    │ 1 batch given, ",
+    ):
         assert words in lanes, lanes

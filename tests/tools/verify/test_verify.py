@@ -49,7 +49,13 @@ def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> 
     assert [path.name for path in folder.iterdir()] == ["shards"], "nothing is written into the ledger of the run"
 
 
-@pytest.mark.parametrize("mistake", ["reads_the_clock", "iterates_a_set", "unseeded_numpy", "unseeded_python"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "iterates_a_set",
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("reads_the_clock", "unseeded_numpy", "unseeded_python")),
+    ],
+)
 def test_what_differs_from_process_to_process_is_named_with_field_sample_and_encoder(
     folder: Path, mistake: str
 ) -> None:
