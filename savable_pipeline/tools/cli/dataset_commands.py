@@ -278,7 +278,7 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
     for reason, count in Counter(problem.reason for problem in report.problems).most_common():
         out.print(f"  {count:>7,} × {printable(reason)}")
     for alike in _alike(report.problems):
-        about = f"{_where(alike[0])}: " if alike[0].shard else ""  # else of the dataset
+        about = f"{where}: " if (where := _where(alike[0])) else ""  # else of the dataset
         more = ", ".join(_where(problem) for problem in alike[1 : 1 + _NAMED])
         more += f" and {len(alike) - 1 - _NAMED:,} more" if len(alike) > 1 + _NAMED else ""
         more = f" ({len(alike):,} times; also {more})" if more else ""
@@ -294,7 +294,8 @@ def _alike(problems: list[Problem]) -> list[list[Problem]]:
 
 
 def _where(problem: Problem) -> str:
-    names = [problem.shard, problem.key and f"{problem.key}.{problem.part}"]
+    """The file and the sample, if it has them; a folder of files is one shard, "."."""
+    names = [problem.shard * (problem.shard != "."), problem.key and f"{problem.key}.{problem.part}"]
     return " ".join(filter(None, names)) + ("" if problem.offset is None else f" at byte {problem.offset}")
 
 

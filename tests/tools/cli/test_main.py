@@ -283,7 +283,7 @@ def test_check_says_a_fault_of_many_samples_in_one_line_with_their_number_and_th
     assert lines[1:3] == ["      120 × unreadable image", "        1 × malformed JSON"]
     (fault,) = [line for line in lines[3:] if "unreadable" in line]
     first, others = fault.split(" (120 times; also ")
-    assert first.startswith(". 000.jpg") and first.endswith("unreadable image: no image format that is read")
+    assert first.startswith("000.jpg: ") and first.endswith("unreadable image: no image format that is read")
     assert [name in others for name in ("001.jpg", "002.jpg", "003.jpg", "004.jpg")] == [True, True, True, False]
     assert others.endswith(" and 116 more)") and len(lines) == 5 and "malformed JSON" in lines[4]
 
