@@ -75,14 +75,6 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
     assert engine.runs > 5
 
 
-def test_rejects_are_those_of_local_processes(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 9, **{"003.jpg": b"bad", "nodot": b"", "zz.jpg": b""})
-    local = run_conversion(source, tmp_path / "local", SMALL)
-    assert run_conversion(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
-    assert len(local.rejected) == 3
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
-
-
 @pytest.mark.parametrize("step", [37, pytest.param(12, marks=pytest.mark.long)])
 def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp_path: Path, step: int) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})

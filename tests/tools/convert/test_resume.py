@@ -72,16 +72,6 @@ def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
     assert event > 60  # else the hook saw too little
 
 
-def test_a_conversion_killed_again_and_again_ends_with_the_same_bytes(
-    tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
-    kills = 0
-    while run_until_killed(tmp_path / "in", tmp_path / "out", 40 + 20 * kills):  # it looks at what is there first
-        kills += 1
-    assert 2 <= kills < 20
-    assert snapshot(tmp_path / "out") == undisturbed
-
-
 def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     def stopped(done: int, total: int, size: int) -> None:
         if done >= 6:
