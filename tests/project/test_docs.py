@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -55,12 +56,21 @@ NEVER_LOADED = {
 }
 
 
+@pytest.fixture(scope="module")
+def shards_and_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    write_captioned_shards(folder / "shards")
+    write_files(folder)
+    return folder
+
+
 @pytest.fixture
-def folder_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folder_of_a_page(
+    page: Path, shards_and_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Shards and files, or nothing; what a page sets for its whole process is as before afterwards."""
     if name_of(page) not in FROM_NOTHING:
-        write_captioned_shards(tmp_path / "shards")
-        write_files(tmp_path)
+        shutil.copytree(shards_and_files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     logger = logging.getLogger("savable_pipeline")

@@ -50,7 +50,9 @@ def resumed(shards: str, world_size: int, checkpoint: Checkpoint, *, acknowledge
     return trainer
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(4, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 1), (1, 2)))]
+)
 def test_of_736_prompts_none_is_skipped_and_none_is_trained_twice(prompts: str, before: int, after: int) -> None:
     checkpoint = killed(prompts, before, acknowledge=True)
     assert checkpoint.seen.total() == 320
@@ -70,7 +72,7 @@ def test_a_position_alone_skips_the_95_of_736_that_were_in_flight_the_longest_on
     assert median(map(duration, skipped)) > 2 * median(map(duration, seen))
 
 
-@pytest.mark.parametrize("kills", [(6,), (SAVED_EVERY, 11)])
+@pytest.mark.parametrize("kills", [(SAVED_EVERY, 11)])
 def test_each_prompt_of_an_asynchronous_loop_is_trained_or_dropped_once_in_what_the_model_has_seen(
     make_shards: Any, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:
@@ -97,10 +99,17 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kill_at", [EVERY + 3, 4 * EVERY])
-def test_a_mixture_by_losses_decides_the_same_after_a_kill(mixed: str, kill_at: int) -> None:
-    straight, first = MixedTraining(mixed), MixedTraining(mixed)
-    straight.train(60)
+@pytest.fixture(scope="module")
+def straight(mixed: str) -> MixedTraining:
+    """A training of 60 steps that is never stopped."""
+    training = MixedTraining(mixed)
+    training.train(60)
+    return training
+
+
+@pytest.mark.parametrize("kill_at", [EVERY + 3, pytest.param(4 * EVERY, marks=pytest.mark.long)])
+def test_a_mixture_by_losses_decides_the_same_after_a_kill(mixed: str, straight: MixedTraining, kill_at: int) -> None:
+    first = MixedTraining(mixed)
     first.train(kill_at)
     second = MixedTraining(mixed, copy.deepcopy(first.saved()))
     second.train(60)
@@ -109,17 +118,13 @@ def test_a_mixture_by_losses_decides_the_same_after_a_kill(mixed: str, kill_at: 
     assert torch.equal(second.model.slopes, straight.model.slopes)
 
 
-def test_a_mixture_by_losses_gives_what_it_decided(mixed: str) -> None:
-    training = MixedTraining(mixed)
-    training.train(60)
-    given = torch.cat([batch["domain"] for batch in training.batches[54:]]).bincount(minlength=len(DOMAINS)) / 48
-    assert given.tolist() == pytest.approx(list(training.decided[54].values()), abs=0.05)
+def test_a_mixture_by_losses_gives_what_it_decided(straight: MixedTraining) -> None:
+    given = torch.cat([batch["domain"] for batch in straight.batches[54:]]).bincount(minlength=len(DOMAINS)) / 48
+    assert given.tolist() == pytest.approx(list(straight.decided[54].values()), abs=0.05)
     assert given[DOMAINS.index("noisy")] > 0.9, "the others are learnt by then"
 
 
-def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str) -> None:
-    straight = MixedTraining(mixed)
-    straight.train(60)
+def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str, straight: MixedTraining) -> None:
     ranks = [mixed_loader(mixed, rank, 2) for rank in range(2)]
     found = []
     for slot in range(0, 60, 2):
@@ -142,7 +147,7 @@ class Prompts(sp.TaskEncoder):
         return {"dummy": torch.zeros(len(items), 1), **columns}
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_prompts_one_a_batch_come_after_a_resume_until_each_was_done_and_the_length_counts_them(
     make_shards: Any, num_workers: int
 ) -> None:

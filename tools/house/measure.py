@@ -15,9 +15,8 @@ import json
 import sys
 import tarfile
 import tempfile
-import tokenize
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,19 +25,35 @@ import savable_pipeline as sp
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("savable_pipeline", "task_encoders")
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def code_lines(source: str) -> int:
     """The lines of a module that hold code."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
+    texts = [text.strip() for text in source.split("\n")]
+    lines = {number for number, text in enumerate(texts, 1) if text and text[0] != "#"}
+    tree = ast.parse(source)
+    docstrings = [node for node in _statements(tree) if isinstance(node, ast.Expr) and _is_text(node.value)]
+    if source.count('"""') > 2 * len(docstrings):  # other texts of several lines, in which each line counts
+        texts_of_lines = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) or _is_text(node))
+        lines.update(line for node in texts_of_lines for line in _lines_of(node))
+    return len(lines.difference(line for node in docstrings for line in _lines_of(node)))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """The statements in a node, and those in them."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, name, ()):
+            if isinstance(each, ast.stmt):
+                yield each
+            yield from _statements(each)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+
+
+def _lines_of(node: Any) -> range:
+    return range(node.lineno, node.end_lineno + 1)
 
 
 def lines_by_folder() -> dict[str, int]:

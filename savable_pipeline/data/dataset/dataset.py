@@ -168,12 +168,12 @@ class Dataset:
         """The names that `dataset.yaml` gives to parts. Raises `ShardError` if the file is wrong."""
         return {} if self.root is None else read_field_map(self.root)
 
-    def part_sizes(self) -> tuple[dict[str, Rows], int]:
+    def part_sizes(self, *, in_rows: bool = False) -> tuple[dict[str, Rows], int]:
         """The sizes in bytes of parts, by extension, and the number of samples that have them: all, or some 1,000.
 
-        Some, spread evenly, where the store would have to read them all. Raises `ShardError`.
+        Some, spread evenly, where the store would have to read them all; `in_rows`, in any case. Raises `ShardError`.
         """
-        sizes = self.store.part_sizes()
+        sizes = None if in_rows else self.store.part_sizes()
         if sizes is not None:
             return sizes, self.count
         found: dict[str, list[int]] = {}

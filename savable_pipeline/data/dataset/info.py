@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.jsonl import JsonlStore
 from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
@@ -71,10 +73,10 @@ class Info:
         return [*self.faults, *lacking_parts(self.looked_at, counts), *dotted]
 
 
-def dataset_info(shards: Shards) -> Info:
-    """Describes a dataset. Raises `ShardError` if there is none or it holds no sample, `RemoteError`."""
-    dataset = open_any(shards, partial=True)
-    sizes, looked_at = dataset.part_sizes()
+def dataset_info(shards: Shards, **settings: Any) -> Info:
+    """Describes a dataset, with these settings of its store. Raises `ShardError` if it has no sample, `RemoteError`."""
+    dataset = open_any(shards, partial=True, **settings)
+    sizes, looked_at = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore))  # whose index has no fields
     nulls, faults = _nulls(dataset, looked_at)
     media, media_faults = _media(dataset)
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -61,14 +61,7 @@ def open_any(
     `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have.
     """
     source = recognize(files, pinned=pinned, cache=cache)
-    kind = source.kind
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name in given:
-        if name not in kind.settings:
-            others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
-            raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
-
-    kind = _variant(kind, given)
+    kind, given = with_settings(source, settings)
     if "unpacked_bytes" in kind.settings:
         given["unpacked_bytes"] = unpacked_bytes
 
@@ -76,6 +69,19 @@ def open_any(
         return seen(_indexed(source, kind, tolerant, unlistable), kind, partial=partial, **given)
 
     return dataset_of(open_it, on_error=on_error, unpacked_bytes=unpacked_bytes)
+
+
+def with_settings(source: Source, settings: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """The kind of files with these settings of their store, and those of them that are not None.
+
+    Raises ValueError for a setting that files of this kind do not have.
+    """
+    kind, given = source.kind, {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in kind.settings:
+            others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
+            raise ValueError(f"{source.files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
+    return _variant(kind, given), given
 
 
 def dataset_of(

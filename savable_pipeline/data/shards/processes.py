@@ -35,14 +35,14 @@ EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None,
 
 
 def each_shard(
-    task: Task, root: Path, names: list[str], processes: int, *, url: str = "", options: tuple[float, ...] = ()
+    task: Task, root: Path, names: list[str], processes: int, *, url: str = "", options: tuple[str, ...] = ()
 ) -> Generator[Answer, None, None]:
     """The answers for all shards, in the order in which they come; None where the process died over the shard.
 
     With a `url` the shards lie there, and `root` is an empty folder to download them to, one at a time. The task gets
     the `options` behind the name.
     """
-    arguments: tuple[str | float, ...] = (task, os.fspath(root), url, *options)
+    arguments: tuple[str, ...] = (task, os.fspath(root), url, *options)
     return each_job("savable_pipeline.data.shards.processes:serve", arguments, names, processes)
 
 
@@ -59,7 +59,7 @@ def here_or_in_several(
 
 
 def each_job(
-    serve: str, arguments: tuple[str | float, ...], jobs: Sequence[J], processes: int
+    serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
 ) -> Generator[tuple[J, bytes | None], None, None]:
     """Each job with what `serve`, a function as of `ChildProcess`, sends about it; None where the process died over it.
 
@@ -89,7 +89,7 @@ class _Worker(Generic[J]):
     def __init__(
         self,
         serve: str,
-        arguments: tuple[str | float, ...],
+        arguments: tuple[str, ...],
         waiting: queue.SimpleQueue[J],
         answers: queue.SimpleQueue[tuple[J, bytes | None]],
     ) -> None:
@@ -134,13 +134,13 @@ class _Worker(Generic[J]):
                 self._child.kill()
 
 
-def serve(connection: Connection, names: Iterator[str], task: Task, root: str, url: str, *options: float) -> None:
+def serve(connection: Connection, names: Iterator[str], task: Task, root: str, url: str, *options: str) -> None:
     """The child: does one shard after the other."""
     for name in names:
         connection.send_bytes(msgspec.msgpack.encode(do(task, Path(root), name, url, *options)))
 
 
-def do(task: Task, root: Path, name: str, url: str = "", *options: float) -> msgspec.Struct:
+def do(task: Task, root: Path, name: str, url: str = "", *options: str) -> msgspec.Struct:
     """The task's result for a shard; see `each_shard`."""
     work = found_at(task)
     found: msgspec.Struct = work(url, root, name, *options) if url else work(root, name, *options)

@@ -344,7 +344,7 @@ class FolderStore(RecordStore):
         self._last, self.has_classes = _LAST in found.form.name, classes
         self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the sample asked for last: key, and files by part
         if key_end is None and self.table.merged is not None:
-            raise ShardError(merged_fault(self.address, self.table.merged, 'key_end="{}"'))
+            raise ShardError(merged_fault(self.address, self.table.merged, 'key_end="{0}" (--key-end {0})'))
 
     def key(self, shard: int, row: int) -> str:
         """The path from the folder on, up to the dot that ends the key."""

@@ -28,7 +28,6 @@ from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, fo
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import (
-    ALL,
     LANCE,
     LANCE_CURE,
     LARGEST_INDEX,
@@ -290,15 +289,6 @@ def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> st
     if address.dataset not in known:
         known[address.dataset] = session.call("commit", address.dataset).encode()
     return address.at(known[address.dataset].decode())
-
-
-def format_of_file(root: Path, name: str) -> FileFormat | None:
-    """The format of one file below `root`, by an index.json there or by its name, whatever is there.
-
-    None for what is of no kind.
-    """
-    kind = STORES.get("folder" if name == ALL else stored_in(root)) or STORES.get(_kind_of_name(name))
-    return None if kind is None else kind.form
 
 
 def _checked_kind(files: Shards, name: str, session: Session | None) -> str:

@@ -9,22 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from savable_pipeline.core.wording import counted, listed
+from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED
+from savable_pipeline.data.dataset.opening import with_settings
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
+from savable_pipeline.data.shards.index import FileFormat
 from savable_pipeline.data.shards.indexing import is_folder, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.source import Source, recognize
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.check.file_check import Problem, ShardReport
+from savable_pipeline.tools.check.file_check import NOT_DECODED, ONE_KEYFRAME, Checking, Problem, ShardReport
 
 _CHECK = "savable_pipeline.tools.check.file_check:check_file"
 _CHECK_REMOTE = "savable_pipeline.tools.check.file_check:check_remote_file"
@@ -63,21 +67,26 @@ def check(
     processes: int | None = None,
     decode: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    **settings: Any,
 ) -> CheckReport:
     """Read every byte of a dataset, in `processes` processes (None: one per core); `progress` counts shards.
 
-    Of audio and video a share is decoded, `decode`. Changes nothing. Raises `ShardError` if there is no dataset to
-    check, `RemoteError` if its server cannot be reached, ValueError for no share.
+    Of audio and video a share is decoded, `decode`; `settings` are those of the store. Changes nothing. Raises
+    `ShardError` if there is no dataset to check, `RemoteError` if its server cannot be reached, ValueError for no share
+    and a setting that files of this kind do not have.
     """
     if not 0 <= decode <= 1:
         raise ValueError(f"decode must be a share of the audio and video, 0.0 to 1.0, not {decode}")
-    dataset = _find(shards)
+    source = recognize(shards)
+    kind, given = with_settings(source, settings)
+    dataset = _find(shards, source, kind.form)
+    how = Checking(kind.name, decode, given)
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
     reports = []
     progress(0, len(names))
-    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, decode), 1):
+    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, how), 1):
         if answer is None:
             problems.append(
                 Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
@@ -89,28 +98,29 @@ def check(
         problems += report.problems
         problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
     problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
+    return _summed(dataset.root, len(names), reports, problems)
+
+
+def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[Problem]) -> CheckReport:
+    """The report of all shards."""
     samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
-    parts, empty, nulls = Counter[str](), Counter[str](), Counter[str]()
+    parts, empty, nulls, counts = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
         parts.update(report.parts)
         empty.update(report.empty)
         nulls.update(report.nulls)
+        counts.update(report.counts)
     most, dotted = max((report.most_parts for report in reports), default=0), [r.dotted for r in reports]
     warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most, itertools.chain(*dotted))]
     links = [(report.name, report.links) for report in reports if report.links.count]
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
-        warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
-    warnings += [*_image_warnings(reports), *_media_warnings(reports)]
-    with_alpha = sum(report.with_alpha for report in reports)
-    return CheckReport(
-        dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
-    )
+        warnings.append(links_warning(root, count, f"{first[1].first} in {first[0]}"))
+    warnings += _media_warnings(counts)
+    return CheckReport(root, shards, samples, size, problems, warnings, counts[ALPHA], dict(empty), dict(nulls))
 
 
-def _find(shards: Shards) -> _Dataset:
-    source = recognize(shards)
-    form = source.kind.form
+def _find(shards: Shards, source: Source, form: FileFormat) -> _Dataset:
     if source.session is not None:
         found, metadata, indexed = look_up(source.files, form, source.session)
         whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
@@ -127,40 +137,36 @@ def _find(shards: Shards) -> _Dataset:
     return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
 
 
-def _image_warnings(reports: list[ShardReport]) -> Iterator[str]:
-    deep, turned = sum(report.deep for report in reports), sum(report.turned for report in reports)
-    if deep:
+def _media_warnings(counts: Counter[str]) -> Iterator[str]:
+    if count := counts[DEEP]:
         yield (
-            f"{counted(deep, 'image has', 'images have')} more than 8 bits a channel: sample.image() shows all above "
+            f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() shows all above "
             '255 as white; image(mode="I") gives whole numbers, mode="F" floats'
         )
-    if turned:
+    if count := counts[TURNED]:
         yield (
-            f"{counted(turned, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does; boxes and "
+            f"{counted(count, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does; boxes and "
             "masks that were made without turning fit sample.image(exif=False)"
         )
-
-
-def _media_warnings(reports: list[ShardReport]) -> Iterator[str]:
-    one_keyframe, not_decoded = (sum(report.one_keyframe for report in reports), sum(r.not_decoded for r in reports))
-    if one_keyframe:
+    if count := counts[ONE_KEYFRAME]:
         yield (
-            f"{counted(one_keyframe, 'video has', 'videos have')} one keyframe only, at the begin: a clip is decoded "
+            f"{counted(count, 'video has', 'videos have')} one keyframe only, at the begin: a clip is decoded "
             "from there; encode them again with a keyframe every few seconds"
         )
-    if not_decoded:
-        told = counted(not_decoded, "audio or video part was", "audio and video parts were")
-        yield f"{told} not decoded: pip install 'savable_pipeline[media]'"
+    if count := counts[NOT_DECODED]:
+        parts = counted(count, "audio or video part was", "audio and video parts were")
+        yield f"{parts} not decoded: pip install 'savable_pipeline[media]'"
 
 
-def _answers(dataset: _Dataset, names: list[str], processes: int, decode: float) -> Iterator[Answer]:
+def _answers(dataset: _Dataset, names: list[str], processes: int, how: Checking) -> Iterator[Answer]:
+    options = (msgspec.json.encode(how).decode(),)
     if not is_remote(dataset.root):
-        yield from each_shard(_CHECK, Path(dataset.root), names, processes, options=(decode,))
+        yield from each_shard(_CHECK, Path(dataset.root), names, processes, options=options)
         return
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root, options=(decode,))
+        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root, options=options)
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

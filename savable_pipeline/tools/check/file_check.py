@@ -7,17 +7,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED, image_doubts
+from savable_pipeline.data.dataset.decoding import image_doubts
 from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.part_types import (
     AUDIO_PARTS,
@@ -33,11 +34,11 @@ from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES, format_of_file
+from savable_pipeline.data.stores.source import STORES
 from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
-ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts
+ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts: of long videos, and where PyAV is not installed
 _ZEROS = 64  # bytes at least: fewer may be meant
 
 
@@ -64,24 +65,26 @@ class ShardReport(msgspec.Struct):
     parts: dict[str, int] = {}  # samples that have each part
     most_parts: int = 0  # of one sample
     dotted: list[tuple[str, ...]] = []  # of a tar: the parts of samples that have none without a dot
-    with_alpha: int = 0  # images that have alpha
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
     links: Links = Links(0)
-    one_keyframe: int = 0  # long videos that have one
-    not_decoded: int = 0  # audio and video, since PyAV is not installed
-    deep: int = 0  # images of more than 8 bits
-    turned: int = 0  # images that EXIF says to turn
+    counts: dict[str, int] = {}  # images and media of which there is something to say
 
 
-def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
-    """Read all of a file. Its content is decoded and dropped, of audio and video a `share`; faults become problems,
-    never errors.
-    """
-    form = format_of_file(root, name)
-    assert form is not None, name
+class Checking(msgspec.Struct, frozen=True):
+    """How files are checked: their kind, the share of audio and video to decode, and the settings of their store."""
+
+    kind: str = "tar"
+    share: float = 1.0
+    settings: dict[str, Any] = {}
+
+
+def check_file(root: Path, name: str, how: str = "{}") -> ShardReport:
+    """Read all of a file, as `how` says: a `Checking`, as JSON. Its content is dropped; faults become problems."""
+    checking = msgspec.json.decode(how, type=Checking)
+    form = STORES[checking.kind].form
     table = form.scan(root, name)
-    entry, found = table.entry, _Found(share)
+    entry, found = table.entry, _Found(checking.share)
     problems: list[Problem] = []
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
@@ -93,33 +96,23 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
-                problems += _problems_in(_store(form, table, root, Path(aside) / "index"), name, found)
+                problems += _problems_in(_store(checking, table, root, Path(aside) / "index"), name, found)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
-    return ShardReport(
-        name,
-        entry.size,
-        entry.samples,
-        entry.digest,
-        problems,
-        dict(found.parts),
-        found.most,
-        sorted(found.dotted) if form.kind is TAR_FILES else [],
-        found.counts[ALPHA],
-        dict(found.empty),
-        dict(found.nulls),
-        TarColumns.of(table).links if form.kind is TAR_FILES else Links(0),
-        found.counts[ONE_KEYFRAME],
-        found.counts[NOT_DECODED],
-        found.counts[DEEP],
-        found.counts[TURNED],
-    )
+    report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
+    report.parts, report.most_parts, report.counts = dict(found.parts), found.most, dict(found.counts)
+    report.empty, report.nulls = dict(found.empty), dict(found.nulls)
+    if form.kind is TAR_FILES:
+        report.dotted, report.links = sorted(found.dotted), TarColumns.of(table).links
+    return report
 
 
-def _store(form: FileFormat, table: ShardTable, root: Path, path: Path) -> RecordStore:
+def _store(checking: Checking, table: ShardTable, root: Path, path: Path) -> RecordStore:
     """The store of one file, with an index aside: nothing is changed beside it."""
-    write_index(path, [table], form)
-    return seen(IndexedFiles(form, form.index_at(path), path, None, root, tolerant=True), partial=True)
+    kind = STORES[checking.kind]
+    write_index(path, [table], kind.form)
+    files = IndexedFiles(kind.form, kind.form.index_at(path), path, None, root, tolerant=True)
+    return seen(files, kind, partial=True, **checking.settings)
 
 
 def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
@@ -160,7 +153,7 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
-def check_remote_file(url: str, folder: Path, name: str, share: float = 1.0) -> ShardReport:
+def check_remote_file(url: str, folder: Path, name: str, how: str = "{}") -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
     beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
     session = Session.of()
@@ -171,7 +164,7 @@ def check_remote_file(url: str, folder: Path, name: str, share: float = 1.0) -> 
             for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
                 if stat is not None:
                     session.call("whole", url, each, stat[0], str(own / each))
-            return check_file(own, name, share)
+            return check_file(own, name, how)
         except SavableError as error:
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 

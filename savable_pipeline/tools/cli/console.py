@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert import FILE_FIELDS
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines
 
@@ -86,6 +87,46 @@ TargetArgument: TypeAlias = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+    ),
+]
+# What says how data are read: of `convert`, `info`, `check` and `preview`.
+KeyEndOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--key-end",
+        metavar="first|last",
+        help='The dot of a file\'s name that ends the key; with "last", dots before it become "_". Default: the first, '
+        "unless that seems to merge samples.",
+    ),
+]
+ClassesOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--classes",
+        help="Folder: the name of a sample's deepest folder becomes its part cls, a number; in convert, names are in "
+        "classes.json.",
+    ),
+]
+KeyFieldOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--key-field", help="Records: the field with a sample's key. Default: the number of its record."),
+]
+FileFieldOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--file-field",
+        metavar="FIELD[=PART]",
+        help=f"JSONL, JSON, CSV: a field that names a file; repeatable. Default: {', '.join(FILE_FIELDS)}; in CSV "
+        "also columns of files that are there.",
+    ),
+]
+FilesFromOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--files-from",
+        "--files",
+        help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
+        "the files are that rows name by a path, without their bytes.",
     ),
 ]
 _LINE_EVERY_S = 10.0

@@ -14,6 +14,11 @@ from rich.console import Console
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    ClassesOption,
+    FileFieldOption,
+    FilesFromOption,
+    KeyEndOption,
+    KeyFieldOption,
     err,
     errors_as_lines,
     out,
@@ -22,27 +27,11 @@ from savable_pipeline.tools.cli.console import (
     printable,
     progress_of,
 )
-from savable_pipeline.tools.convert.source_words import FILE_FIELDS, WORDS
+from savable_pipeline.tools.convert import WORDS
 
 if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
     from savable_pipeline.tools.convert import Report
-
-_KeyEnd: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="first|last",
-        help='The dot of a file\'s name that ends the key: with "last", dots before it become "_". Default: the first, '
-        "unless that seems to merge samples.",
-    ),
-]
-_Classes: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--classes",
-        help="Folder: the name of a sample's deepest folder becomes its part cls, its number in classes.json.",
-    ),
-]
 
 
 def convert(
@@ -83,29 +72,12 @@ def convert(
     as_kind: Annotated[
         str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
     ] = None,
-    key_end: _KeyEnd = None,
-    classes: _Classes = False,
-    key_field: Annotated[
-        str | None, typer.Option(help="Records: the field with a sample's key. Default: the number of its record.")
-    ] = None,
-    file_field: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD[=PART]",
-            help=f"JSONL, JSON, CSV: a field that names a file; repeatable. Default: {', '.join(FILE_FIELDS)}; in CSV "
-            "also columns of files that are there.",
-        ),
-    ] = None,
+    key_end: KeyEndOption = None,
+    classes: ClassesOption = False,
+    key_field: KeyFieldOption = None,
+    file_field: FileFieldOption = None,
     no_files: Annotated[bool, typer.Option("--no-files", help="JSONL, JSON, CSV: no field names a file.")] = False,
-    files_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--files-from",
-            "--files",
-            help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
-            "the files are that rows name by a path, without their bytes.",
-        ),
-    ] = None,
+    files_from: FilesFromOption = None,
 ) -> None:
     """Write the samples of SRC as WebDataset shards into DST. SRC is recognized by its marks.
 
@@ -129,7 +101,7 @@ def convert(
     storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
     from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
-    from savable_pipeline.tools.convert.run import check_reshard
+    from savable_pipeline.tools.convert.conversion import check_reshard
 
     with errors_as_lines():
         if no_files and file_field:

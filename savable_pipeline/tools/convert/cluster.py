@@ -24,17 +24,17 @@ import msgspec
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.remote_part import close_part
 from savable_pipeline.tools.convert.shard_job import (
     ShardJob,
-    ShardPlace,
+    ShardPaths,
     WrittenShard,
     make_hole,
     read_written,
     write_shard,
 )
+from savable_pipeline.tools.convert.stored import close_part
 
-P = TypeVar("P", bound=ShardPlace)
+P = TypeVar("P", bound=ShardPaths)
 _SEEN_S = 120.0  # network file systems remember for a minute that a file was not there
 
 
@@ -97,25 +97,25 @@ def attempt(job: ShardJob) -> Made:
 
 
 @contextmanager
-def own_folder(place: P) -> Iterator[P]:
+def own_folder(paths: P) -> Iterator[P]:
     """The place by way of a folder of its own; before a bucket one of this machine alone, for all but the bucket."""
-    aside = place.aside if place.bucket is None else None
-    with tempfile.TemporaryDirectory(dir=aside, prefix=f"{Path(place.name).name}-", ignore_cleanup_errors=True) as own:
-        made: dict[str, Any] = {} if place.bucket is None else dict.fromkeys(("target", "work"), Path(own, "made"))
-        yield replace(place, aside=Path(own), **made)
+    aside = paths.aside if paths.bucket is None else None
+    with tempfile.TemporaryDirectory(dir=aside, prefix=f"{Path(paths.name).name}-", ignore_cleanup_errors=True) as own:
+        made: dict[str, Any] = {} if paths.bucket is None else dict.fromkeys(("target", "work"), Path(own, "made"))
+        yield replace(paths, aside=Path(own), **made)
 
 
-def index_of(place: ShardPlace) -> bytes:
+def index_of(paths: ShardPaths) -> bytes:
     """The rows of the index of a shard that went to a bucket; nothing of others."""
-    return b"" if place.bucket is None else (place.work / f"{place.name}.index").read_bytes()
+    return b"" if paths.bucket is None else (paths.work / f"{paths.name}.index").read_bytes()
 
 
-def note_shard(place: ShardPlace, size: int, index: bytes) -> None:
+def note_shard(paths: ShardPaths, size: int, index: bytes) -> None:
     """Leave here what `put_in_place` leaves of a shard that went to a bucket."""
-    path = place.work / f"{place.name}.index"
+    path = paths.work / f"{paths.name}.index"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, [index])
-    make_hole(place.target / place.name, size)
+    make_hole(paths.target / paths.name, size)
 
 
 def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -> None:

@@ -25,10 +25,10 @@ def describe(folder: Path) -> TarIndex:
     with room_on(folder):
         for stale in folder.rglob("*.tar.idx.*.tmp"):  # of a process that was killed: nobody else writes here
             stale.unlink(missing_ok=True)
-        place, _ = index_files(folder, TARS)
-        if place.resolve() != (folder / INDEX_NAME).resolve():  # but in this user's cache, where others do not look
+        path, _ = index_files(folder, TARS)
+        if path.resolve() != (folder / INDEX_NAME).resolve():  # but in this user's cache, where others do not look
             raise OSError(errno.ENOSPC, f"no room for {INDEX_NAME}")
-        index = describe_indexed(folder, place)
+        index = describe_indexed(folder, path)
         for entry in index.shards:
             offsets = folder / f"{entry.name}.idx"
             if not entry.fault and not offsets.exists():  # the disk was full when it was indexed

@@ -42,8 +42,8 @@ class Target:
         return str(self.folder) if self.bucket is None else self.bucket.url
 
     @property
-    def shard_place(self) -> dict[str, Any]:
-        """What a `ShardPlace` in it has besides a name."""
+    def shard_paths(self) -> dict[str, Any]:
+        """What a `ShardPaths` in it has besides a name."""
         work = self.folder / WORK
         return {"target": self.folder, "work": work, "aside": work, "bucket": self.bucket}
 
@@ -70,14 +70,14 @@ class Target:
 
 
 @contextlib.contextmanager
-def target_at(place: Path | str) -> Iterator[Target]:
+def target_at(path: Path | str) -> Iterator[Target]:
     """The target that a path or a URL names. Raises ValueError for a URL in a Path, or of another kind."""
-    if isinstance(place, Path) and re.match("[a-z0-9]+:/", str(place)):
-        raise ValueError(f"{clean_address(str(place))}: a Path cannot hold a URL; give it as a str")
-    if "://" not in str(place):
-        yield Target(Path(place))
+    if isinstance(path, Path) and re.match("[a-z0-9]+:/", str(path)):
+        raise ValueError(f"{clean_address(str(path))}: a Path cannot hold a URL; give it as a str")
+    if "://" not in str(path):
+        yield Target(Path(path))
         return
-    with mirrored(str(place)) as target:
+    with mirrored(str(path)) as target:
         yield target
 
 

@@ -106,7 +106,7 @@ class Input:
     warnings: list[str] = field(default_factory=list)
     nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there
     classes: list[str] = field(default_factory=list)  # names of folders, by the numbers in the parts `cls`
-    place: str = ""  # of a source behind a URL: see `place_of`
+    source_id: str = ""  # of a source behind a URL: see `source_id`
 
 
 @dataclass(frozen=True, slots=True)

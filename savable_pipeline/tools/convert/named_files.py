@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from savable_pipeline.data.stores.sample_names import outside
 from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
 from savable_pipeline.tools.convert.part_data import Parts, changed, file_data
-from savable_pipeline.tools.convert.plan import is_kept, place_of
-from savable_pipeline.tools.convert.source_file import place_behind
+from savable_pipeline.tools.convert.plan import is_kept, source_id
+from savable_pipeline.tools.convert.source_file import remote_source_id
 
 if TYPE_CHECKING:  # with pyarrow, which other sources do without
     from savable_pipeline.data.dataset.dataset import Dataset
@@ -110,7 +110,9 @@ class RowColumns:
         found.nulls = dict(self._nulls)
         if self._folder:
             found.reader = WithNamedFiles(found.reader, self._folder)
-            found.place = place_behind(found.place or place_of(Path(found.root)), [place_of(Path(self._folder))])
+            found.source_id = remote_source_id(
+                found.source_id or source_id(Path(found.root)), [source_id(Path(self._folder))]
+            )
             if not self._named:
                 found.warnings.append("no row names a file without its bytes: --files is not needed")
         elif self._named:

@@ -3,6 +3,10 @@
 So the bytes of a shard depend only on the input and the options, not on the process that writes it. A sample that is
 found damaged while its shard is written is left out; no other sample takes its place. The split of a sample depends on
 its key and the shares alone: where data are added, a sample stays where it was.
+
+Folders may be classes: the deepest folder of a sample becomes its part `cls`, the number of that folder's name.
+
+    train/cat/0.jpg   train/dog/1.jpg   val/cat/2.jpg      →      cls 0, 1, 0; classes.json: ["cat", "dog"]
 """
 
 from __future__ import annotations
@@ -22,16 +26,18 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.metadata import CONVERTED, META
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
+from savable_pipeline.data.stores.folder_store import CLASS, class_of
 from savable_pipeline.data.stores.sample_names import Reject
-from savable_pipeline.tools.convert.model import Files, Input, Options
+from savable_pipeline.tools.convert.model import Files, Input, Options, Part
 
 MANIFEST = CONVERTED
 CLASSES = "classes.json"  # names by number
 REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 RECORDS = {kind: f"{WORK}/records.{kind}" for kind in ("jsonl", "json", "csv", "tsv")}  # that must be unpacked
-_VERSION = 1  # of the plan: to be raised when the same input would give other bytes
+VERSION = 2  # of the manifest and the plan: to be raised when either changes; no other is read
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     input: str  # sha256 of all names and sizes; of a JSONL file, of its bytes too
     options: Options
-    place: str = ""  # where the input lay: see `place_of`; the bytes of the shards do not depend on it
+    source_id: str = ""  # where the input lay: see the function; the bytes of the shards do not depend on it
     source: str = ""  # its path or URL, for messages: see `source_name`
     done: bool = False
 
@@ -77,18 +83,18 @@ def make_plan(found: Input, options: Options, source: str = "") -> Plan:
     for split, group in groups.items():
         shards += _shards(group, options, f"{split}-" if split else "", shards[-1].last if shards else 0)
     manifest = Manifest(
-        version=_VERSION,
+        version=VERSION,
         samples=len(found.samples),
         shards=len(shards),
         input=_digest(found),
         options=msgspec.structs.replace(options, key_end=options.key_end or "first"),  # which gives the same bytes
-        place=found.place or place_of(Path(found.root)),
+        source_id=found.source_id or source_id(Path(found.root)),
         source=source,
     )
     return Plan(found, options, shards, manifest)
 
 
-def place_of(source: Path) -> str:
+def source_id(source: Path) -> str:
     """A hash of where a source lies and of which folder or file it is: another one put in its place has another."""
     real = source.resolve()
     return hashlib.sha256(f"{real}\0{real.stat().st_ino}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -199,3 +205,43 @@ def split_samples(samples: list[Files], split: tuple[tuple[str, str], ...]) -> d
         point = xxh3_64_intdigest(sample.key.encode("utf-8", "surrogateescape"))
         groups[names[next(i for i, end in enumerate(ends) if point < end)]].append(sample)
     return groups
+
+
+_MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
+_SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "eval"))
+_COUNTED = re.compile(r"[0-9._-]{3,}")  # parts of a large dataset, and dates
+
+
+def add_classes(found: Input) -> None:
+    """Give each sample the part `cls`; those in no folder, and with such a part already, are rejected."""
+    samples: list[Files] = []
+    for sample in found.samples:
+        path, name = sample.parts[0].path, class_of(sample.key)
+        if not name:
+            found.rejected.append(Reject(path, sample.key, "no class", "it lies in no folder"))
+        elif any(part.extension.lower() == CLASS for part in sample.parts):
+            detail = f"{CLASS}, of a file and of the folder"
+            found.rejected.append(Reject(path, sample.key, "two parts with one extension", detail))
+        else:
+            # (An offset, since no file is to be compared when the conversion goes on: the name is that of the sample.)
+            own = Part(CLASS, path, len(str(found.classes.index(name))), offset=0)
+            samples.append(replace(sample, parts=tuple(sorted((*sample.parts, own), key=lambda part: part.extension))))
+    found.samples = samples
+
+
+def classes_hint(samples: list[Files]) -> list[str]:
+    """What to do where folders look like classes: each sample is one image, sound or film, and no folder is a split."""
+    if not all(len(sample.parts) == 1 and sample.parts[0].extension.lower() in _MEDIA for sample in samples):
+        return []
+    names = {class_of(sample.key) for sample in samples}
+    if (
+        "" in names
+        or not 1 < len(names) <= len(samples) // 2
+        or names <= _SPLITS
+        or all(map(_COUNTED.fullmatch, names))
+    ):
+        return []
+    return [
+        f"the folders {listed(sorted(names))} look like classes: --classes gives each sample its folder's number "
+        "as the part cls, and writes the names to classes.json"
+    ]

@@ -1,25 +1,48 @@
-"""Reads a source of any kind: what its samples are, and how their parts are read when a shard is written.
+"""Reads a source of any kind: what its samples are, what is rejected, and how their parts are read for a shard.
 
-What a store reads in place has no second reader here: `read_stored`.
+a folder         its samples, as they are       key: the path                 `read_folder`
+tables           rows, and files they name      key: a number, or a field     `read_table`
+MDS, LitData     records of their index.json    key: a number, or a field     `read_records`
+what a store reads in place                     key: its own                  `read_stored`
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.remote.session import close_scratch
+from savable_pipeline.data.shards.byte_source import RecordError
+from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
 from savable_pipeline.data.stores.decompressed import MORE, DamagedError
+from savable_pipeline.data.stores.folder_store import FolderStore, merged_fault
+from savable_pipeline.data.stores.jsonl import without_mark
+from savable_pipeline.data.stores.record_files import Blob, Value, parts_of
+from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
+from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.convert.compressed import is_compressed, opened
-from savable_pipeline.tools.convert.model import Input, Options
-from savable_pipeline.tools.convert.plan import RECORDS, WORK, place_of
-from savable_pipeline.tools.convert.records import read_folder, read_records, read_table
-from savable_pipeline.tools.convert.source_file import close_objects, name_of, place_behind, stamp_of
+from savable_pipeline.tools.convert.model import Files, Input, Options, Part
+from savable_pipeline.tools.convert.plan import RECORDS, WORK, source_id
+from savable_pipeline.tools.convert.source_file import (
+    close_objects,
+    is_compressed,
+    name_of,
+    opened,
+    remote_source_id,
+    stamp_of,
+)
 from savable_pipeline.tools.convert.sources import ROWS, TEXTS, ConversionSource
-from savable_pipeline.tools.convert.stored import close_stores, read_stored
+from savable_pipeline.tools.convert.stored import close_stores, raw_input, read_stored, stored_input, with_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +130,8 @@ def _table(reading: Reading) -> Input:
     except ShardError as error:
         raise ValueError(str(error)) from error
     if isinstance(path, str):  # which object the records were read from, and where the files are
-        files = [] if reading.files_from is None else [place_of(reading.files_from)]
-        found.place = place_behind(path, [stamp_of(path), *files])
+        files = [] if reading.files_from is None else [source_id(reading.files_from)]
+        found.source_id = remote_source_id(path, [stamp_of(path), *files])
     return found
 
 
@@ -118,3 +141,239 @@ def _check_text(reading: Reading) -> None:
         fault = text_fault(file.read(HEAD), name_of(reading.path))
     if fault:
         raise ValueError(f"{reading.path}: {fault}")
+
+
+TEXT_FIELDS = ("caption", "text")
+_SHARED = 1.1  # times the bytes of the files
+_NO_FILES = "With --no-files they stay what they are, text"
+
+
+def read_folder(root: Path, options: Options, work: Path) -> Input:
+    """The samples of a folder and those below it, sorted by key."""
+    kind = f"folder{'-outside' if options.allow_outside else ''}{'-last' if options.key_end == 'last' else ''}"
+    settings = {"key_end": options.key_end or "first", "classes": options.classes}
+    store, found = raw_input(root, kind, settings, work)
+    assert isinstance(store, FolderStore)
+    if options.key_end is None and store.table.merged is not None:
+        raise ValueError(merged_fault(str(root), store.table.merged, "--key-end {}"))
+    found.hidden, found.rejected, found.digest = store.table.hidden, [*store.table.rejected], ""
+    found.classes = store.classes if options.classes else []
+    for row in range(store.entries[0].samples):
+        key, files = store.key(0, row), store.files(row)
+        parts = tuple(Part(extension, store.path(number), store.size(number)) for extension, number in files.items())
+        found.samples.append(Files(key, parts, row, of_files=True))
+    return found
+
+
+@dataclass
+class _Table:
+    """A table on its way into samples: its name, how its rows are called, and what they have in common."""
+
+    store: TableStore
+    name: str  # of the source: of what was decompressed, that of the compressed file
+    key_field: str | None
+    keys: dict[str, int] = field(default_factory=dict)  # seen so far, with their lines
+    texts: set[str] = field(default_factory=lambda: set(TEXT_FIELDS))
+    digest: Any = field(default_factory=hashlib.sha256)  # of all bytes
+    narrow: list[Reject] = field(default_factory=list)  # rows of another width than the header
+
+    @cached_property
+    def address(self) -> str:
+        """The file that holds the rows, as parts name it."""
+        return self.store.where(0)
+
+    def key(self, fields: dict[str, Any]) -> str:
+        """The key in the fields of a row. Raises `RecordError`, also for that of a sample before it."""
+        assert self.key_field is not None
+        key = _key(fields.get(self.key_field), self.key_field)
+        if key in self.keys:
+            raise RecordError(f"duplicate key: {key!r} is the key of line {self.keys[key]} already")
+        return key
+
+
+def read_table(
+    path: Path | str, name: str, kind: str, options: Options, files_from: Path | str | None, work: Path
+) -> Input:
+    """The samples of a table, in its order: a row, and the files that it names. Raises ValueError for one that is none.
+
+    `name` is what rejects call it. Files are relative to `files_from`, None: the table's folder; "": there are none.
+    """
+    folder = str(files_from.absolute()) if isinstance(files_from, Path) else files_from
+    settings: dict[str, Any] = {"files_from": folder, "allow_outside": options.allow_outside, "pinned": False}
+    named = () if kind == "csv" else FILE_FIELDS
+    settings["file_fields"] = named if options.file_fields is None else tuple(options.file_fields)
+    store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, settings, work)
+    assert isinstance(store, TableStore)
+    if kind != "jsonl" and (fault := store.entries[0].fault):  # of lines, one that cannot be read is a reject
+        raise ValueError(fault.replace(store.entries[0].name, name, 1))
+    if isinstance(store, CsvStore) and options.file_fields is None:
+        _name_columns(found, store, name)
+    found.root = store.root_of(0)
+    table = _Table(store, name, options.key_field)
+    for row in _rows(table, kind):
+        _add_row(found, table, row)
+    found.rejected[:0] = table.narrow
+    found.digest = table.digest.hexdigest()
+    found.texts = frozenset(table.texts) if found.samples else frozenset()
+    found.warnings[:0] = _shared(found)
+    _refuse_urls(name, found)
+    return found
+
+
+def _name_columns(found: Input, store: CsvStore, name: str) -> None:
+    """Take the columns that name files. Raises ValueError if there is none, and a column holds URLs."""
+    fields, found.warnings, urls = file_columns(store, name)
+    if urls:
+        raise ValueError(
+            f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
+            f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
+        )
+    store.name_files(fields)
+    found.reader = with_settings(found.reader, file_fields=tuple(fields))
+
+
+class _Row(NamedTuple):
+    """A row: its number in the store, that which is its key, its line, its bytes, and where they begin."""
+
+    row: int
+    number: int
+    line: int
+    raw: bytes
+    begin: int
+
+
+def _rows(table: _Table, kind: str) -> Iterator[_Row]:
+    """The rows that are not blank; of lines also those behind a fault, which are none of the store's."""
+    store, lines = table.store, _LINES[kind]
+    blob = store.blob(0).tolist()
+    head = store.files.read(0, 0, blob[0])
+    table.digest.update(head)
+    number, line = 0, 1 + lines(head)
+    for row, (begin, raw) in enumerate(zip(blob, store.rows_in_order(0), strict=True)):
+        table.digest.update(raw)
+        for part in [raw] if begin < blob[-1] else io.BytesIO(raw) if kind == "jsonl" else ():
+            if without_mark(part, begin).strip():
+                number += 1
+                yield _Row(row, line if kind == "jsonl" else number, line if kind != "json" else number, part, begin)
+            line += lines(part)
+
+
+# How many lines there are in the bytes of rows.
+_LINES: dict[str, Callable[[bytes], int]] = {
+    "jsonl": lambda raw: raw.count(b"\n"),
+    "csv": lambda raw: len(raw.splitlines()),
+    "json": lambda raw: 0,
+}
+
+
+def _add_row(found: Input, table: _Table, row: _Row) -> None:
+    """Add the sample of a row, or its reject."""
+    store, key = table.store, ""
+    try:
+        fields, body = store.parsed(0, row.raw, row.begin)
+        key = f"{row.number:09d}" if table.key_field is None else table.key(fields)
+        files = store.files_of(0, fields)
+    except RecordError as error:
+        reject = Reject.of(f"{table.name}:{row.line}", key, str(error))
+        (table.narrow if reject.reason == "not as wide as the header" else found.rejected).append(reject)
+        return
+    parts = [Part("json", table.address, len(body), 0), *(Part(each.part, each.path, each.size) for each in files)]
+    if files or table.key_field is not None:
+        parts.sort(key=lambda part: part.extension)
+        fault, path = parts_fault(key, [(part.extension, part.path, part.size, "") for part in parts])
+        if fault:
+            reason, _, detail = fault.partition(": ")
+            detail = detail if path == table.address else f"{printable(path)}: {detail}".removesuffix(": ")
+            found.rejected.append(Reject(f"{table.name}:{row.line}", printable(key), reason, detail))
+            return
+        table.keys[key] = row.line
+    if table.texts:
+        table.texts.intersection_update(name for name in TEXT_FIELDS if isinstance(fields.get(name), str))
+    found.samples.append(Files(key, tuple(parts), row.row, of_files=True))
+
+
+def _shared(found: Input) -> list[str]:
+    """A warning if files are named by several records, since each gets their bytes."""
+    sizes: dict[str, int] = {}
+    uses, total = 0, 0
+    for sample in found.samples:
+        for part in sample.parts:
+            if part.offset is None:
+                uses += 1
+                total += part.size
+                sizes[part.path] = part.size
+    factor = total / max(1, sum(sizes.values()))
+    if factor < _SHARED:
+        return []
+    return [
+        f"{uses:,} uses of {len(sizes):,} files: those that several records name are stored with each, which takes "
+        f"{factor:.1f} times their {human_bytes(sum(sizes.values()))}; put what belongs to one file into one record to "
+        "store it once"
+    ]
+
+
+def _refuse_urls(name: str, found: Input) -> None:
+    named = next((reject.detail for reject in found.rejected if reject.reason == A_URL), None)
+    if found.samples or named is None:
+        return
+    raise ValueError(
+        f"{name}: its records name URLs, not files, such as {named}; download them first, into tars that are read as "
+        f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
+    )
+
+
+def read_records(path: Path | str, key_field: str | None, unpacked_bytes: int) -> Input:
+    """The samples of a folder with an index.json; the key of one is its number, or what the field of a record holds.
+
+    Raises ValueError for a folder, or a file of it, that cannot be read at all.
+    """
+    from savable_pipeline.data.stores.record_folder_store import RecordFolderStore  # other sources do without
+
+    try:
+        dataset, found = stored_input(path, unpacked_bytes)
+        store, seen, number = dataset.store, set[str](), 0
+        assert isinstance(store, RecordFolderStore)
+        order = store.listed_order()
+        found.digest = hashlib.sha256(f"{found.digest} {order}".encode()).hexdigest()
+        for shard, later in zip(order, [*order[1:], None], strict=True):
+            for each in (shard, later) if number == 0 else (later,):
+                if each is not None:
+                    store.prefetch(np.arange(dataset.firsts[each], dataset.firsts[each + 1]))
+            store.validate(shard)
+            for row in range(store.entries[shard].samples):
+                _add_record(found, store, shard, row, number, key_field, seen)
+                number += 1
+    except ShardError as error:
+        raise ValueError(str(error)) from error
+    return found
+
+
+def _add_record(
+    found: Input, store: Any, shard: int, row: int, number: int, key_field: str | None, seen: set[str]
+) -> None:
+    """Add the sample of a record, or its reject; `seen` are the keys before it."""
+    name, key = store.entries[shard].name, f"{number:09d}"
+    try:
+        fields: list[Value | Blob] = store.record(shard, row)
+        if key_field is not None:
+            values = (each.value for each in fields if isinstance(each, Value) and each.name == key_field)
+            key = _key(next(values, None), key_field)
+            if key in seen:
+                raise RecordError(f"duplicate key: {key!r} is the key of a record before it")
+        parts = tuple(Part(extension, name, blob.size) for extension, blob in parts_of(fields).items())
+        if not parts:
+            raise RecordError("no field: a record without any")
+        if fault := parts_fault(key, [(part.extension, name, part.size, "") for part in parts])[0]:
+            raise RecordError(fault)
+    except RecordError as error:
+        found.rejected.append(Reject.of(f"{name}, record {number}", key, str(error)))
+        return
+    found.samples.append(Files(key, parts, int(store.firsts[shard]) + row))
+    seen.add(key)
+
+
+def _key(value: Any, field: str) -> str:
+    """What the field of a key holds, as a key. Raises `RecordError`."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise RecordError(f"no key: the field {field!r} holds {value!r}")
+    return str(value)

@@ -24,13 +24,13 @@ from savable_pipeline.data.stores.sample_names import TAR_ENDINGS, Reject, is_ta
 from savable_pipeline.data.stores.tar_store import links_told
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
-from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.describe import describe, describe_tables
 from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Options, Report
-from savable_pipeline.tools.convert.plan import WORK, Manifest, place_of, source_name
+from savable_pipeline.tools.convert.plan import VERSION, WORK, Manifest, source_id, source_name
 from savable_pipeline.tools.convert.resume import is_newer, to_go_on, write_manifest, write_rejects
-from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place
+from savable_pipeline.tools.convert.shard_job import ShardPaths, put_in_place
+from savable_pipeline.tools.convert.source_file import is_compressed, opened
 
 _CHUNK = 1 << 20
 
@@ -43,7 +43,7 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TarJob(ShardPlace):
+class _TarJob(ShardPaths):
     """A tar to write; of one that is in its place already, to compare with, `there` has the bytes."""
 
     path: Path
@@ -74,16 +74,16 @@ def repack(
     if twice is not None:
         raise ValueError(f"{source}: two tars would become {twice}; convert them into two folders")
     manifest = Manifest(
-        version=1,
+        version=VERSION,
         samples=len(tars),
         shards=len(tars),
         input=_digest_of(base, tars),
         options=options,
-        place=place_of(source),
+        source_id=source_id(source),
         source=source_name(source),
     )
     there = to_go_on(target, manifest, names)
-    moved = there is not None and there.place != manifest.place
+    moved = there is not None and there.source_id != manifest.source_id
     faults, looked_at = _all_repacked(dict(zip(names, tars, strict=True)), target, engine, progress, moved=moved)
     rejected = [
         Reject(str(path), "", "damaged tar", printable(faults[name]))
@@ -112,7 +112,7 @@ def _all_repacked(
     jobs = [
         _TarJob(
             name=name,
-            **target.shard_place,
+            **target.shard_paths,
             path=path.absolute(),
             there=(target.folder / name).stat().st_size if (target.folder / name).exists() else None,
         )

@@ -26,7 +26,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Files, Part, Report
 from savable_pipeline.tools.convert.part_data import LongPart, Parts, data_fault, is_long
-from savable_pipeline.tools.convert.plan import MANIFEST, REJECTED, WORK, Manifest, Plan, PlannedShard
+from savable_pipeline.tools.convert.plan import MANIFEST, REJECTED, VERSION, WORK, Manifest, Plan, PlannedShard
 from savable_pipeline.tools.convert.shard_job import read_written
 
 _MARGIN_NS = 2_000_000_000  # clocks of file systems are as coarse as this
@@ -43,7 +43,7 @@ def _check_unchanged(folder: Path, plan: Plan, shards: Iterable[PlannedShard], t
 
     `there` is the manifest of then, which tells whether the source lies where it did; from now on it may lie here.
     """
-    moved = there.place != plan.manifest.place
+    moved = there.source_id != plan.manifest.source_id
     changed = [path for shard in shards for path in _changed(folder, plan, shard, moved)]
     if changed:
         told = "; ".join(filter(None, [listed(changed), _two_sources(plan.manifest, there)]))
@@ -51,7 +51,7 @@ def _check_unchanged(folder: Path, plan: Plan, shards: Iterable[PlannedShard], t
             f"{folder} holds another conversion: {len(changed)} files hold other bytes than were converted, at "
             f"the same size: {told}. Convert into another folder, or remove this one"
         )
-    here = msgspec.structs.replace(there, place=plan.manifest.place, source=plan.manifest.source)
+    here = msgspec.structs.replace(there, source_id=plan.manifest.source_id, source=plan.manifest.source)
     if here != there:
         write_manifest(folder, here)
 
@@ -82,7 +82,7 @@ def _changed(folder: Path, plan: Plan, shard: PlannedShard, moved: bool) -> Iter
 def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[Files]:
     """The samples with a file that may have been changed since the shard was written.
 
-    (Of what lies behind a URL the place has the stamps: it is `moved` then.)
+    (Of what lies behind a URL its id has the stamps: it is `moved` then.)
     """
     behind_url = "://" in root
 
@@ -125,13 +125,19 @@ def _whole_files(sample: Files) -> Iterator[Part]:
 
 def read_manifest(target: Path) -> Manifest | None:
     """The manifest of a folder, None if it has none. Raises `SavableError` for one that cannot be read."""
-    path = target / MANIFEST
+    path, fault = target / MANIFEST, ""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        there = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise SavableError(f"{path}: not a manifest of this version: {error}; convert into another folder") from error
+        fault = str(error)
+    if fault or there.version != VERSION:
+        fault = fault or f"it has the number {there.version}, and {VERSION} is read"
+        raise SavableError(
+            f"{path}: not a manifest of this version: {fault}; convert into another folder, or remove this one"
+        )
+    return there
 
 
 def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
@@ -148,13 +154,13 @@ def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(manifest)
-    del fields["done"], fields["place"], fields["source"]
+    del fields["done"], fields["source_id"], fields["source"]
     return {**fields.pop("options"), **fields, "input": manifest.input[:12]}
 
 
 def _two_sources(here: Manifest, there: Manifest) -> str:
     """Which source was converted, and which is to be, where they lie at two places; else ""."""
-    if not there.place or there.place == here.place:
+    if not there.source_id or there.source_id == here.source_id:
         return ""
     return f"source {there.source or 'not noted'!r} there, {here.source!r} here"
 

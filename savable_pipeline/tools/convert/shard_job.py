@@ -39,7 +39,7 @@ class WrittenShard(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardPlace:
+class ShardPaths:
     """Where a shard is written: into `target`, and what is known of it into `work`, all by way of the folder `aside`.
 
     With a `bucket` the files are written there; in `target` a hole of the shard's size stands for it.
@@ -53,7 +53,7 @@ class ShardPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardJob(ShardPlace):
+class ShardJob(ShardPaths):
     """One shard to write, of these samples."""
 
     samples: list[Files]
@@ -111,24 +111,24 @@ def room_on(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def put_in_place(place: ShardPlace, table: ShardTable) -> None:
-    """Put a shard that was written aside in its place, after its rows of the index and its offsets."""
-    index, offsets = f"{place.name}.index", f"{place.name}.idx"
-    write_index(place.aside / index, [table], TARS)
-    write_tar_idx(place.aside / place.name, table)
-    _move(place, index, place.work)
-    for name in (offsets, place.name):
-        if place.bucket is not None:
-            place.bucket.upload(name, place.aside / name)
-        if place.bucket is not None and name == place.name:
-            make_hole(place.aside / name, (place.aside / name).stat().st_size)
-        _move(place, name, place.target)
+def put_in_place(paths: ShardPaths, table: ShardTable) -> None:
+    """Put a shard that was written aside in its paths, after its rows of the index and its offsets."""
+    index, offsets = f"{paths.name}.index", f"{paths.name}.idx"
+    write_index(paths.aside / index, [table], TARS)
+    write_tar_idx(paths.aside / paths.name, table)
+    _move(paths, index, paths.work)
+    for name in (offsets, paths.name):
+        if paths.bucket is not None:
+            paths.bucket.upload(name, paths.aside / name)
+        if paths.bucket is not None and name == paths.name:
+            make_hole(paths.aside / name, (paths.aside / name).stat().st_size)
+        _move(paths, name, paths.target)
 
 
-def _move(place: ShardPlace, name: str, folder: Path) -> None:
+def _move(paths: ShardPaths, name: str, folder: Path) -> None:
     """Put a file in its place in `folder`."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (place.aside / name).replace(folder / name)
+    (paths.aside / name).replace(folder / name)
 
 
 def make_hole(path: Path, size: int) -> None:

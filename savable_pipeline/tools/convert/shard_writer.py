@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,20 +21,66 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.indexing import known_files
 from savable_pipeline.data.shards.metadata import OPEN, WRITTEN
+from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import samples as tar_samples
 from savable_pipeline.data.shards.tar_format import TARS, TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
+from savable_pipeline.data.stores.record_files import npy
+from savable_pipeline.data.stores.sample_names import name_fault
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
-from savable_pipeline.tools.convert.names import sample_parts
 from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place, room_on
+from savable_pipeline.tools.convert.shard_job import ShardPaths, put_in_place, room_on
+
+
+def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
+    """Key and parts of a sample in the form of webdataset, `{"__key__": …, "jpg": …}`; other `__names__` are no parts.
+
+    Raises ValueError and TypeError, which name the key, for what cannot be written.
+    """
+    key = sample.get("__key__")
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"a sample needs a key: {{'__key__': 'cat/0001', …}}, but its '__key__' is {key!r}")
+    parts: dict[str, bytes] = {}
+    for extension, value in sample.items():
+        if not (extension.startswith("__") and extension.endswith("__")):
+            fault = name_fault(key, extension)
+            if fault:
+                raise ValueError(f"sample {key!r}: {fault}")
+            parts[extension] = part_bytes(key, extension, value)
+    if len({extension.lower() for extension in parts}) < len(parts) or not parts:
+        raise ValueError(f"sample {key!r} needs a part, and no two that differ in case alone: {list(parts)}")
+    return key, parts
+
+
+def part_bytes(key: str, extension: str, value: Any) -> bytes:
+    """The bytes of a part: bytes as they are, text as UTF-8, numbers as digits, JSON and arrays by the extension."""
+    kind = part_type(extension)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str) and kind != "json":
+        return value.encode()
+    if kind == "npy" and isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return npy(value)
+    if kind == "json":
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"sample {key!r}: the part {extension!r} cannot be JSON: {error}") from error
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value).encode()
+    raise TypeError(
+        f"sample {key!r}: the part {extension!r} is of the type {type(value).__name__}: give bytes, a str, an int, a "
+        "numpy array for npy, or for json what JSON holds; encode images and tensors yourself, so that equal samples "
+        "are equal bytes"
+    )
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -181,8 +228,8 @@ class ShardWriter:
     def _finish(self, shard: ShardFile) -> None:
         """Put the open shard in its place, after all that is known of it; it is safe when the tar is there."""
         table = shard.finish()
-        place = ShardPlace(name=table.entry.name, target=self._folder, work=self._work, aside=self._work)
-        put_in_place(place, table)
+        paths = ShardPaths(name=table.entry.name, target=self._folder, work=self._work, aside=self._work)
+        put_in_place(paths, table)
         self._entries.append(table.entry)
         self._shard = None
 

@@ -1,10 +1,18 @@
 """Sources as the stores that read them: `StoreReader` gives the parts of a sample, whatever the kind.
 
-Nothing here knows the bytes of a format. Each process that writes shards opens the store for itself.
+Nothing here knows the bytes of a format. Each process that writes shards opens the store for itself. A machine that has
+no index of what lies behind a URL gets a `PartReader`:
+
+    who plans   the index of all files ── of each job, the files that its samples lie in ──▶ job
+    a machine   job ──▶ a cache of its own, dropped with the job ──▶ the store that reads these files anywhere
+
+So no machine makes the index again, and none reads another version of a file than the plan was made from.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,8 +26,9 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.remote.lookup import check_stamp, place_of_object, stamps_of
-from savable_pipeline.data.remote.session import job_session
+from savable_pipeline.data.remote.lookup import RemoteFolder, check_stamp, held, place_of_object, stamps_of
+from savable_pipeline.data.remote.session import Session, job_session, scratch
+from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.paths import ALL
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -29,12 +38,12 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
 from savable_pipeline.tools.convert.named_files import RowColumns
 from savable_pipeline.tools.convert.part_data import LongPart, PartData, changed, is_long
-from savable_pipeline.tools.convert.remote_part import MemberFile, PartReader
-from savable_pipeline.tools.convert.source_file import place_behind
+from savable_pipeline.tools.convert.source_file import remote_source_id
 
 if TYPE_CHECKING:
     from savable_pipeline.data.dataset.dataset import Dataset
     from savable_pipeline.data.stores.record_store import RecordStore
+
 
 INDEX = ".index"  # how the name of a source's ends
 Settings: TypeAlias = tuple[tuple[str, Any], ...]  # of a store
@@ -226,13 +235,13 @@ def records_behind(url: str, reader: SampleReader) -> StoreReader:
 
 def stored_input(path: Path | str, unpacked_bytes: int) -> tuple[Dataset, Input]:
     """The dataset of files that are read in place, and an input without samples that reads from it."""
-    place, settings = str(path.resolve()) if isinstance(path, Path) else path, (("unpacked_bytes", unpacked_bytes),)
+    address, settings = str(path.resolve()) if isinstance(path, Path) else path, (("unpacked_bytes", unpacked_bytes),)
     close_stores()  # what was opened before may have changed since
-    dataset, digest = _opened(place, "", settings, Path(), ())
+    dataset, digest = _opened(address, "", settings, Path(), ())
     stamps = () if isinstance(path, Path) else _stamps(dataset.address, dataset.entries)
-    reader = StoreReader(place, "", digest, stamps, _newest_ns(dataset, path), settings)
+    reader = StoreReader(address, "", digest, stamps, _newest_ns(dataset, path), settings)
     found = Input(dataset.address, reader, digest=digest)
-    found.place = place_behind(dataset.address, stamps) if stamps else ""
+    found.source_id = remote_source_id(dataset.address, stamps) if stamps else ""
     return dataset, found
 
 
@@ -325,3 +334,102 @@ def _add(found: Input, sample: Files, shard: str, fault: str) -> None:
         found.rejected.append(Reject.of(printable(f"{shard}, record {sample.record}"), sample.key, fault))
     else:
         found.samples.append(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFile:
+    """A file: its name, its stamp on the server, the number of its first sample in the whole, and its index."""
+
+    name: str
+    stamp: str
+    first: int
+    table: bytes  # a `ShardTable`, as MessagePack
+
+
+@dataclass(frozen=True, slots=True)
+class PartReader:
+    """A `SampleReader` of these files below `url`: of the kind `form`."""
+
+    url: str
+    form: str
+    files: tuple[MemberFile, ...]  # in the order of their samples
+    settings: tuple[tuple[str, Any], ...] = ()  # of the store
+
+    def expect(self, samples: list[Files]) -> None:
+        """See `SampleReader.expect`."""
+        dataset = _part_of(self)
+        dataset.store.prefetch(np.array([self._number(dataset, sample) for sample in samples], dtype=np.int64))
+
+    def elsewhere(self, samples: list[Files]) -> PartReader:
+        """See `SampleReader.elsewhere`."""
+        return self
+
+    def read(self, sample: Files) -> dict[str, bytes]:
+        """The parts of a sample by extension. Raises `ShardError` for a file that was replaced, `RemoteError`."""
+        dataset = _part_of(self)
+        shards, rows = dataset.locate(np.array([self._number(dataset, sample)]))
+        shard, row = int(shards[0]), int(rows[0])
+        return {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+
+    def _number(self, dataset: Dataset, sample: Files) -> int:
+        """The number of a sample among those of these files."""
+        number = bisect.bisect(self.files, sample.record, key=lambda file: file.first) - 1
+        return int(dataset.firsts[number]) + sample.record - self.files[number].first
+
+
+class _Opened:
+    """The part that this process has open, in a folder of its own."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self.reader = reader
+        self._stack = contextlib.ExitStack()
+        try:
+            self.dataset = _dataset(reader, *self._stack.enter_context(scratch()))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def close(self) -> None:
+        """Drop it, with what was downloaded."""
+        del self.dataset
+        self._stack.close()
+
+
+_open: _Opened | None = None
+
+
+def _part_of(reader: PartReader) -> Dataset:
+    global _open
+    if _open is None or _open.reader is not reader:
+        close_part()
+        _open = _Opened(reader)
+    return _open.dataset
+
+
+def close_part() -> None:
+    """Close what this process has open, and remove what was downloaded for it."""
+    global _open
+    if _open is not None:
+        _open.close()
+    _open = None
+
+
+def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
+    from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
+    from savable_pipeline.data.dataset.opening import seen
+    from savable_pipeline.data.shards.index import IndexedFiles
+    from savable_pipeline.data.stores.source import STORES
+
+    found = stamps_of(reader.url, [file.name for file in reader.files], session)
+    for file in reader.files:
+        check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
+    kind, version = STORES[reader.form], folder / "version"
+    form = kind.form
+    tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
+    write_index(version / "index", tables, form)
+    remote = RemoteFolder(reader.url, held(version), session)
+    files = IndexedFiles(form, remote.index, remote.index_path, None, folder, remote)
+    given = dict(reader.settings)
+    unpacked_bytes = given.get("unpacked_bytes", UNPACKED_BYTES)
+    known = {name: value for name, value in given.items() if name in kind.settings}
+    return Dataset(seen(files, kind, partial=True, **known), unpacked_bytes=unpacked_bytes)

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from savable_pipeline.core.wording import counted, human_bytes
-from savable_pipeline.tools.plan.memory import SourceBytes
-from savable_pipeline.tools.plan.run_plan import RunPlan
-from savable_pipeline.tools.plan.steps import LanesChoice, Steps
+from savable_pipeline.tools.plan.run_plan import LanesChoice, RunPlan, SourceBytes, Steps
 
 _WORLDS = 8  # numbers of ranks that are listed
 

@@ -1,21 +1,287 @@
-"""`RunPlan`: all that the index says of a run; `plan_run` computes it."""
+"""What the index says of a run: the steps of an epoch, the lanes that fit, memory, and the bytes that a node fetches.
+
+LaneBuilder ─ the stages of a lane, which gives nothing ─┬─ count_steps, lanes_choices ─┐
+                                                         └─ plan_memory, plan_bytes ────┴─ plan_run ─ RunPlan
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
 
+import numpy as np
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT
+from savable_pipeline.data.remote.cache_files import PIECE
+from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes, plan_bytes, plan_memory
-from savable_pipeline.tools.plan.path_parts import LaneBuilder
-from savable_pipeline.tools.plan.steps import (
-    LanesChoice,
-    Steps,
-    better_lanes,
-    count_steps,
-    fitting_lanes,
-    lanes_choices,
-)
+from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.packing.balance import Balance
+from savable_pipeline.stages.packing.packer import OnlinePacker
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
+from savable_pipeline.stages.stage import ItemStage, Stage
+
+
+class PathParts:
+    """The stages of one lane."""
+
+    def __init__(self, last: Stage) -> None:
+        self.last = last
+        self.stages = list(upstream(last))
+        self.readers = [stage for stage in self.stages if isinstance(stage, RecordReader)]
+
+    @property
+    def rows(self) -> int | None:
+        """The items or packs of a batch; None if the last stage is no `Batcher`."""
+        return self.last.size if isinstance(self.last, Batcher) else None
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the number of batches depends on the lengths of items, which the index does not hold."""
+        return self.rows is None or any(isinstance(stage, OnlinePacker) for stage in self.stages)
+
+    @property
+    def population(self) -> int:
+        """The number of samples of all sources."""
+        return sum(reader.population for reader in self.readers)
+
+    def reader_samples(self, lane: int) -> float:
+        """The number of samples of a lane in the first pass, of all readers; an even share of one that cannot count."""
+        counts = [(reader, reader.count_of(lane, 0)) for reader in self.readers]
+        lanes = self.last.lane.count
+        return sum(reader.population / lanes if count is None else count for reader, count in counts)
+
+
+class LaneBuilder:
+    """Builds lanes of a run with any number of lanes, which share the open shards."""
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._settings = settings
+        self._shared: dict[Any, Any] = {}
+
+    def build(self, lane: int, lanes: int) -> PathParts:
+        """The stages of a fresh lane. Raises what the pipeline raises."""
+        settings = self._settings
+        runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
+        with as_in_a_worker(set(KINDS)):
+            return PathParts(runner.build(lane, 0, downloads=False)[0])
+
+
+How = Literal["counted", "one item a sample", "unknown"]
+_MULTIPLES = (1, 2, 3, 4, 6)  # of the ranks: numbers of lanes to choose from
+_NEAR = 2  # times fewer or more ranks that are shown
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of an epoch for these ranks: those of a pass over the data where the run never ends."""
+
+    how: How
+    endless: bool
+    steps: float
+    left_batches: float
+    """That no rank receives: of lanes that have more than the others (`tail="stop"`)."""
+    left_samples: float
+    filler_rows: float
+    """Rows that only fill up the last steps (`tail="pad"`)."""
+    epoch_slots: int | None = None
+
+
+@dataclass(frozen=True)
+class LanesChoice:
+    """What a number of lanes would mean; `steps` is None where the ranks do not divide it."""
+
+    lanes: int
+    fits: bool
+    worlds: list[int] = field(repr=False)
+    """The numbers of ranks near the wanted one that could go on with the run."""
+    workers: int
+    """That a rank can have at most."""
+    steps: float | None
+    left_share: float | None
+
+
+def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
+    """The steps of an epoch; where encoders may leave samples out or make several items, as if each made one."""
+    endless = parts.last.info.endless
+    if endless and settings.epoch_slots is not None:
+        return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
+    counts = [] if endless else [parts.last.count_of(lane, 0) for lane in range(parts.last.lane.count)]
+    known = [count for count in counts if count is not None]
+    if known and len(known) == len(counts):
+        return _finite("counted", settings, parts, known, ranks)
+    if parts.rows is None or parts.by_length:
+        return Steps("unknown", endless, 0, 0, 0, 0)
+    if endless:
+        return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
+    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(len(counts))]
+    return _finite("one item a sample", settings, parts, each, ranks)
+
+
+def _finite(how: How, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
+    end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
+    held = [round(parts.reader_samples(lane)) for lane in range(lanes)]
+    if settings.pad:
+        steps = -(-end // ranks)
+        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(held))
+    given = sum(min(own, end // lanes * rows) for own in held)
+    return Steps(how, False, end / ranks, sum(counts) - end, sum(held) - given, 0)
+
+
+def fitting_lanes(lanes: int, ranks: int) -> int:
+    """`lanes` if the ranks divide it, else the next multiple of the ranks."""
+    return -(-lanes // ranks) * ranks
+
+
+def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
+    """The lanes of the run, those that are planned, and multiples of the ranks, ascending."""
+    planned = fitting_lanes(settings.lanes, ranks)
+    population = builder.build(0, planned).population
+    choices = []
+    for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
+        worlds = [n for n in range(1, lanes + 1) if lanes % n == 0 and ranks / _NEAR <= n <= ranks * _NEAR]
+        if lanes % ranks:
+            choices.append(LanesChoice(lanes, False, worlds, 0, None, None))
+            continue
+        parts = builder.build(0, lanes)
+        steps = count_steps(settings, parts, ranks=ranks)
+        left = None if steps.how == "unknown" else steps.left_samples / population
+        choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, left))
+    return choices
+
+
+def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planned: int) -> int:
+    """The fewest lanes that serve most numbers of ranks, without leaving over 1 % more of the data than need be.
+
+    The `planned` ones if they do as well. Where a rank has workers, each needs a lane.
+    """
+    fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
+    fitting = fitting or [each for each in choices if each.fits]
+    least = min(each.left_share or 0.0 for each in fitting)
+    good = [each for each in fitting if (each.left_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
+    most = max(len(each.worlds) for each in good)
+    best = [each.lanes for each in good if len(each.worlds) == most]
+    return planned if planned in best else best[0]
+
+
+_LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples are
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on a rank: of all its lanes, in however many processes."""
+
+    lanes: int
+    refs: int
+    """Of samples in shuffle buffers, in memory and in a saved state."""
+    limit: int | None
+    """`max_held_bytes` of a process: what is beyond is made again when it is given; None where nothing is held."""
+    processes: int
+
+
+def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> RankMemory:
+    """The memory of a rank, as far as the settings say."""
+    lanes = parts.last.lane.count // ranks
+    holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
+    limits = [stage.max_held_bytes for stage in holding if stage.max_held_bytes]
+    refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if not isinstance(stage, ItemStage))
+    return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
+
+
+def _buffers(parts: PathParts) -> list[ShuffleBuffer]:
+    return [stage for stage in parts.stages if isinstance(stage, ShuffleBuffer)]
+
+
+@dataclass(frozen=True)
+class SourceBytes:
+    """What a node reads of a source in a pass, and what its cache should hold if the source is behind a URL."""
+
+    name: str
+    address: str
+    remote: bool
+    samples: int
+    bytes: int
+    """Of all samples that are chosen."""
+    node_bytes: float
+    """Of the samples of a node's lanes in one pass over the source."""
+    least_cache: float
+    """With which no sample is fetched twice within a pass; 0 for a source on a disk, as the next two."""
+    whole_cache: float
+    """In which the source is kept for all passes; it is then fetched in pieces of 8 MiB."""
+    first_pass: float
+    """That a node with such a cache fetches in the first pass: the pieces that hold samples of its lanes."""
+
+
+def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int) -> list[SourceBytes]:
+    """The bytes of each source, from the index: by the mean size of a sample in its shards."""
+    return [_of(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
+
+
+def _of(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: int) -> SourceBytes:
+    reader = parts.readers[number]
+    dataset, lanes = reader.dataset, parts.last.lane.count
+    sample = sum(entry.size for entry in dataset.entries) / dataset.count
+    remote = "://" in dataset.address
+    own = ranks // nodes * (lanes // ranks)
+    held = dataset.prefetch_refs + sum(size for name, size in _held_refs(parts) if name == reader.info.branch)
+    share = reader.population / lanes
+    least = own * min(held, share) * sample / PREFETCH_SHARE if remote else 0.0
+    chosen = reader.population * sample
+    return SourceBytes(
+        reader.info.branch,
+        dataset.address,
+        remote,
+        reader.population,
+        round(chosen),
+        own * share * sample,
+        least,
+        sum(entry.size for entry in dataset.entries) / PREFETCH_SHARE if remote else 0.0,
+        _touched(builder, number, lanes, ranks, nodes) if remote else 0.0,
+    )
+
+
+def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
+    """Bytes of the pieces that hold samples of the first node's lanes in a pass; of all, where that is too many."""
+    touched: set[tuple[int, int]] = set()
+    left = _LOOKED_AT
+    for lane in (lane for lane in range(lanes) if lane % ranks < ranks // nodes):
+        reader = builder.build(lane, lanes).readers[number]
+        wanted = -(-reader.population // lanes)
+        left -= wanted
+        if left < 0:
+            return float(sum(entry.size for entry in reader.dataset.entries))
+        while wanted > 0 and len(refs := reader.take_refs(wanted)):
+            wanted -= len(refs)
+            touched |= _pieces(reader, (refs["index"] & np.uint64((1 << TAG_SHIFT) - 1)).astype(np.int64))
+    entries = reader.dataset.entries
+    return float(sum(min(PIECE, entries[shard].size - piece * PIECE) for shard, piece in touched))
+
+
+def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
+    """Shard and number of the piece of each sample, as if all samples of a shard were of one size."""
+    firsts, entries = reader.dataset.firsts, reader.dataset.entries
+    shards = np.searchsorted(firsts, indices, side="right") - 1
+    sizes = np.array([entry.size / max(1, entry.samples) for entry in entries])
+    pieces = ((indices - firsts[shards]) * sizes[shards] // PIECE).astype(np.int64)
+    return set(zip(shards.tolist(), pieces.tolist(), strict=True))
+
+
+def _held_refs(parts: PathParts) -> list[tuple[str, int]]:
+    """For each reader's branch, the samples of a buffer behind it, whose bytes are not read before they are given."""
+    found: list[tuple[str, int]] = []
+    for before, stage in pairwise(parts.stages):
+        if isinstance(stage, ShuffleBuffer) and not isinstance(stage, ItemStage):
+            branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
+            found += [(branch, stage.size) for branch in branches]
+    return found
 
 
 @dataclass(frozen=True)

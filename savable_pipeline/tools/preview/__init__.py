@@ -1,10 +1,10 @@
 """`savable preview`: HTML pages that show the samples of a dataset, or the batches of a pipeline.
 
-    chosen_samples ─ dataset_page ── sample_entries ─┬─ image_entries ─────────────────────────┐
-                                         │           └─ media_entries ─┬─ media_clips          │
-                                         │                             └─ sound_pictures       ├─ Card, CardEntry ─ page
-                     pipeline_page ──────┴───────────┬─ token_entries ─── picture_documents ───┤
-                                                     └─ image_entries ─────────────────────────┘
+    dataset_page ── sample_entries ─┬─ image_entries ────────────────┐
+                        │           └─ media_entries ─ sound_entries ┤
+    pipeline_page ──────┴───────────┬─ token_entries ────────────────┼─ Card, CardEntry ─ page
+                                    └─ image_entries, sound_entries ─┘
+    report_page ─ ledger_numbers ───────────────────────────────────────────────────────── page
 
 A page has no script and loads nothing. Data is escaped as text, decoded and encoded again as an image or a clip, or, of
 short audio and video, passed to a player of the page as it is. How much of it is read and shown is bounded.

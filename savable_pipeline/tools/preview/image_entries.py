@@ -69,7 +69,7 @@ def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder
     """Frames from all of each of the first clips: (clips, frames, height, width, channels)."""
     frames = np.linspace(0, clips.shape[1] - 1, min(_FRAMES, clips.shape[1])).round().astype(int).tolist()
     shown = [(clip, frame) for clip in range(min(_CLIPS, len(clips))) for frame in frames]
-    entry = images_entry(name, note, [clips[place] for place in shown], clips.shape[0] * clips.shape[1], encoder)
+    entry = images_entry(name, note, [clips[each] for each in shown], clips.shape[0] * clips.shape[1], encoder)
     captions = [f"clip {clip}, frame {frame}" for clip, frame in shown]
     named = [replace(image, caption=caption) for image, caption in zip(entry.thumbnails, captions, strict=True)]
     return replace(entry, note=entry.note.replace(", the first ", ", "), thumbnails=named)

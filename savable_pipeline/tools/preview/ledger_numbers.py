@@ -45,7 +45,7 @@ class GivenCounts:
 
     def __init__(self, ledger: LedgerFiles) -> None:
         self.sources = ledger.sources
-        self._column = {source.tag: place for place, source in enumerate(self.sources)}
+        self._column = {source.tag: number for number, source in enumerate(self.sources)}
         self.lost = 0
         self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # of each start's number: given, and lost
         kept = []

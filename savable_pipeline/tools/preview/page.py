@@ -1,10 +1,11 @@
 """A page: its content as plain values, cards of entries with text, thumbnails or tokens; and its template filled in.
 
-Every value is escaped, and invisible characters are spelled out.
+Every value is escaped, and invisible characters are spelled out. `Room` is how many bytes of media it may hold.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -145,3 +146,31 @@ def render(template: str, **values: Any) -> bytes:
 
 def _finalize(value: Any) -> Any:
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
+EXCERPT_BYTES = 2_000_000  # of one part
+
+
+@dataclass(slots=True)
+class Room:
+    """The bytes that media may still take in a page, or in a card of it."""
+
+    left: int
+
+    @property
+    def excerpt(self) -> int:
+        """The most bytes of an excerpt, which takes a third more as base64."""
+        return min(EXCERPT_BYTES, self.left * 3 // 4 - 3)
+
+    def take(self, kind: str, data: bytes) -> str:
+        """The data as a URI, or "" where there is no room for it."""
+        uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return uri if self.fits(uri) else ""
+
+    def fits(self, uri: str) -> bool:
+        """Whether there is room for this URI, which then takes it."""
+        if len(uri) > self.left:
+            return False
+        self.left -= len(uri)
+        return True

@@ -19,12 +19,16 @@ from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
-from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
-from savable_pipeline.tools.preview.picture_documents import with_documents
-from savable_pipeline.tools.preview.room import PAGE_BYTES, Room
+from savable_pipeline.tools.preview.page import PAGE_BYTES, Card, CardEntry, Room, cut, first_line, render
 from savable_pipeline.tools.preview.sample_entries import part_entry
 from savable_pipeline.tools.preview.sound_entries import sound_entry
-from savable_pipeline.tools.preview.token_entries import Decoder, documents_of, tokens_entry, tokens_name
+from savable_pipeline.tools.preview.token_entries import (
+    Decoder,
+    documents_of,
+    tokens_entry,
+    tokens_name,
+    with_documents,
+)
 
 MOST_BATCHES = 50
 _MOST_SOURCES = 64  # samples of a batch that are named

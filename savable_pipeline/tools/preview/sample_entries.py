@@ -17,8 +17,7 @@ from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, SU
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
 from savable_pipeline.tools.preview.media_entries import is_range, media_entry
-from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
-from savable_pipeline.tools.preview.room import Room
+from savable_pipeline.tools.preview.page import Card, CardEntry, Room, Turn, cut, first_line
 
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text

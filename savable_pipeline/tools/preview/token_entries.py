@@ -1,7 +1,11 @@
 """Token sequences of a batch as spans: with loss or without, where documents begin, and as text if it can be decoded.
 
-tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
-                  labels  - b - d        labels in place: b and d have loss, too
+    tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
+                      labels  - b - d        labels in place: b and d have loss, too
+
+A picture is linked to where its document begins: the one with the first token that is about it. That token is known by
+`image_index`, (rows, length), the number of the picture of each token; or by the encoder's `vision`, whose tiles have
+their tokens in the order of `grids`. Rows that are no packs have a picture each.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import as_array, describe
-from savable_pipeline.tools.preview.page import CardEntry, TokenRow, TokenSpan, cut
+from savable_pipeline.tools.preview.page import CardEntry, Thumbnail, TokenRow, TokenSpan, cut
 
 Mask = NDArray[np.bool_]
 
@@ -60,9 +64,9 @@ class PackDocuments:
         self.size = tokens.size
         self._numbers = np.cumsum(begins, axis=1) - 1  # of the document of each token, int64 (rows, length)
 
-    def at(self, place: int) -> tuple[int, int]:
-        """The row, and the document in it, of the token at this place among those of all rows."""
-        row, column = divmod(place, self.length)
+    def at(self, position: int) -> tuple[int, int]:
+        """The row, and the document in it, of the token at this position among those of all rows."""
+        row, column = divmod(position, self.length)
         return row, int(self._numbers[row, column])
 
     def anchor(self, row: int, number: int) -> str:
@@ -266,3 +270,56 @@ def _decoded(decode: Any, ids: list[int]) -> Any:
         return decode(ids, skip_special_tokens=False)  # tokenizers leave them out otherwise
     except TypeError:
         return decode(ids)
+
+
+Positions = NDArray[np.int64]
+
+
+def with_documents(
+    entry: CardEntry,
+    value: Any,
+    documents: PackDocuments | None,
+    fields: Mapping[str, Any],
+    encoder: TaskEncoder | None,
+) -> CardEntry:
+    """The entry of pictures, of which `value` has one in each row, with a link below each whose document is known."""
+    array = as_array(value)
+    if documents is None or not entry.thumbnails or array is None or array.ndim > 4:
+        return entry
+    positions = _positions(documents, fields, encoder, len(array))
+    linked = [
+        _linked(thumbnail, documents, int(position))
+        for thumbnail, position in zip(entry.thumbnails, positions, strict=False)
+    ]
+    return dataclasses.replace(entry, thumbnails=[*linked, *entry.thumbnails[len(linked) :]])
+
+
+def _linked(thumbnail: Thumbnail, documents: PackDocuments, position: int) -> Thumbnail:
+    row, number = documents.at(position)
+    where = f"row {row}, document {number}" if documents.rows > 1 else f"document {number}"
+    return dataclasses.replace(thumbnail, caption=where, link=documents.anchor(row, number))
+
+
+def _positions(
+    documents: PackDocuments, fields: Mapping[str, Any], encoder: TaskEncoder | None, pictures: int
+) -> Positions | Sequence[int]:
+    """The position of the first token of each picture among those of all rows; empty where that is not known."""
+    index = as_array(fields.get("image_index"))
+    if index is not None and index.size == documents.size:
+        numbers, first = np.unique(index.reshape(-1), return_index=True)
+        known = first[numbers >= 0]
+        return known if len(known) == pictures else ()
+    vision, grids = getattr(encoder, "vision", None), fields.get("grids")
+    if vision is not None and grids is not None and len(grids) == pictures:
+        return _of_tiles(documents, vision, grids)
+    return np.arange(pictures) * documents.length if pictures == documents.rows else ()
+
+
+def _of_tiles(documents: PackDocuments, vision: Any, grids: Any) -> Positions | Sequence[int]:
+    try:
+        sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
+        positions = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))
+    except (AttributeError, TypeError, ValueError):  # an encoder of one's own, with another idea of vision
+        return ()
+    begins = np.cumsum([0, *sizes])
+    return positions[begins[:-1]] if begins[-1] == len(positions) and min(sizes, default=0) > 0 else ()

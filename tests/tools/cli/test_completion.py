@@ -38,7 +38,6 @@ def test_the_tab_key_completes_commands_options_and_paths(shell: Shell) -> None:
     for typed, completed in [
         ("savable prev\t", "savable preview"),
         ("savable check --wo\t", "savable check --workers"),
-        ("savable info pho\t", "savable info photos/"),
         ("savable state st\t", "savable state state.pt"),
     ]:
         shell.send(typed)

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import run as conversion
-from savable_pipeline.tools.convert import run_conversion
+from savable_pipeline.tools.convert import conversion, run_conversion
+from tests.conftest import MakeShards
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
+from tests.support.toy_pipelines import toy_pipeline
 
 TOOL = Path(__file__).parents[3] / "tools/convert.py"
 
@@ -33,12 +36,10 @@ def test_the_version_is_that_of_the_package() -> None:
     assert (result.exit_code, result.stdout) == (0, f"savable_pipeline {sp.__version__}\n")
 
 
-def test_python_m_runs_every_command(tmp_path: Path) -> None:
+def test_python_m_runs_every_command() -> None:
     module = [sys.executable, "-m", "savable_pipeline.tools.cli.main"]
-    page = tmp_path / "page.html"
-    pipeline = f"{Path(__file__).parents[2] / 'support/toy_pipelines.py'}:nothing"
-    shown = subprocess.run([*module, "preview", pipeline, "-o", page], capture_output=True, text=True)
-    assert shown.returncode == 2 and "has no 'nothing'" in shown.stderr, shown.stderr
+    shown = subprocess.run([*module, "ledger", "report", "x", "-o", "gone/a.html"], capture_output=True, text=True)
+    assert shown.returncode == 2 and "there is no folder gone" in shown.stderr, shown.stderr
 
 
 def test_a_clean_conversion_exits_with_zero_and_says_what_it_wrote(tmp_path: Path) -> None:
@@ -193,8 +194,8 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
 
 def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3)
-    pipe = subprocess.run([sys.executable, TOOL, source, tmp_path / "a"], capture_output=True, check=True)
-    assert pipe.stderr.decode().splitlines() == [
+    pipe = run("convert", source, tmp_path / "a")
+    assert pipe.stderr.splitlines() == [
         f"reading {source}: a folder of files",
         "converting: 0 of 3 samples",
         "converting: 3 of 3 samples",
@@ -209,7 +210,7 @@ def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Pat
             while chunk := os.read(ours, 4096):
                 shown += chunk
         assert process.stdout is not None
-        assert process.stdout.read() == pipe.stdout
+        assert process.stdout.read().decode() == pipe.stdout
     os.close(ours)
     assert process.returncode == 0
     assert "━" * 20 in shown.decode() and "3/3" in shown.decode() and "converting: 0 of" not in shown.decode()
@@ -245,3 +246,68 @@ def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
     (tmp_path / "out/.nv-meta/split.yaml").write_text("- what: is this")
     result = run("info", tmp_path / "out")
     assert result.exit_code == 2 and "expected names with values, found list" in result.stderr
+
+
+def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_path: Path) -> None:
+    photos, page = tmp_path / "photos", tmp_path / "page.html"
+    fill(photos, 0, **{f"a/img.v1.{i:04d}.txt": b"x" for i in range(30)})
+    for command in (["info"], ["check", "--workers=1"], ["preview", "-o", str(page)]):
+        stopped = run(*command, photos)
+        said = " ".join(stopped.output.split())
+        assert stopped.exit_code == (1 if command[0] == "check" else 2) and "--key-end last" in said
+        told = run(*command, photos, "--key-end", "last", "--classes")
+        assert told.exit_code == 0, told.output
+        assert "30 samples" in told.stdout or command[0] == "preview"
+    assert "img_v1_0000" in page.read_text()
+    assert json.loads(run("info", "--json", photos, "--key-end=last", "--classes").stdout)["parts"].keys() == {
+        "cls",
+        "txt",
+    }
+    lines = write_lines(tmp_path / "a.jsonl", *({"id": f"k{i}", "picture": f"{i:03d}.jpg"} for i in (0, 3)))
+    fill(tmp_path / "elsewhere", 4)
+    named = ["--files-from", str(tmp_path / "elsewhere"), "--file-field", "picture", "--key-field", "id"]
+    first = json.loads(run("info", "--json", lines, *named).stdout)["first_sample"]
+    assert (first["key"], first["parts"].keys()) == ("k0", {"jpg", "json"})
+    (tmp_path / "elsewhere/003.jpg").write_bytes(b"no image")
+    checked = run("check", lines, *named, "--workers=1")
+    assert checked.exit_code == 1 and "k3.jpg" in checked.stdout and "unreadable image" in checked.stdout
+    for command in ("info", "check", "preview"):
+        assert "key_end= is for files of the kinds folder" in run(command, lines, "--key-end", "last").stderr
+    assert "key_end must be 'first' or 'last', not 'middle'" in run("info", photos, "--key-end", "middle").stderr
+
+
+def test_check_says_a_fault_of_many_samples_in_one_line_with_their_number_and_the_first_of_them(tmp_path: Path) -> None:
+    photos = fill(tmp_path / "photos", 0, **{f"{i:03d}.jpg": b"no image" for i in range(120)}, **{"x.json": b"{"})
+    said = run("check", photos, "--workers=1").stdout
+    lines = [line for line in said.splitlines() if not line.startswith("warning")]
+    assert lines[1:3] == ["      120 × unreadable image", "        1 × malformed JSON"]
+    (fault,) = [line for line in lines[3:] if "unreadable" in line]
+    first, others = fault.split(" (120 times; also ")
+    assert first.startswith("000.jpg: ") and first.endswith("unreadable image: no image format that is read")
+    assert [name in others for name in ("001.jpg", "002.jpg", "003.jpg", "004.jpg")] == [True, True, True, False]
+    assert others.endswith(" and 116 more)") and len(lines) == 5 and "malformed JSON" in lines[4]
+
+
+def test_info_shows_the_fields_of_json_lines(tmp_path: Path) -> None:
+    rows = [{"id": i, "caption": f"no. {i}"} if i % 3 else {"id": i, "none": None} for i in range(30)]
+    found = json.loads(run("info", "--json", write_lines(tmp_path / "a.jsonl", *rows)).stdout)
+    assert {part: each["samples"] for part, each in found["parts"].items()} == {"json": 30, "id": 30, "caption": 20}
+    assert found["parts"]["caption"]["mean_bytes"] == pytest.approx((6 * 5 + 14 * 6) / 20)
+    assert "│ caption │ 20 " in run("info", tmp_path / "a.jsonl").stdout
+
+
+def test_the_lanes_of_a_state_are_read_on_a_terminal_of_80_columns(make_shards: MakeShards, tmp_path: Path) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40])), blend="nested", buffer=4)
+    with sp.SavableLoader(pipeline, seed=3, lanes=2) as loader:
+        next(iter(loader))
+        torch.save(loader.state_dict(), tmp_path / "state.pt")
+    shown = CliRunner().invoke(app, ["state", str(tmp_path / "state.pt")], env={"COLUMNS": "80"}).output
+    assert max(map(len, shown.splitlines())) == 80
+    lanes = shown.partition("the lanes")[2]
+    assert "…" not in lanes
+    for words in (
+        "x/a/TarShardReader │ epoch",
+        "│ x/ShuffleBuffer    │ refs 4, draws 16",
+        "│ 0    │                    │ 1 batch given, ",
+    ):
+        assert words in lanes, lanes

@@ -42,7 +42,7 @@ def test_each_command_reads_each_store(tmp_path: Path, kind: str) -> None:
     assert f"3 shards, {samples} samples" in run("check", str(folder)) and not (folder / ".nv-meta").exists()
     found = json.loads(run("info", str(folder), "--json"))
     part = "tokens" if kind == "tokens" else "json"
-    assert (found["shards"], found["samples"], next(iter(found["parts"]))) == (3, samples, part)
+    assert (found["shards"], found["samples"], part in found["parts"]) == (3, samples, True)
     assert f"savable.{kind}.index" in run("index", str(folder))
     run("preview", str(folder), "-o", str(tmp_path / "page.html"))
     assert part in (tmp_path / "page.html").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import tarfile
 import time
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypat
     source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
     (other / "009.txt").write_text("text Y")
     no_margin(monkeypatch)
-    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
@@ -100,7 +99,7 @@ def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: 
 
 def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = texts(tmp_path / "in")
-    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
@@ -143,27 +142,6 @@ def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypat
         run_conversion(tmp_path / "other", tmp_path / "out", Options())
 
 
-def dotted(folder: Path) -> Path:
-    folder.mkdir()
-    for i in range(1200):
-        (folder / f"img.v1.{i:04d}.txt").write_text(f"{i}")
-    return folder
-
-
-def test_names_with_dots_are_a_warning_and_have_a_cure(tmp_path: Path) -> None:
-    source = dotted(tmp_path / "in")
-    run = CliRunner().invoke(app, ["convert", "--key-end", "first", str(source), str(tmp_path / "first")])
-    assert "1 sample in 1 shard" in run.output and "warning" not in run.output
-    for command in ("info", "check"):
-        told = CliRunner().invoke(app, [command, str(tmp_path / "first")]).output
-        assert command == "info" or "warning: one sample has 1200 parts" in told
-        assert "warning: 1 sample has only parts with a dot, most of them in no other sample" in told
-    run = CliRunner().invoke(app, ["convert", "--key-end", "last", str(source), str(tmp_path / "last")])
-    assert "1,200 samples in 1 shard" in run.output and "warning" not in run.output
-    with tarfile.open(tmp_path / "last/000000.tar") as tar:
-        assert tar.getnames()[:2] == ["img_v1_0000.txt", "img_v1_0001.txt"]
-
-
 def test_two_names_that_would_have_one_key_are_rejected(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 0)
     (source / "a.b.txt").write_text("1")
@@ -190,6 +168,7 @@ def test_rare_dotted_parts_are_named_and_numbered_ones_are_not() -> None:
     assert not dotted_parts(100, {"jpg": 50, "png": 50, "seg.png": 50})
     (warning,) = dotted_parts(100, {f"{i:04d}.jpg": 1 for i in range(100)})
     assert warning.startswith("100 parts are in hardly any sample: 0000.jpg, 0001.jpg, ")
+    assert dotted_parts(1, {"v1.0.jpg": 1}, 1200)[-1].startswith("one sample has 1200 parts; a key ends at the first")
 
 
 def test_an_unknown_key_end_is_an_error() -> None:

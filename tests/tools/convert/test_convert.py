@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
+from savable_pipeline.tools.convert.plan import MANIFEST, VERSION
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 
@@ -148,6 +150,21 @@ def test_another_conversion_into_the_same_folder_is_refused(
     with pytest.raises(SavableError, match=message):
         run_conversion(source, tmp_path / "out", options)
     assert snapshot(tmp_path / "out") == before
+
+
+def test_a_manifest_of_another_version_is_refused_with_the_cure(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    run_conversion(source, tmp_path / "out", SMALL)
+    path = tmp_path / "out" / MANIFEST
+    found = json.loads(path.read_text())
+    assert "source_id" in found and "place" not in found
+    old = {**found, "version": 1, "place": found.pop("source_id")}
+    for manifest in ({**old}, {**found, "version": VERSION + 1}):
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(
+            SavableError, match=rf"{path}: not a manifest of this version: .*; convert into another folder"
+        ):
+            run_conversion(source, tmp_path / "out", SMALL)
 
 
 def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_path: Path) -> None:

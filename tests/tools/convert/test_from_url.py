@@ -35,7 +35,7 @@ def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, k
     assert sum(stop - start for _, start, stop in server.ranges) <= 1.2 * size + 5000, "each byte is fetched once"
 
 
-SHORT = ("tars", "parquet", "jsonl", "mds")
+SHORT = ("parquet", "jsonl")
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
@@ -57,7 +57,7 @@ def test_machines_give_the_shards_of_the_disk_and_keep_nothing(server: ToyServer
 
 
 @pytest.mark.parametrize(
-    "kind", ["jsonl", "mds.zstd", *(pytest.param(k, marks=pytest.mark.long) for k in ("tars", "litdata"))]
+    "kind", ["mds.zstd", *(pytest.param(k, marks=pytest.mark.long) for k in ("jsonl", "tars", "litdata"))]
 )
 def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
@@ -71,8 +71,8 @@ def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp
     ("kind", "engine", "moments"),
     [
         ("parquet", True, [40]),
-        ("jsonl", False, [40]),
         ("litdata.chunk", False, [40]),
+        pytest.param("jsonl", False, [40], marks=pytest.mark.long),
         pytest.param("mds", True, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("litdata", False, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("tars", True, range(10, 90, 16), marks=pytest.mark.long),
@@ -98,7 +98,7 @@ def test_after_a_kill_the_same_command_goes_on_with_the_same_bytes(
     assert killed > len(moments) // 2
 
 
-@pytest.mark.parametrize("kind", ["parquet", "mds"])
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("mds", marks=pytest.mark.long)])
 def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -125,7 +125,9 @@ def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
     assert {path: path.stat().st_mtime_ns for path in there} == times, "what is finished is not written again"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mds", pytest.param("tars", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "mds", *(pytest.param(k, marks=pytest.mark.long) for k in ("parquet", "tars"))]
+)
 def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     below = {"parquet": "/{a,sub/b,sub/c}.parquet", "tars": "/{000000..000006}.tar"}.get(kind, "")
@@ -160,7 +162,7 @@ def replace_captions(source: Path) -> None:
     [
         ("parquet", "/{a,sub/b,sub/c}.parquet", replace_parquet),
         ("mds", "/", replace_captions),
-        ("litdata", "/", replace_captions),
+        pytest.param("litdata", "/", replace_captions, marks=pytest.mark.long),
     ],
 )
 def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_ones_are_not(
@@ -193,7 +195,7 @@ def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServ
     assert shards_in(tmp_path / "text") == shards_in(tmp_path / "text_here")
 
 
-@pytest.mark.parametrize("kind", ["mds", "litdata"])
+@pytest.mark.parametrize("kind", ["mds", pytest.param("litdata", marks=pytest.mark.long)])
 def test_a_cache_without_room_for_all_files_gives_the_same_shards(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -126,7 +126,7 @@ def test_what_leads_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictur
 def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from savable_pipeline.tools.convert import run
+    from savable_pipeline.tools.convert import conversion
 
     source = write(tmp_path / "a.parquet", named("cats/0.png"))
     (tmp_path / "secret.png").write_bytes(png(0))
@@ -136,8 +136,8 @@ def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
         (pictures / "cats/0.png").symlink_to(tmp_path / "secret.png")
         return made(*args)
 
-    made = run.make_plan
-    monkeypatch.setattr(run, "make_plan", replaced)
+    made = conversion.make_plan
+    monkeypatch.setattr(conversion, "make_plan", replaced)
     with pytest.raises(sp.SavableError, match="a link leads out of"):
         taken(source, tmp_path / "out", pictures)
 

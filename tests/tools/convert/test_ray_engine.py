@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import shutil
@@ -59,20 +58,6 @@ def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path)
             assert far == local, kind
             assert snapshot(tmp_path / kind / "far") == snapshot(tmp_path / kind / "local"), kind
             assert (told[0], told[-1]) == (0, 8), kind
-
-
-@pytest.mark.usefixtures("cluster")
-def test_compressed_tars_are_unpacked_by_nodes(tmp_path: Path) -> None:
-    from savable_pipeline.tools.convert.ray_engine import RayEngine
-
-    run_conversion(fill(tmp_path / "in", 12), tmp_path / "tars", SMALL)
-    (tmp_path / "packed").mkdir()
-    for tar in (tmp_path / "tars").glob("*.tar"):
-        (tmp_path / "packed" / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
-    local = run_conversion(tmp_path / "packed", tmp_path / "local", Options())
-    with RayEngine() as engine:
-        assert run_conversion(tmp_path / "packed", tmp_path / "far", Options(), engine=engine) == local
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
 
 
 def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, cluster: RayCluster) -> None:

@@ -12,7 +12,7 @@ from webdataset.writer import TarWriter
 
 from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.shards.tar_writer import ShardFile
-from savable_pipeline.tools.convert.names import name_fault
+from savable_pipeline.tools.convert.shard_writer import name_fault
 
 Sample = tuple[str, dict[str, bytes]]  # key, and bytes by extension
 

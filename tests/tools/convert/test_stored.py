@@ -38,8 +38,7 @@ def write_saved(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_saved])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("write", "workers"), [(write_parquet, 2), (write_saved, 1)])
 def test_each_row_becomes_a_sample_with_its_parts(tmp_path: Path, write: Any, workers: int) -> None:
     source = write(tmp_path / "source")
     report = run_conversion(source, tmp_path / "out", Options(shard_samples=15), workers=workers)

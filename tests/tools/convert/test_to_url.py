@@ -30,14 +30,18 @@ from tests.support.toy_sources import HALVES, ONE_A_READER, SOURCES, packed_tars
 URL = "s3://data/out"
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch, bucket_of(tmp_path_factory.mktemp("nothing"), patch) as found:
+        yield found
+
+
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bucket(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SAVABLE_RETRY_S", "5")
-    (tmp_path / "nothing").mkdir()
-    with bucket_of(tmp_path / "nothing", monkeypatch) as found:
-        found.objects.all().delete()  # those of another test: all servers of this process have one memory
-        yield found
+    server.objects.all().delete()  # those of another test
+    return server
 
 
 def objects(bucket: Any, prefix: str = "out/") -> dict[str, str]:
@@ -55,7 +59,10 @@ def left_behind(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache").rglob("*") if "convert-" in str(path)]
 
 
-@pytest.mark.parametrize("kind", ONE_A_READER)
+SHORT = ("folder", "jsonl.gz", "tars")
+
+
+@pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in ONE_A_READER])
 def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind: str) -> None:
     source = ONE_A_READER[kind](tmp_path / "in")
     reshard = "tars" in source.name
@@ -84,7 +91,7 @@ def test_processes_and_other_machines_write_the_same_objects(tmp_path: Path, buc
 
 
 def test_a_large_shard_goes_in_parts_and_is_read_back(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 0, **{f"{i}.bin": os.urandom(5_000_000) for i in range(5)})
+    source = fill(tmp_path / "in", 0, **{f"{i}.bin": os.urandom(3_500_000) for i in range(5)})
     run_conversion(source, tmp_path / "out", Options())
     run_conversion(source, URL, Options())
     assert objects(bucket) == snapshot(tmp_path / "out")
@@ -97,7 +104,7 @@ def test_a_large_shard_goes_in_parts_and_is_read_back(tmp_path: Path, bucket: An
     ("engine", "moments"),
     [
         (False, [40]),
-        (True, [60]),
+        pytest.param(True, [60], marks=pytest.mark.long),
         pytest.param(False, range(8, 100, 9), marks=pytest.mark.long),
         pytest.param(True, range(8, 100, 9), marks=pytest.mark.long),
     ],
@@ -189,7 +196,9 @@ def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_p
     assert [each.key for each in bucket.objects.filter(Prefix="other/")] == ["other/a.tar"]
 
 
-@pytest.mark.parametrize("kind", ["tsv.gz", "jsonl.gz", "array.xz"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl.gz", *(pytest.param(k, marks=pytest.mark.long) for k in ("tsv.gz", "array.xz"))]
+)
 def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket(
     tmp_path: Path, bucket: Any, kind: str
 ) -> None:
@@ -215,7 +224,7 @@ def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compressed_tars_go_into_a_bucket(tmp_path: Path, bucket: Any, far: bool) -> None:
     source = packed_tars(tmp_path / "in")
     below = source / "below" / "b.tar.gz"

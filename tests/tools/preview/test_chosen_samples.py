@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.tools.preview.chosen_samples import SampleChoice
-from savable_pipeline.tools.preview.dataset_page import dataset_pages, preview_dataset
+from savable_pipeline.tools.preview.dataset_page import SampleChoice, dataset_pages, preview_dataset
 from tests.conftest import write_tar
 from tests.tools.preview.test_preview import Page, run
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """700 samples in two shards; each seventh has a `seg.PNG` too, and each tenth is a cat."""
-    root = tmp_path / "shards"
+    root = tmp_path_factory.mktemp("data") / "shards"
     for shard in range(2):
         members = []
         for number in range(350 * shard, 350 * shard + 350):

@@ -11,8 +11,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.tools.preview import preview_pipeline
 from savable_pipeline.tools.preview.image_entries import array_entry
-from savable_pipeline.tools.preview.picture_documents import with_documents
-from savable_pipeline.tools.preview.token_entries import documents_of
+from savable_pipeline.tools.preview.token_entries import documents_of, with_documents
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.parts.image_tiles import NativeSize
 from task_encoders.parts.vision import Vision

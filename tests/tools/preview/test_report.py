@@ -18,8 +18,8 @@ from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_rec
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.preview.ledger_numbers import CostStep, ExpectedShares, GivenCounts, NotedCounters, waiting
-from savable_pipeline.tools.preview.pictures import picture
-from savable_pipeline.tools.preview.report_page import advice, report_page, waited
+from savable_pipeline.tools.preview.report_page import advice, picture, report_page, waited
+from tests.support.shards import write_numbered_shards
 from tests.support.toy_pipelines import ToyEncoder
 
 SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
@@ -32,25 +32,28 @@ def packed(folder: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(packs, size=2)
 
 
-@pytest.fixture
-def ledger(make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks give 20 batches each, and again from their 15th."""
-    monkeypatch.setattr(ledger_keeper, "_LEAST_S", 0.0)
-    pipeline, folder = partial(packed, str(make_shards([60]))), tmp_path / "ledger"
+    root = tmp_path_factory.mktemp("run")
+    write_numbered_shards(root / "shards", [60])
+    pipeline, folder = partial(packed, str(root / "shards")), root / "ledger"
     state: dict[str, Any] = {}
-    for _ in range(2):
-        ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(i, 2), ledger=folder) for i in range(2)]
-        for own in ranks:
-            if state:
-                own.load_state_dict(state)
-        for step in range(20):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_keeper, "_LEAST_S", 0.0)
+        for _ in range(2):
+            ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(i, 2), ledger=folder) for i in range(2)]
             for own in ranks:
-                next(own)
-            if step == 14:
-                kept = sp.merge_states([own.state_dict() for own in ranks])
-        state = kept
-        for own in ranks:
-            own.close()
+                if state:
+                    own.load_state_dict(state)
+            for step in range(20):
+                for own in ranks:
+                    next(own)
+                if step == 14:
+                    kept = sp.merge_states([own.state_dict() for own in ranks])
+            state = kept
+            for own in ranks:
+                own.close()
     return folder
 
 
@@ -130,12 +133,12 @@ def test_the_page_is_one_file_with_pictures_and_no_scripts(ledger: Path, tmp_pat
         assert text in page.read_text()
 
 
-def test_a_ledger_without_counters_still_has_a_page(ledger: Path) -> None:
-    """As releases before wrote them: without counters, and without costs."""
+def test_a_ledger_without_counters_still_has_a_page(ledger: Path, tmp_path: Path) -> None:
+    """As one whose run was killed before it noted any."""
     for path in ledger.glob("*"):
         records = [record for record in read_records(path) if not isinstance(record, Numbers)]
-        path.write_bytes(b"".join(map(framed, records)))
-    page = report_page(LedgerFiles(ledger)).decode()
+        (tmp_path / path.name).write_bytes(b"".join(map(framed, records)))
+    page = report_page(LedgerFiles(tmp_path)).decode()
     assert "how long the trainer waited is not known" in page and "Share of the samples given" in page
 
 

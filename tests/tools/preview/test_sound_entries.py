@@ -14,7 +14,7 @@ from PIL import Image
 import savable_pipeline as sp
 from savable_pipeline.tools.preview import preview_pipeline
 from savable_pipeline.tools.preview.image_entries import array_entry
-from savable_pipeline.tools.preview.room import Room
+from savable_pipeline.tools.preview.page import Room
 from savable_pipeline.tools.preview.sound_entries import sound_entry
 from tests.conftest import MakeShards
 from tests.tools.preview.test_preview import Page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from savable_pipeline.tools.preview.sound_pictures import spectrogram, spectrogram_pixels, waveform
+from savable_pipeline.tools.preview.sound_entries import spectrogram, spectrogram_pixels, waveform
 
 
 def test_a_spectrogram_is_the_power_of_each_piece_in_decibels() -> None:

@@ -1,0 +1,305 @@
+"""The commands on a loader and its state, `savable plan`, `verify-resume`, `state` and `serve`, and what they print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.tools.cli.console import (
+    TargetArgument,
+    err,
+    errors_as_lines,
+    out,
+    print_warnings,
+    printable,
+    progress_of,
+)
+
+if TYPE_CHECKING:  # a command imports what it needs when it is called
+    from savable_pipeline.run.state.summary import StateSummary
+    from savable_pipeline.tools.plan.run_plan import RunPlan
+    from savable_pipeline.tools.verify.comparison import Mismatch, Verdict, VerifyPlan
+    from savable_pipeline.tools.verify.leg import Explained
+
+_SHOWN = 8  # samples named
+
+
+def plan(
+    target: TargetArgument,
+    ranks: Annotated[int, typer.Option(help="The data-parallel ranks of the run.")] = 1,
+    nodes: Annotated[int, typer.Option(help="The machines they run on, each with as many.")] = 1,
+    batch_s: Annotated[
+        float | None, typer.Option(help="Seconds to make a batch, as measured: work_s / batches of loader.stats().")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds of a training step, with --batch-s.")] = None,
+    node_workers: Annotated[int, typer.Option(help="Workers on a node of savable serve, with --batch-s.")] = 16,
+    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="The lanes, for a pipeline function. Default: 96.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Describe a run on many ranks before it begins, from the index alone.
+
+    Steps an epoch and what the tail leaves, the lanes that fit, refs in memory, and the bytes that each node fetches.
+    TARGET is imported, so its code runs; no sample is encoded, so lengths, mixing and speed are not said: see
+    loader.stats() of a short run. Each line says how it is known.
+    """
+    from savable_pipeline.tools.plan.run_plan import WorkersNeeded, plan_run
+    from savable_pipeline.tools.verify.target import load_target
+
+    with errors_as_lines():
+        needed = None
+        if batch_s is not None or step_s is not None:
+            needed = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, a_node=node_workers)
+        settings = load_target(target, seed=seed, lanes=lanes, default_lanes=96)
+        _print_plan(plan_run(settings, ranks=ranks, nodes=nodes, target=target, workers=needed), as_json=as_json)
+
+
+def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
+    """Each section of the plan in turn; last what to change."""
+    from savable_pipeline.tools.plan.report import advice, sections
+
+    if as_json:
+        out.print(json.dumps({**asdict(plan), "advice": advice(plan)}, indent=2), markup=False)
+        return
+    for section in sections(plan):
+        table = Table(section.title, "", "how it is known", box=None, title_justify="left")
+        for fact in section.facts:
+            table.add_row(*map(printable, fact))
+        out.print(table)
+    print_warnings(out, advice(plan))
+
+
+def verify_resume(
+    target: TargetArgument,
+    steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
+    cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
+    random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,
+    draw: Annotated[int, typer.Option(help="The seed of the random steps.")] = 0,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="num_workers of each leg, in turn; repeatable. Default: 2, then 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="The number of lanes, for a pipeline function. Default: 12.")
+    ] = None,
+    pictures: Annotated[Path, typer.Option(help="The folder for a picture of two images that differ.")] = Path(),
+) -> None:
+    """Run your loader whole, and again cut and resumed, and compare every byte of every batch.
+
+    TARGET is imported, so its code runs. A leg is the run between two cuts: a new interpreter with another
+    PYTHONHASHSEED and another number of workers, which continues from a state that torch.save wrote and torch.load
+    read. The first difference is shown with its slot, sample, field and both values; the exit code is then 1.
+    """
+    from savable_pipeline.tools.verify.comparison import VerifyPlan, verify
+
+    with errors_as_lines():
+        if not pictures.is_dir():
+            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
+        plan = VerifyPlan(
+            target,
+            steps=steps,
+            cuts=tuple(cut or ()),
+            random_cuts=random_cuts,
+            draw=draw,
+            workers=tuple(workers or (2, 0)),
+            seed=seed,
+            lanes=lanes,
+            pictures=pictures,
+        )
+        with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
+            verdict = verify(plan, progress)
+        _print_verdict(plan, verdict)
+    if verdict.mismatch:
+        raise typer.Exit(1)
+
+
+def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
+    """Print the first difference; without one, what was compared."""
+    if verdict.mismatch is not None:
+        _print_mismatch(verdict, verdict.mismatch)
+        return
+    legs = verdict.legs
+    cuts = _listed([str(leg.start) for leg in legs[1:]])
+    workers = _listed([str(leg.workers) for leg in legs])
+    out.print(
+        printable(
+            f"equal: {plan.target} gave {_batches(verdict)} with num_workers={verdict.begun.workers}, and the same in "
+            f"every byte when it was cut and resumed after step {cuts}: {len(legs)} legs with num_workers {workers}, "
+            "each in a fresh interpreter with another PYTHONHASHSEED"
+        )
+    )
+    if verdict.steps < 2 * verdict.begun.own_lanes:
+        out.print(
+            f"that is less than two batches of each of the {verdict.begun.own_lanes} lanes: what a lane keeps from one "
+            f"batch to the next may not have shown; --steps {2 * verdict.begun.own_lanes} or more shows it"
+        )
+
+
+def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
+    leg = mismatch.leg
+    since = f"resumed after step {leg.start}" if leg.start else "not cut yet"
+    ran = f"leg {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
+    where = (
+        f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
+    )
+    out.print(f"[bold red]different:[/] {where}, in {printable(ran)}")
+    for name, value in lines.items():
+        out.print(f"  {name:<9} " + "\n".join(map(printable, value.splitlines())))
+    out.print(f"  {_hint(mismatch)}")
+    out.print(
+        printable(
+            f"before it {_batches(verdict)} of {verdict.steps} to compare are equal; the uninterrupted run had "
+            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1"
+        )
+    )
+
+
+def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
+    rest = len(where.samples) - _SHOWN
+    samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
+    lines = {
+        "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
+        "sample": samples or "not known: made again, the batch is of other samples",
+        "encoder": ", ".join(verdict.begun.encoders),
+        "expected": where.expected,
+        "found": where.found,
+        "picture": where.picture or "",
+    }
+    return {name: value for name, value in lines.items() if value}
+
+
+def _hint(mismatch: Mismatch) -> str:
+    if mismatch.leg.start:
+        return (
+            "It differs after a cut and not before: something outside the state is kept from one call to the next, or "
+            "differs between processes."
+        )
+    return (
+        "Nothing had been cut yet: look for a clock, an unseeded generator, the order of a set, or what one worker "
+        "keeps from call to call."
+    )
+
+
+def _batches(verdict: Verdict) -> str:
+    ends = f" and {verdict.ends} end{'s' * (verdict.ends > 1)} of an epoch" if verdict.ends else ""
+    return f"{verdict.equal} batches{ends}"
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def state(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint that holds one.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
+) -> None:
+    """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.
+
+    With two files, show where they differ; the exit code is 1 if they do.
+    """
+    from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
+
+    with errors_as_lines():
+        summary = summarize(read_checkpoint(file))
+        if other is None:
+            _print_state(summary, file.stat().st_size)
+            return
+        found = differences(summary, summarize(read_checkpoint(other)))
+    _print_differences(found, file.name, other.name)
+    if found:
+        raise typer.Exit(1)
+
+
+def _print_state(state: StateSummary, size: int) -> None:
+    """Where a saved run stands: its settings, then a table of the lanes that have begun."""
+    begun = {lane: row for lane, row in state.lanes.items() if row}
+    epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
+    epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
+    out.print(
+        f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
+        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(size)}"
+    )
+    settings = Table("setting", "value", title="the run", title_justify="left")
+    for name, value in {**state.settings, **state.environment}.items():
+        settings.add_row(printable(name), printable(_setting(name, value)))
+    out.print(settings)
+    if begun:
+        out.print(_lanes_table(begun, state.lane_bytes))
+
+
+def _setting(name: str, value: object) -> str:
+    if name.endswith("Reader.shards") and isinstance(value, list | dict):
+        from savable_pipeline.data.dataset.shard_digests import count, sample_count
+
+        return f"{count(value):,} shards, {sample_count(value):,} samples"
+    return " → ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Table:
+    """A row for each stage of each lane, with the saved fields that are not empty."""
+    from savable_pipeline.run.state.summary import shown
+
+    table = Table("lane", Column("stage", overflow="fold"), "saved", title="the lanes", title_justify="left")
+    for lane, row in lanes.items():
+        saved: dict[str, list[str]] = {}
+        for field, value in row.items():
+            stage, _, name = field.rpartition(".")
+            if stage and (value or value == 0):
+                saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
+        about = f"{counted(row['batches'], 'batch', 'batches')} given, {sizes[lane]:,} bytes"
+        for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
+            names = "" if number else str(lane), printable(stage), printable(", ".join(fields))
+            table.add_row(*names, end_section=number == len(saved))
+    return table
+
+
+def _print_differences(found: list[tuple[str, str, str]], left: str, right: str) -> None:
+    """Each field in which two states differ, with both values."""
+    if not found:
+        out.print("the two states are equal: both continue alike")
+        return
+    table = Table(
+        Column("where", overflow="fold"),
+        printable(left),
+        printable(right),
+        title=f"{len(found)} differences",
+        title_justify="left",
+    )
+    for row in found:
+        table.add_row(*map(printable, row))
+    out.print(table)
+
+
+def serve(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of one network. Port 0: a free one.")],
+    key_file: Annotated[Path, typer.Option(help="A file with the key, that only you can read; the trainers' too.")],
+    workers: Annotated[int, typer.Option(help="Workers of this machine, which the ranks of a loader share.")],
+) -> None:
+    """Run the workers of loaders on other machines: sp.SocketWorkers(["HOST:PORT"], key_file=…).
+
+    Who has the key can run code here, as you. What passes is not encrypted: use a private network, or a tunnel.
+    """
+    from savable_pipeline.run.nodes.agent import Agent
+    from savable_pipeline.run.nodes.handshake import read_key
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    with errors_as_lines():
+        agent = Agent(listen, read_key(key_file), workers)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        out.print(f"listening on {agent.address}", markup=False, soft_wrap=True)
+        try:
+            while True:
+                agent.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            agent.close()
