@@ -18,20 +18,18 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import made_encoder
 from savable_pipeline.stages.held_items import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
-from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems, make
+from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 

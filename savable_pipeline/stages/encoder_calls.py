@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.setting_rules import function_name

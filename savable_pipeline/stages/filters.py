@@ -8,21 +8,18 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.on_error import OnError, check_on_error, reason_of, skips
-from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.user_frames import described, from_user_code
+from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encode import EncoderError, KeyedEncoder
 from savable_pipeline.stages.held_items import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import sample_indices
+from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
+from savable_pipeline.stages.stage import ItemStage, PassThrough, SampleStage, State, TakesRefs, parse_state, saved_refs
 
 _NONE = np.empty(0, REF)
 _NOTHING = "it returned None; return True or False"

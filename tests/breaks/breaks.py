@@ -138,7 +138,7 @@ STAGES = [
         "limit-of-held-bytes-for-each-stage",
         "memory bound",
         "The limit on the bytes of held items counts for each stage of each lane by itself, not for the process.",
-        _STAGES + "memory_budget.py",
+        _STAGES + "held_items.py",
         "            if self._budget.used + size > self._max_bytes:\n",
         "            if self._bytes + size > self._max_bytes:\n",
         ("tests/stages/test_memory_budget.py", "tests/stages/test_held_items.py", "tests/stages"),

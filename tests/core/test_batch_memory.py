@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import batch_memory
-from savable_pipeline.core.item_difference import DifferingItemsError
+from savable_pipeline.core.containers import DifferingItemsError
 from savable_pipeline.run.transport.segments import SegmentWriter
 from savable_pipeline.stages.batch_difference import digest, first_difference
 from tests.conftest import write_tar

@@ -14,8 +14,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset import exclude_file
-from savable_pipeline.stages.excluded_samples import ExcludedSamples
 from savable_pipeline.stages.held_items import is_whole, known_refs
+from savable_pipeline.stages.stage_info import ExcludedSamples
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.streams import take, through_a_file
 from tests.support.toy_pipelines import ToyEncoder, numbers, toy_pipeline

@@ -11,7 +11,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.element import Element
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.held_items import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.item_ref import Element
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.shards.shard_list import Count, ShardList
 
 GROUP = 1024

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.core.state_numbers import ORDER, STATE, check_numbers
+from savable_pipeline.core.state_numbers import ORDER, STATE, EpochNumber, SavedCount, check_numbers
 from savable_pipeline.errors import StateError
 
 _MAGIC = b"SAVL"

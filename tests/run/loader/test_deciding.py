@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from savable_pipeline.core.run_facts import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Facts, read_records

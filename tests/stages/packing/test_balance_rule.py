@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from savable_pipeline.core.keyed_random import derive_key, permutation
-from savable_pipeline.core.shared_ranks import SharedRanks
+from savable_pipeline.core.keyed_random import SharedRanks, derive_key, permutation
 from savable_pipeline.stages.packing.balance import RankRule, WaitingPack
 
 

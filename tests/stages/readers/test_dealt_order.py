@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.stages.readers.epoch_orders import DealtOrder
-from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
+from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder, lane_span
 
 ROW = 1000  # bytes
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.stages.readers.reader_settings import ReaderSettings
+from savable_pipeline.stages.readers.reader import ReaderSettings
 from tests.conftest import MakeShards, write_tar
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
 
