@@ -65,7 +65,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
 NOTHING_DECIDED = Decisions()
 
 
-Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see growth.py
+Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see `GrowingSamples`
 ChunkSizes: TypeAlias = dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 

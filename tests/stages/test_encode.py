@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -20,6 +20,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
+from tests.support.few_examples import few
 from tests.support.values_and_refs import values_and_refs
 
 
@@ -105,7 +106,7 @@ def mixed(n: int, rng: sp.Rng) -> Any:
     return (n, 0, rng.integers(1000)) if n % 3 == 0 else fan(n, rng)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@few(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
     encoded: Any, takes: list[int], cuts: list[bool]

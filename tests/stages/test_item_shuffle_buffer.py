@@ -70,22 +70,21 @@ def test_pieces_of_a_document_are_parted(shards: str) -> None:
     assert sum(left == right for left, right in pairwise(after)) < 10  # 2 of each of 24 documents before
 
 
-@pytest.mark.parametrize("max_held_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize(
+    ("epochs", "packed", "max_held_bytes"), [(None, True, 0), (1, True, 1 << 20), (1, False, 0), (None, False, 1 << 20)]
+)
 def test_a_resume_is_exact(shards: str, epochs: int | None, packed: bool, max_held_bytes: int) -> None:
     make = partial(pipeline, shards, epochs=epochs, packed=packed, max_held_bytes=max_held_bytes)
-    assert assert_exact_resume(make, lanes=3, steps=14, world_sizes=(1, 3)) > 14
+    assert assert_exact_resume(make, lanes=3, steps=10, world_sizes=(1, 3), chains=1, after=2) > 10
 
 
-@pytest.mark.parametrize("max_held_bytes", [0, 1 << 20])
-def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str, max_held_bytes: int) -> None:
+def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str) -> None:
     def make(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane), Pieces())
         packs = sp.OnlinePacker(items, max_length=7, policy="sequential")
-        return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_held_bytes=max_held_bytes), size=2)
+        return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_held_bytes=0), size=2)
 
-    assert assert_exact_resume(make, lanes=3, steps=14, world_sizes=(1, 3)) > 14
+    assert assert_exact_resume(make, lanes=3, steps=9, world_sizes=(1, 3), chains=1, after=2) > 9
 
 
 def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:

@@ -39,10 +39,10 @@ def test_a_function_may_give_a_dict_a_generator_or_a_skip(make_shards: MakeShard
     assert batch["n"].tolist() == [0, 2, 4, 6] and batch["noise"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("function", [scaled, parts, partial(scaled, by=3)])
+@pytest.mark.parametrize("function", [parts, partial(scaled, by=3)])
 def test_it_resumes_exactly_with_all_its_random_numbers(make_shards: MakeShards, function: Any) -> None:
     chain = sp.read(str(make_shards([40, 9]))).shuffle(6).map(function).batch(3)
-    assert assert_exact_resume(chain, lanes=4, steps=12, chains=2) > 12
+    assert assert_exact_resume(chain, lanes=4, steps=10, chains=1, after=2) > 10
 
 
 def test_a_state_of_another_function_or_other_bound_arguments_is_refused(make_shards: MakeShards) -> None:

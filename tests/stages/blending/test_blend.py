@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -21,6 +21,7 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
+from tests.support.few_examples import few
 from tests.support.streams import take, through_a_file
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs
 
@@ -305,9 +306,7 @@ def test_a_sample_knows_the_name_of_its_source_wherever_it_is_made(shards: Path)
     counted = Counter(name for batch in batches for name, _ in batch)
     assert counted.keys() == {"a", "rest/b", "rest/c"} and 20 <= counted["a"] <= 28
     assert with_sources(str(shards), sp.Lane(seed=3)).fetch(stage.ref) == batches[-1]
-    assert_exact_resume(
-        partial(with_sources, str(shards)), lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2), chains=2
-    )
+    assert_exact_resume(partial(with_sources, str(shards)), lanes=4, steps=8, world_sizes=(1, 2), chains=1, after=2)
 
 
 def test_without_a_blend_a_source_has_no_name_and_a_pickled_sample_keeps_its_own(shards: Path) -> None:
@@ -352,7 +351,7 @@ def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
 def test_with_sources_by_size_and_off_every_cut_resumes_exactly(shards: Path) -> None:
     for weights in (None, {"a": 3, "b": 0, "c": 1}):
         pipeline = partial(of_three, str(shards), weights)
-        assert_exact_resume(pipeline, lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2, 4), chains=2)
+        assert_exact_resume(pipeline, lanes=4, steps=8, world_sizes=(1, 2, 4), chains=1, after=2)
 
 
 def of_three(shards: str, weights: dict[str, float] | None, lane: sp.Lane) -> custom.Stage:
@@ -403,7 +402,7 @@ class Packs(Draws):
         return [item for pack in items for item in pack]
 
 
-@settings(max_examples=12, deadline=None)
+@few(5)
 @given(kind=st.sampled_from(["readers", "branches"]), steps=st.integers(1, 12))
 def test_other_weights_keep_every_position_and_every_samples_randomness(
     tmp_path_factory: pytest.TempPathFactory, kind: str, steps: int
@@ -488,7 +487,7 @@ def test_the_same_weights_written_otherwise_are_no_difference(shards: Path) -> N
 # Cuts by hand, where sources end.
 
 
-@settings(max_examples=100, deadline=None)
+@few(30)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),

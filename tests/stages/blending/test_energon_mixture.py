@@ -124,7 +124,7 @@ splits:
         "a": 2,
     }
     assert of_each(mixture, 1000) == {"a": 13 + 2, "b": 54}
-    assert_exact_resume(partial(numbers, mixture), lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2), chains=1)
+    assert_exact_resume(partial(numbers, mixture), lanes=2, steps=6, chains=0, after=1)
 
 
 def numbers(mixture: Mixture, lane: sp.Lane) -> custom.Stage:

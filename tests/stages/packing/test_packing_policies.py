@@ -7,11 +7,12 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from savable_pipeline.stages.cost import Costing
 from savable_pipeline.stages.packing.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
+from tests.support.few_examples import few
 
 POLICIES = get_args(Policy)
 SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3)), max_size=80)
@@ -45,7 +46,7 @@ def laid_out(
     return packs
 
 
-@settings(max_examples=150, deadline=None)
+@few(50)
 @given(SIZES, st.integers(12, 30), st.integers(3, 6), st.integers(1, 5), st.sampled_from(POLICIES))
 def test_every_piece_is_in_one_pack_and_no_pack_is_over_either_budget(
     sizes: list[tuple[int, int]], max_length: int, max_images: int, open_packs: int, policy: Policy
@@ -87,7 +88,7 @@ def test_first_fit_decreasing_lays_the_longest_out_first_and_keeps_the_last_pack
 
 @pytest.mark.parametrize(("policy", "least"), [("best_fit", 0.95), ("first_fit", 0.95), ("first_fit_decreasing", 0.98)])
 def test_packs_of_lognormal_lengths_are_full(policy: Policy, least: float) -> None:
-    drawn = np.random.default_rng(1).lognormal(np.log(400), 1.0, 20_000).astype(int)
+    drawn = np.random.default_rng(1).lognormal(np.log(400), 1.0, 6_000).astype(int)
     sizes = [(int(length), 0) for length in drawn if 1 <= length <= LIMIT]
     packs = laid_out(sizes, make_packing(policy, max_length=LIMIT, max_images=0, open_packs=16, key=1))
     assert sum(length for length, _ in sizes) >= least * LIMIT * len(packs)
@@ -111,7 +112,7 @@ def with_cost(pieces: list[tuple[int, int]], policy: Policy, *, max_cost: int, m
     return laid_out(pieces, packing)
 
 
-@settings(max_examples=150, deadline=None)
+@few(50)
 @given(SIZES, st.integers(4, 200), st.sampled_from(POLICIES))
 def test_no_pack_costs_more_than_it_may_unless_it_is_of_a_single_piece(
     sizes: list[tuple[int, int]], max_cost: int, policy: Policy
@@ -180,7 +181,7 @@ def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]
     return after
 
 
-@settings(max_examples=150, deadline=None)
+@few(50)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(1, 500)), max_size=80),
     st.integers(1, 4),

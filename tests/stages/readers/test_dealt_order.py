@@ -18,10 +18,12 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder, lane_span
+from tests.support.few_examples import few
 
 ROW = 1000  # bytes
 
 
+@few(30)
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any),
     lanes=st.integers(1, 7),

@@ -227,16 +227,12 @@ def pipeline(
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"missing": "empty", "late": True}, {"blend": True, "late": True}, {"blend": True, "missing": "empty"}],
+    [{}, {"blend": True, "missing": "empty", "late": True}],
 )
 def test_a_stopped_run_goes_on_exactly(data: Path, how: dict[str, Any]) -> None:
     assert_exact_resume(
-        partial(pipeline, data, **how), seed=2, lanes=LANES, steps=14, world_sizes=(1, 2, 4), chains=1, after=2
+        partial(pipeline, data, **how), seed=2, lanes=LANES, steps=12, world_sizes=(1, 2, 4), chains=1, after=1
     )
-
-
-def test_with_worker_processes_too(data: Path) -> None:
-    assert_exact_resume(partial(pipeline, data), lanes=LANES, steps=8, workers=(0, 2), chains=1, after=1)
 
 
 @pytest.mark.parametrize("blend", [False, True])

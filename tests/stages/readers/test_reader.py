@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -18,6 +18,7 @@ from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.readers.reader import ReaderSettings
 from tests.conftest import MakeShards, write_tar
+from tests.support.few_examples import few
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
@@ -30,6 +31,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+@few(40)
 @given(SIZES, st.integers(1, 30), st.integers(1, 3), st.integers(0, 5), SETTINGS)
 def test_the_lanes_of_an_epoch_have_every_sample_once(
     sizes: list[int], lanes: int, epochs: int, seed: int, how: dict[str, Any]
@@ -39,6 +41,7 @@ def test_the_lanes_of_an_epoch_have_every_sample_once(
     assert sorted(given) == sorted((index, epoch) for epoch in range(epochs) for index in range(sum(sizes)))
 
 
+@few(25)
 @given(SIZES, st.integers(1, 8), SETTINGS, st.lists(st.integers(1, 50), min_size=1), st.data())
 def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restore(
     sizes: list[int], lanes: int, how: dict[str, Any], chunks: list[int], data: st.DataObject
@@ -101,7 +104,7 @@ def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
     assert refs == drained(readers([5], epochs=4)(0))[10:]
 
 
-@settings(max_examples=30)
+@few(15)
 @given(st.integers(8, 40), st.integers(2, 6), st.integers(1, 6), st.integers(0, 3))
 def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window: int, lanes: int, epoch: int) -> None:
     if shards < 2 * window:
