@@ -163,9 +163,8 @@ def doubled(shards: str, lane: sp.Lane, epochs: int | None) -> custom.Stage:
 def test_a_stage_written_from_the_docstring_resumes_exactly(
     shards: str, pipeline: Callable[..., custom.Stage], epochs: int | None
 ) -> None:
-    assert (
-        assert_exact_resume(partial(_of, pipeline, shards, epochs), lanes=3, steps=9, world_sizes=(1, 3), chains=1) > 9
-    )
+    build = partial(_of, pipeline, shards, epochs)
+    assert assert_exact_resume(build, lanes=3, steps=9, world_sizes=(1, 3), chains=1) > 9
 
 
 def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:

@@ -86,9 +86,7 @@ def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
 
 def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
     pipeline = partial(batches_of, write(SCHEDULED))
-    assert_exact_resume(
-        pipeline, lanes=2, steps=14, world_sizes=(1, 2), chains=1, after=1
-    )  # the change ends at the tenth
+    assert_exact_resume(pipeline, lanes=2, steps=14, world_sizes=(1, 2), chains=1, after=1)  # it ends at the tenth
 
 
 def batches_of(path: Path, lane: sp.Lane) -> custom.Stage:

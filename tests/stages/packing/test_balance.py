@@ -215,12 +215,8 @@ def test_a_blend_of_packs_is_balanced_by_what_is_in_them(shards: str) -> None:
         next(packs)
         held = [msgspec.msgpack.decode(each)[2] for each in packs.save_state()["held"]]
         assert all(sum(sizes) <= 16 and len(sizes) > 2 for sizes in held)
-        assert (
-            assert_exact_resume(
-                partial(batches_of, partial(make, encoder=encoder)), lanes=2, steps=5, chains=0, after=2
-            )
-            > 5
-        )
+        build = partial(batches_of, partial(make, encoder=encoder))
+        assert assert_exact_resume(build, lanes=2, steps=5, chains=0, after=2) > 5
 
 
 def batches_of(make: Any, lane: sp.Lane) -> custom.Stage:
