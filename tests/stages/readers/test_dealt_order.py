@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder, lane_span
+from savable_pipeline.stages.readers.lane_shares import lane_span
+from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder
 from tests.support.few_examples import few
 
 ROW = 1000  # bytes

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from savable_pipeline.stages.readers.read_order import (
-    EpochOrder,
+from savable_pipeline.stages.readers.lane_shares import (
     batches_span,
     lane_span,
     sequential_count,
     sequential_positions,
 )
+from savable_pipeline.stages.readers.read_order import EpochOrder
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=20).filter(sum)
 
