@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.item_ref import Element
-from savable_pipeline.testing import assert_exact_resume
 
 
 class Ids(sp.TaskEncoder):
@@ -129,39 +127,3 @@ def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards:
     next_one, _ = holder(shards, max_bytes=180, lane=lane)
     next_one.held.fill(3)
     assert next_one.held.made == 3
-
-
-class Swapped(custom.ItemStage):
-    """Items in pairs, the second one first."""
-
-    ref: custom.ItemRef = ()
-
-    def __init__(self, source: custom.ItemStage) -> None:
-        super().__init__(source)
-        self.held = custom.HeldItems(self)
-
-    def __next__(self) -> Any:
-        while self.held or self.held.fill(2):
-            item, self.ref = self.held.take(-1)
-            if type(item) is not sp.Skip:
-                return item
-        raise StopIteration
-
-    def save_state(self) -> dict[str, Any]:
-        return {"held": self.held.refs(), **super().save_state()}
-
-    def restore_state(self, state: dict[str, Any]) -> None:
-        super().restore_state(state)
-        self.held.restore(state["held"])
-
-
-def swapped(shards: str, lane: sp.Lane) -> custom.Stage:
-    return Swapped(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), Ids()))
-
-
-def test_a_stage_of_ones_own_that_holds_gives_all_and_resumes_exactly(shards: str) -> None:
-    items = list(swapped(shards, sp.Lane()))
-    assert items[:4] == ["1", "0", "3", "2"] and Counter(items) == Counter(map(str, range(31))), (
-        "the last of an odd number comes too"
-    )
-    assert_exact_resume(lambda lane: sp.Batcher(swapped(shards, lane), size=2), lanes=3, steps=9, world_sizes=[1, 3])

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from savable_pipeline.stages.held_items import BudgetShare, MemoryBudget, size_of
-from savable_pipeline.stages.item_ref import Element
+from savable_pipeline.stages.held_items import size_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,18 +65,3 @@ def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
 
     assert size_of([Part() for _ in range(100_000)]) == pytest.approx(100_000 * 116, rel=0.2)
     assert len(looked_at) == 16
-
-
-def test_lanes_share_one_budget_and_give_their_part_back() -> None:
-    budget = MemoryBudget()
-    one, other = BudgetShare(budget, max_bytes=100), BudgetShare(budget, max_bytes=100)
-    first, second = Element((0, 0, 0)), Element((1, 0, 0))
-    one.keep(first, bytes(27))  # of 60 bytes with its header
-    other.keep(second, bytes(27))
-    assert first.is_made and not second.is_made
-    other.keep(second, bytes(7))
-    assert second.is_made
-    one.release(first)
-    assert (one.count, other.count, budget.used) == (0, 1, 40)
-    del other
-    assert budget.used == 0

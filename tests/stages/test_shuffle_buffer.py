@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import word
-from savable_pipeline.data.dataset.ref import REF
 from tests.support.toy_dataset import drained, first, pairs, readers
 
 
@@ -64,17 +63,6 @@ def test_restored_at_any_position_it_goes_on_exactly(count: int, size: int, cut:
     assert drained(after, chunk) == expected[cut:]
 
 
-def test_a_resume_of_a_resume_of_a_resume_goes_on_exactly() -> None:
-    expected, stage, given = first(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
-    for chunk in itertools.cycle([1, 0, 7, 40]):
-        given += first(stage, chunk) if chunk else []
-        if len(given) > 250:
-            break
-        state, stage = stage.save_state(), buffer(50, 20, epochs=None)
-        stage.restore_state(state)
-    assert given == expected[: len(given)]
-
-
 def test_the_state_holds_the_refs_in_order_twelve_bytes_each() -> None:
     stage = buffer(100, 10)
     given = first(stage, 25)
@@ -100,10 +88,6 @@ def test_what_is_left_when_the_source_is_dry_comes_in_random_order() -> None:
     assert stage.save_state()["refs"] == b""
 
 
-def test_a_buffer_of_one_passes_everything_on_in_order() -> None:
-    assert drained(buffer(50, 1)) == drained(readers([50], epochs=1)(0))
-
-
 def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
     def order(stage: custom.Stage) -> list[int]:
         return [index for index, _ in first(stage, 500)]
@@ -115,19 +99,6 @@ def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
     assert sorted(drained(sp.ShuffleBuffer(buffer(500, 70), size=30))) == [(i, 0) for i in range(500)]
     lanes = readers([5000], lanes=2)
     assert sp.ShuffleBuffer(lanes(0), size=9)._key != sp.ShuffleBuffer(lanes(1), size=9)._key
-
-
-def test_a_slot_costs_twelve_bytes() -> None:
-    stage = buffer(5000, 4000)
-    stage.take_refs(1)
-    assert stage._held._slots.nbytes == 4000 * 12
-    assert REF.itemsize == 12
-
-
-def test_asking_for_none_gives_none_and_changes_nothing() -> None:
-    stage = buffer(20, 5)
-    assert len(stage.take_refs(0)) == 0
-    assert drained(stage) == drained(buffer(20, 5))
 
 
 def test_mixing_moves_refs_about_as_far_as_the_buffer_is_large() -> None:

@@ -328,6 +328,60 @@ def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None
     assert found.batch == [0, 2, 4]
 
 
+# What the loader asks for.
+
+
+class Reading(custom.PassThrough, custom.SampleStage):
+    """Has a few of the methods that the loader asks stages for, as their docstrings said."""
+
+    looked: list[int]
+
+    def __init__(self, source: custom.SampleStage) -> None:
+        super().__init__(source)
+        self.looked = []
+
+    def __next__(self) -> Any:
+        return next(self.source)
+
+    def verify(self, slot: int) -> None:
+        self.looked.append(slot)
+
+    def stores_read(self) -> list[Any]:
+        return []
+
+    @property
+    def held_items(self) -> int:
+        return 7
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        return 5
+
+    def addresses(self) -> dict[str, str]:
+        return {"table": "here"}
+
+    def settings(self) -> dict[str, Any]:
+        return {"table": 1}
+
+
+def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str) -> None:
+    from savable_pipeline.run.engine.lane_runner import LaneRunner
+    from savable_pipeline.run.engine.messages import LaneJob
+    from savable_pipeline.run.state.fingerprint import fingerprint
+    from savable_pipeline.run.state.lane_state import LaneState, pack_state
+
+    made: list[Reading] = []
+
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        made.append(Reading(sp.TarShardReader(shards, lane, epochs=1)))
+        return sp.Batcher(made[-1], size=3)
+
+    runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
+    found = runner.deliver(0, pack_state(LaneState(0, 0)))
+    assert made[-1].looked == [0] and found.rebuild_s > 0
+    assert len(sp.SavableLoader(pipeline, seed=0, lanes=1)) == 2  # of 5 elements
+    assert fingerprint(pipeline(sp.Lane()), lanes=1, seed=0).addresses["Reading.table"] == "here"
+
+
 # A filter that leaves everything out.
 
 

@@ -58,14 +58,6 @@ def test_weights_that_name_no_source_are_refused() -> None:
         sp.Blend(make_readers({"a": 4, "b": 4}), weights=[3, 1])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_what_is_given_does_not_depend_on_how_many_are_taken_at_a_time(chunk: int) -> None:
-    how = {"weights": {"a": 5, "b": 2, "c": 0.1}}
-    sizes = {"a": 40, "b": 30, "c": 1}
-    stage = sp.Blend(make_readers(sizes, epochs=1), **how)  # type: ignore[arg-type]
-    assert drained(stage, chunk) == drained(sp.Blend(make_readers(sizes, epochs=1), **how), 7)  # type: ignore[arg-type]
-
-
 def test_a_source_that_ends_leaves_its_turns_to_the_others() -> None:
     readers = make_readers({"a": 4, "b": 20, "c": 10}, epochs=1)
     names = named(drained(sp.Blend(readers, weights={"a": 2, "b": 1, "c": 1})), ["a", "b", "c"])
@@ -92,20 +84,6 @@ def test_it_is_endless_where_it_never_ends() -> None:
     readers = {**make_readers({"a": 5}, lane), **make_readers({"b": 5}, lane, epochs=1)}
     assert sp.Blend(readers, weights={"a": 1, "b": 1}).info.endless
     assert not sp.Blend(readers, weights={"a": 1, "b": 1}, until="first").info.endless
-
-
-def test_the_lanes_of_a_run_have_the_shares_together() -> None:
-    shared: dict[Any, Any] = {}
-    plans = []
-    for index in range(6):
-        readers = make_readers(
-            {"a": 100, "b": 100, "c": 100}, sp.Lane(index, 6, 9, worker=WorkerContext(shared=shared))
-        )
-        names = named(first(sp.Blend(readers, weights={"a": 5, "b": 2, "c": 1}, stride=4), 40), ["a", "b", "c"])
-        plans.append(["abc".index(name) for name in names])
-    for n in range(4, 41, 4):
-        taken = Counter(source for plan in plans for source in plan[:n])
-        assert all(abs(8 * taken[source] - 6 * n * weight) <= 8 for source, weight in enumerate([5, 2, 1]))
 
 
 class Draws(sp.TaskEncoder):

@@ -65,24 +65,6 @@ class Lengths(sp.TaskEncoder):
 LENGTHS = Lengths()
 
 
-@pytest.mark.parametrize("shape", ["step", "linear"])
-@pytest.mark.parametrize("lanes", [1, 2, 12])
-def test_every_lane_keeps_to_the_integral_through_the_changes(make_shards: Any, shape: Any, lanes: int) -> None:
-    shards = str(make_shards([50, 60]))
-    draw = random.Random(lanes)
-    for _ in range(3):
-        schedule = random_schedule(draw, shape, last=200 * lanes)
-        for lane in {0, lanes // 2, lanes - 1}:
-            stage = blend(shards, sp.Lane(lane, lanes, draw.randrange(1 << 40)), schedule)
-            counts = dict.fromkeys(NAMES, 0)
-            for n in range(1, 241):
-                counts[next(stage).source] += 1
-                if n % 8 == 0:
-                    due = integral(schedule, n * lanes)
-                    worst = max(abs(count - d / lanes) for count, d in zip(counts.values(), due, strict=True))
-                    assert worst < Fraction(5, 2)
-
-
 def test_a_source_without_a_weight_is_not_drawn_from_there(make_shards: Any) -> None:
     shards = str(make_shards([50]))
     points = [(0, {"a": 1}), (160, {"b": 3, "c": 1}), (320, {"c": 1})]

@@ -23,8 +23,6 @@ from savable_pipeline.stages.blending.turns import (
     Turns,
     TurnsState,
     begin_turns,
-    halves_around,
-    nearest,
 )
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.support.few_examples import few
@@ -188,34 +186,6 @@ def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
 
 
 # What it is made of.
-
-
-def test_draws_go_to_the_sources_that_are_furthest_behind() -> None:
-    assert nearest([25, 14, 1], 10, [9, 9, 9], 4) == [3, 1, 0]
-    assert nearest([25, 14, 1], 10, [2, 9, 9], 4) == [2, 2, 0]
-    assert nearest([-30, 36, 24], 10, [9, 9, 9], 3) == [0, 2, 1]
-    assert nearest([5, 5], 10, [1, 1], 1) == [1, 0]
-
-
-@few(40)
-@given(st.lists(st.tuples(st.integers(-40, 60), st.integers(0, 3)), min_size=1, max_size=4), st.data())
-def test_no_other_draws_are_nearer(sources: list[tuple[int, int]], data: st.DataObject) -> None:
-    wanted, most = [want for want, _ in sources], [limit for _, limit in sources]
-    n = data.draw(st.integers(0, sum(most)))
-    chosen = nearest(wanted, 10, most, n)
-    assert sum(chosen) == n and all(0 <= count <= limit for count, limit in zip(chosen, most, strict=True))
-    others = np.stack(np.meshgrid(*[np.arange(limit + 1) for limit in most]), -1).reshape(-1, len(most))
-    others = others[others.sum(axis=1) == n]
-    squares = ((others * 10 - wanted) ** 2).sum(axis=1)
-    assert ((np.array(chosen) * 10 - wanted) ** 2).sum() == squares.min()
-
-
-def test_a_lane_is_in_halves_of_halves() -> None:
-    assert [(half.number, half.lanes) for half in halves_around(4, 6)] == [(3, 3), (6, 2), (13, 1)]
-    assert halves_around(0, 1) == []
-    for lanes in (2, 3, 7, 96):
-        last = {halves_around(place, lanes)[-1].number for place in range(lanes)}
-        assert len(last) == lanes and all(halves_around(place, lanes)[-1].lanes == 1 for place in range(lanes))
 
 
 def test_a_small_case_is_what_it_was() -> None:

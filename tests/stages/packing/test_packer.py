@@ -132,29 +132,11 @@ def test_packs_are_those_of_a_plain_implementation(lengths: list[int], longest: 
     assert stage.counts["skipped/longer than max_length"] == sum(length > longest for length in lengths)
 
 
-def test_best_fit_fills_the_fullest_pack_with_room_and_gives_the_fullest() -> None:
-    #   open packs: 6 │ 6 7 │ 6 7 8, one too many: the fuller of the two old ones goes
-    assert list(packer([6, 7, 8, 3, 2], open_packs=2)) == [[(1, 7)], [(2, 8), (4, 2)], [(0, 6), (3, 3)]]
-
-
-def test_first_fit_fills_the_oldest_pack_with_room_and_gives_the_oldest() -> None:
-    assert list(packer([6, 7, 8, 3, 2], open_packs=2, policy="first_fit")) == [
-        [(0, 6)],
-        [(1, 7), (3, 3)],
-        [(2, 8), (4, 2)],
-    ]
-
-
 def test_a_pack_that_is_exactly_full_is_given_before_another_item_is_taken() -> None:
     stage = packer([4, 6, 10, 1])
     assert next(stage) == [(0, 4), (1, 6)]
     assert not stage.save_state()["packs"], "what was taken ahead is in no pack yet"
     assert list(stage) == [[(2, 10)], [(3, 1)]]
-
-
-def test_what_is_open_at_the_end_comes_oldest_first() -> None:
-    assert list(packer([9, 8, 7])) == [[(0, 9)], [(1, 8)], [(2, 7)]]
-    assert list(packer([])) == []
 
 
 def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:

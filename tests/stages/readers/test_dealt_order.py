@@ -44,7 +44,7 @@ def test_the_lanes_get_each_sample_once_whatever_is_asked_for_at_a_time(
         assert [int(order.locate(i, i + 1)[0]) for i in range(begin, end)] == found
 
 
-def write(folder: Path, *, files: int = 3, groups: int = 8, rows: int = 160) -> Path:
+def write(folder: Path, *, files: int = 3, groups: int = 8, rows: int = 64) -> Path:
     for file in range(files):
         ids = range(file * groups * rows, (file + 1) * groups * rows)
         table = pa.table({"id": ids, "raw": [b"x" * ROW] * len(ids)})
@@ -75,12 +75,12 @@ def read_in_turns(folder: Path, *, lanes: int, buffer: int, **settings: Any) -> 
 
 def test_each_row_group_is_decoded_about_once_an_epoch_although_a_fraction_fits(tmp_path: Path) -> None:
     write(tmp_path)
-    fits = 8 * 160 * (ROW + 30)  # of 24 row groups
+    fits = 8 * 64 * (ROW + 30)  # of 24 row groups
     for settings in ({}, {"subset": 0.5}):
-        ids, decoded = read_in_turns(tmp_path, lanes=24, buffer=5, cache_bytes=fits, **settings)
-        assert len(set(ids)) == len(ids) and len(ids) == pytest.approx(3840 * settings.get("subset", 1), rel=0.01)
+        ids, decoded = read_in_turns(tmp_path, lanes=12, buffer=3, cache_bytes=fits, **settings)
+        assert len(set(ids)) == len(ids) and len(ids) == pytest.approx(1536 * settings.get("subset", 1), rel=0.01)
         assert decoded <= 1.2, settings
-    _, decoded = read_in_turns(tmp_path, lanes=24, buffer=5, cache_bytes=fits, block_size=8)
+    _, decoded = read_in_turns(tmp_path, lanes=12, buffer=3, cache_bytes=fits, block_size=8)
     assert decoded > 5  # in the order of tars, as many groups are open as there are lanes
 
 
@@ -89,8 +89,8 @@ def test_row_groups_too_large_to_be_mixed_are_a_warning_with_the_size_to_write(
 ) -> None:
     write(tmp_path)
     with caplog.at_level(logging.WARNING):
-        custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 170 * (ROW + 30))
-    assert "samples of 1 of them at a time are mixed. Write row groups of at most 3.2 kB" in caplog.text
+        custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 70 * (ROW + 30))
+    assert "samples of 1 of them at a time are mixed. Write row groups of at most 1.3 kB" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         custom.ParquetReader(tmp_path, sp.Lane())

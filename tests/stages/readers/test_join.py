@@ -153,11 +153,6 @@ def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: in
         assert loader.stats()["Join/without captions"] == 15
 
 
-def test_a_dataset_that_was_opened_may_be_given(data: Path) -> None:
-    store = sp.open_dataset(data / "captions")
-    assert next(custom.Join(reader(data), {"captions": store}))["captions.txt"] == b"caption of s000001"
-
-
 def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> None:
     for shard in range(2):
         write_tar(tmp_path / f"{shard}.tar", [(f"own{shard}.txt", b""), ("s000001.txt", b"x")])

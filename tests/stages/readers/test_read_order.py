@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from savable_pipeline.stages.readers.lane_shares import (
     batches_span,
     lane_span,
-    sequential_count,
-    sequential_positions,
 )
 from savable_pipeline.stages.readers.read_order import EpochOrder
 
@@ -25,23 +23,6 @@ def shuffled(
     sizes: list[int], *, seed: int = 0, epoch: int = 0, block_size: int = 8, window: int | None = 32
 ) -> EpochOrder:
     return EpochOrder(np.cumsum([0, *sizes]), seed=seed, source=1, epoch=epoch, block_size=block_size, window=window)
-
-
-@given(SIZES, st.integers(0, 3), st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)))
-def test_a_shuffled_epoch_has_every_sample_once(sizes: list[int], epoch: int, block: int, window: int | None) -> None:
-    order = shuffled(sizes, epoch=epoch, block_size=block, window=window)
-    assert sorted(order.locate(0, sum(sizes)).tolist()) == list(range(sum(sizes)))
-
-
-@given(SIZES, st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)), st.data())
-def test_any_stretch_of_an_epoch_is_found_without_the_rest(
-    sizes: list[int], block: int, window: int | None, data: st.DataObject
-) -> None:
-    count = sum(sizes)
-    start = data.draw(st.integers(0, count - 1))
-    stop = data.draw(st.integers(start + 1, count))
-    whole = shuffled(sizes, block_size=block, window=window).locate(0, count)
-    assert shuffled(sizes, block_size=block, window=window).locate(start, stop).tolist() == whole[start:stop].tolist()
 
 
 def test_the_order_of_a_small_epoch_is_blocks_permuted_in_windows_of_permuted_shards() -> None:
@@ -100,21 +81,6 @@ def test_every_lane_of_a_tiny_dataset_gets_something_within_as_many_epochs_as_la
     for lane in range(40):
         spans = [lane_span(3, lane, 40, epoch) for epoch in range(7, 47)]
         assert any(begin < end for begin, end in spans)
-
-
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20))
-def test_dealt_blocks_are_every_sample_once_each_lanes_in_file_order(count: int, lanes: int, block: int) -> None:
-    given = []
-    for place in range(lanes):
-        mine = sequential_positions(0, sequential_count(count, place, lanes, block), place, lanes, block).tolist()
-        assert mine == sorted(mine)
-        given += mine
-    assert sorted(given) == list(range(count))
-
-
-def test_file_order_is_dealt_in_blocks() -> None:
-    shares = [sequential_positions(0, sequential_count(10, place, 3, 2), place, 3, 2).tolist() for place in range(3)]
-    assert shares == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5]]
 
 
 @pytest.mark.parametrize("window", [1, 32, None])

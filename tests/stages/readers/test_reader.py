@@ -61,16 +61,6 @@ def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restor
     assert given == expected[: len(given)]
 
 
-def test_a_restore_at_every_position_goes_on_exactly() -> None:
-    make = readers([3, 0, 5, 1], lanes=2, epochs=3, block_size=2)
-    expected = drained(make(1))
-    for position in range(len(expected) + 1):
-        before, after = make(1), make(1)
-        assert first(before, position) == expected[:position]
-        after.restore_state(before.save_state())
-        assert drained(after) == expected[position:]
-
-
 def test_unshuffled_lanes_read_blocks_of_file_order_in_turn() -> None:
     make = readers([4, 1, 6], lanes=2, epochs=2, shuffle=False, block_size=2)
     assert drained(make(0)) == [(i, epoch) for epoch in (0, 1) for i in (0, 1, 4, 5, 8, 9)]
@@ -117,20 +107,6 @@ def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window
         assert len(set(refs[start : start + within])) <= 2 * window
 
 
-def test_different_seeds_and_epochs_give_different_orders() -> None:
-    orders = [first(readers([50] * 4, seed=seed)(0), 400) for seed in (0, 1)]
-    assert [index for index, _ in orders[0]] != [index for index, _ in orders[1]]
-    assert [index for index, _ in orders[0][:200]] != [index for index, _ in orders[0][200:]]
-
-
-def test_lanes_share_the_orders_of_a_few_epochs() -> None:
-    make = readers([30] * 4, lanes=2)
-    one, two = make(0), make(1)
-    first(one, 600), first(two, 60)
-    assert one._orders is two._orders
-    assert len(one._orders) == 4
-
-
 def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times() -> None:
     """It wants to be told 30 refs ahead, then only what is taken, in chunks of 2,048, then again."""
     told: list[int] = []
@@ -173,26 +149,6 @@ def test_shards_are_indexed_once_for_all_lanes_of_a_process(make_shards: Any) ->
     assert lanes[0].dataset is lanes[1].dataset
 
 
-@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"window": 0}])
-def test_a_setting_below_one_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        readers([5], **wrong)(0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        (0, "above 0, not 0"),
-        (-1, "above 0, not -1"),
-        (float("inf"), "above 0, not inf"),
-        (0.1, "less than one of them"),
-    ],
-)
-def test_a_number_of_epochs_that_gives_no_sample_is_refused(wrong: float, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        readers([5], epochs=wrong)(0)
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (4, 2), (7, 3)])
 def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
@@ -219,16 +175,6 @@ def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
     if not shuffle:
         assert {index for index, epoch in part if epoch == 2} == set(range(10))
     assert given(2.0)[0] == given(2)[0]
-
-
-def test_the_next_pass_takes_a_part_of_another_epoch() -> None:
-    shared: dict[Any, Any] = {known("numbers"): NumberDataset([40])}
-    parts = []
-    for epoch in range(2):
-        lane = sp.Lane(worker=WorkerContext(shared=shared))
-        lane.epoch = epoch
-        parts.append(drained(sp.TarShardReader("numbers", lane, epochs=1.5)))
-    assert [Counter(epoch for _, epoch in part) for part in parts] == [{0: 40, 1: 20}, {2: 40, 3: 20}]
 
 
 def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
@@ -339,19 +285,20 @@ def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> 
 
 def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
     sizes = []
-    for number in range(20):
+    for number in range(10):
         shared: dict[Any, Any] = {known("numbers"): NumberDataset([25])}
-        lane = sp.Lane(number, 20, worker=WorkerContext(shared=shared))
-        sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(10)}
+        lane = sp.Lane(number, 10, worker=WorkerContext(shared=shared))
+        sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(6)}
         sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
-    assert sum(sizes) == 10 * 25
-    assert max(sizes) - min(sizes) <= 7 and min(sizes) >= 10  # 5 samples of 25 are left over, 10 times
+    assert sum(sizes) == 6 * 25
+    assert max(sizes) - min(sizes) <= 5 and min(sizes) >= 12  # 5 samples of 25 are left over, 6 times
 
 
 @pytest.mark.parametrize(
     ("epochs", "fault"),
     [
         (0, "epochs must be above 0, not 0"),
+        (-1, "epochs must be above 0, not -1"),
         (float("inf"), "epochs must be above 0, not inf"),
         (0.1, r"epochs=0\.1 of 2 samples is less than one of them"),
     ],
