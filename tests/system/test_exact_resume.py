@@ -49,7 +49,7 @@ disturbances = st.fixed_dictionaries(
 )
 
 
-@examples(12, suite=4)
+@examples(12, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
 def test_every_cut_of_an_endless_run_and_a_chain_of_resumes_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
