@@ -26,7 +26,7 @@ from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import REASON, StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 _TRIED = 100  # samples to try for an item that fills up a batch
 _NAMED = 2  # items of a batch whose samples an error names
@@ -149,10 +149,7 @@ class EncoderBatches(BatchStage):
 
     def settings(self) -> dict[str, Any]:
         """`drop_last`, and the encoder unless it is the one upstream."""
-        return {
-            "drop_last": self.drop_last,
-            **encoder_settings(self._calls.encoder, upstream=self.source.info.encoder),
-        }
+        return {"drop_last": self.drop_last, **self._calls.settings()}
 
 
 def _refs_of(stage: Stage) -> Iterator[ItemRef]:

@@ -39,10 +39,12 @@ DONE: Any = object()
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
-class _EncodeState(msgspec.Struct):
+class EncodeState(msgspec.Struct):
+    """The state of a stage that calls a function for each sample: an `Encode`, or a filter, which has no `part`."""
+
     refs: bytes
-    part: SavedCount
     source: dict[str, Any]
+    part: SavedCount = 0
     samples: SavedCount = 0
     errors: SavedCount = 0
     avoided: dict[str, bytes] = {}
@@ -297,7 +299,7 @@ class Encode(TakesItems):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read or encoded."""
-        saved = parse_state(self, state, _EncodeState)
+        saved = parse_state(self, state, EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
         left = known_refs(self, refs)
@@ -307,7 +309,7 @@ class Encode(TakesItems):
         # as bytes: where NumPy compares structured arrays it takes Ctrl-C for a fault of them
         begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
         self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
-        self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
+        self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""

@@ -1,14 +1,14 @@
 """`SettingRule`: how a setting of a stage is compared with that of a saved state, where equal or allowed is not enough.
 
-A setting without a rule must be equal, unless `allow` names it. A stage says its rules in its class; what a class is
-called says nothing. Here is, too, what a fingerprint keeps of a function, and how stages and settings are printed.
+A setting without a rule must be equal, unless `allow` names it. `Stage.setting_rules` has the rules. Here is, too, what
+a fingerprint keeps of a function, and how stages and settings are printed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 from savable_pipeline.data.shards.shard_list import ShardList
 
@@ -42,18 +42,6 @@ _HEADERS = "no table of media, so that headers are read"
 MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the headers do
     "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
 }
-
-
-@runtime_checkable
-class HasSettingRules(Protocol):
-    """A stage some of whose settings have rules, by the setting's name; its subclasses have them too."""
-
-    setting_rules: ClassVar[Mapping[str, SettingRule]]
-
-
-def rules_of(stage: object) -> Mapping[str, SettingRule]:
-    """The rules of a stage's settings; none for most stages."""
-    return stage.setting_rules if isinstance(stage, HasSettingRules) else {}
 
 
 def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:

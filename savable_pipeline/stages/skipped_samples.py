@@ -19,11 +19,12 @@ from savable_pipeline.core.on_error import (
     reason_of,
     skips,
 )
-from savable_pipeline.data.dataset.ref import REF, RefArray, count_of_source, skip_counters, tag_of
+from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.held_items import SamplesAhead
 from savable_pipeline.stages.item_ref import Element, ItemRef, first_sample
+from savable_pipeline.stages.stage import Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -208,11 +209,11 @@ class SkippedSamples:
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
 
-    def restore(self, errors: int, avoided: Mapping[str, RefArray]) -> None:
-        """Go on with these numbers of a state: see `save_state`."""
+    def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
+        """Go on with these numbers of the stage's state: see `save_state`."""
         self.errors = errors
         for reason, refs in avoided.items():
-            self.avoided.update(dict.fromkeys(refs.tolist(), reason))
+            self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
         """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""

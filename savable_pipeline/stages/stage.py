@@ -10,10 +10,10 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.setting_rules import called, tree
+from savable_pipeline.stages.setting_rules import SettingRule, called, tree
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -166,6 +166,9 @@ class Stage:
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
+
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
+    """How some of these are compared otherwise than by equality; subclasses have the rules too."""
 
     @property
     def sources(self) -> tuple[Stage, ...]:

@@ -31,7 +31,7 @@ from savable_pipeline.stages.setting_rules import check_function, function_setti
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]
 
@@ -213,8 +213,7 @@ class ItemPacker(TakesItems):
 
     def settings(self) -> dict[str, Any]:
         """`size`, the function, and the encoder only if it is not the one upstream."""
-        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
-        return {"size": self.size, **function_settings("select", self.select), **own}
+        return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
 
 
 def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:

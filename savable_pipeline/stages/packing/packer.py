@@ -25,7 +25,7 @@ from savable_pipeline.stages.setting_rules import check_function, function_setti
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class OnlinePacker(TakesItems):
 
     def settings(self) -> dict[str, Any]:
         """Every argument that changes the packs; the encoder only if it is not the one upstream."""
-        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
+        own = self._calls.settings()
         if self.max_images is not None:
             own["max_images"] = self.max_images
         if self._costing is not None:
