@@ -71,7 +71,7 @@ STAGES = [
         _STAGES + "encode.py",
         "        rng.rekey((self.sample.index, self.sample.epoch, self.count))\n",
         "        rng.rekey((self.sample.index, self.sample.epoch, 0))\n",
-        ("tests/stages/test_encode.py", "tests/stages/test_declared_sizes.py", "tests/system/test_golden_order.py"),
+        ("tests/stages/test_encode.py", "tests/system/test_golden_order.py"),
         caught_by="tests/stages/test_encode.py::test_parts_of_a_sample_have_random_numbers_of_their_own",
     ),
     Break(
@@ -81,7 +81,7 @@ STAGES = [
         _STAGES + "encode.py",
         "            self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None\n",
         "            self._fan = None\n",
-        ("tests/stages/test_encode.py", "tests/stages/test_declared_sizes.py", "tests/stages/test_on_error.py"),
+        ("tests/stages/test_encode.py", "tests/stages/test_on_error.py"),
         caught_by="tests/stages/test_encode.py::test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_twice[False-1-1]",
     ),
     Break(
@@ -141,7 +141,7 @@ STAGES = [
         _STAGES + "held_items.py",
         "            if self._budget.used + size > self._max_bytes:\n",
         "            if self._bytes + size > self._max_bytes:\n",
-        ("tests/stages/test_memory_budget.py", "tests/stages/test_held_items.py", "tests/stages"),
+        ("tests/stages/test_held_items.py", "tests/stages"),
         caught_by="tests/stages/packing/test_packer.py::test_lanes_of_a_process_share_the_budget",
     ),
     Break(

@@ -326,18 +326,6 @@ def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
     assert len(drained(stage)) == 4
 
 
-def test_with_sources_by_size_and_off_every_cut_resumes_exactly(shards: Path) -> None:
-    for weights in (None, {"a": 3, "b": 0, "c": 1}):
-        pipeline = partial(of_three, str(shards), weights)
-        assert_exact_resume(pipeline, lanes=4, steps=8, world_sizes=(1, 2, 4), chains=1, after=2)
-
-
-def of_three(shards: str, weights: dict[str, float] | None, lane: sp.Lane) -> custom.Stage:
-    readers = {name: sp.TarShardReader(shards, lane) for name in "abc"}
-    samples = sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7)
-    return sp.Batcher(sp.Encode(samples, Packs()), size=2)
-
-
 def test_a_source_that_is_turned_off_and_on_again_goes_on_where_it_was() -> None:
     state, of_b = None, []
     for weights in [{"a": 1, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}]:

@@ -338,9 +338,7 @@ def of_toys(shards: str, lane: sp.Lane, *, then: str, max_held_bytes: int) -> cu
     return sp.Batcher(packs, size=2)
 
 
-@pytest.mark.parametrize(
-    ("then", "max_held_bytes"), [("batched", 0), ("balanced", 1 << 30), ("shuffled", 2000), ("blended", 1 << 30)]
-)
+@pytest.mark.parametrize(("then", "max_held_bytes"), [("balanced", 1 << 30), ("shuffled", 2000), ("blended", 0)])
 def test_packs_of_items_resume_exactly_at_every_cut(make_shards: Any, then: str, max_held_bytes: int) -> None:
     pipeline = partial(of_toys, str(make_shards([40, 40])), then=then, max_held_bytes=max_held_bytes)
     assert_exact_resume(pipeline, lanes=2, steps=8, world_sizes=(1, 2), chains=1, after=2)

@@ -172,21 +172,6 @@ def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin(monkeypatch:
         next(stage)
 
 
-@few(40)
-@given(LENGTHS, st.integers(1, 4), POLICIES, st.sets(st.integers(0, 30), max_size=6))
-def test_restored_after_any_packs_the_rest_is_the_same(lengths: list[int], n: int, policy: str, cuts: set[int]) -> None:
-    expected = list(packer(lengths, open_packs=n, policy=policy))
-    stage, packs = packer(lengths, open_packs=n, policy=policy), []
-    for number in range(len(expected)):
-        if number in cuts:
-            state, stage = stage.save_state(), packer(lengths, open_packs=n, policy=policy)
-            stage.restore_state(state)
-            assert stage.source.fetched == []  # type: ignore[attr-defined]
-            assert stage.save_state() == state
-        packs.append(next(stage))
-    assert packs == expected
-
-
 def test_how_often_an_item_was_held_back_is_in_the_state() -> None:
     def decreasing() -> sp.OnlinePacker:
         return packer([1, *[10] * 40], policy="first_fit_decreasing", open_packs=2)
@@ -480,23 +465,3 @@ def test_lanes_of_a_process_share_the_budget() -> None:
     assert [stage.held_items - len(stage._pieces.ahead) for stage in stages] == [2, 0]
     del stages[0], stage
     assert shared["held items"].used == 0
-
-
-def test_nothing_is_lost_over_many_random_kills() -> None:
-    drawn = np.random.default_rng(5)
-    lengths = np.maximum(1, drawn.lognormal(np.log(400), 1.0, 1000)).astype(int).tolist()
-    for policy in ("sequential", "best_fit", "first_fit_decreasing"):
-        how: dict[str, Any] = {"max_length": 4096, "open_packs": 16, "policy": policy, "too_long": "split"}
-        expected = list(cutting(lengths, **how))
-        stage = cutting(lengths, **how)
-        packs: list[Any] = []
-        for _ in range(30):
-            state, at = stage.save_state(), len(packs)
-            for _ in range(int(drawn.integers(0, 9))):  # then it is killed: what came after the state is done again
-                next(stage, None)
-            stage = cutting(lengths, **how)
-            stage.restore_state(state)
-            packs[at:] = [pack for _, pack in zip(range(int(drawn.integers(0, 9))), stage, strict=False)]
-        packs += list(stage)
-        assert packs == expected
-        assert sum(item[1] for pack in packs for item in pack) == sum(lengths)

@@ -1,4 +1,4 @@
-"""The reader: a lane's refs, from any position, for as many epochs as asked."""
+"""The reader: a lane's refs, from any position, for as many epochs as asked; the same subset in any format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
+from savable_pipeline.data.shards.selection import without_ending
 from savable_pipeline.stages.readers.reader import ReaderSettings
 from tests.conftest import MakeShards, write_tar
 from tests.support.few_examples import few
@@ -339,3 +342,57 @@ def test_a_reader_without_a_lane_or_of_other_files_says_what_to_write(make_shard
         sp.TarShardReader(str(tmp_path / "chat.jsonl"), sp.Lane())
     with pytest.raises(AttributeError, match=r"no attribute 'shuffle': sp\.read\(…\)\.shuffle\(…\) makes a chain"):
         sp.TarShardReader(str(make_shards([3])), sp.Lane()).shuffle(100)  # type: ignore[attr-defined]
+
+
+ROWS = {"a/train.001": 40, "a/train.002": 25, "b.x/0": 30}
+
+
+def write_kind(folder: Path, kind: str) -> None:
+    """The same rows in files of the same names, but for the ending."""
+    for name, rows in ROWS.items():
+        path = folder / f"{name}.{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        named = [f"{name}-{row:02d}" for row in range(rows)]
+        table = pa.table({"id": named})
+        if kind == "tar":
+            write_tar(path, [(f"{row:02d}.id", key.encode()) for row, key in enumerate(named)])
+        elif kind == "parquet":
+            pq.write_table(table, path)
+        elif kind == "arrow":
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
+        else:
+            path.write_text("".join(f'{{"id": "{key}"}}\n' for key in named))
+
+
+@pytest.mark.parametrize("subset", [0.3, (0.5, 0.75), 17])
+def test_the_same_shards_in_any_format_have_the_same_subset(tmp_path: Path, subset: Any) -> None:
+    readers = {
+        "tar": sp.TarShardReader,
+        "parquet": custom.ParquetReader,
+        "arrow": custom.ArrowReader,
+        "jsonl": custom.JsonlReader,
+        "ndjson": custom.JsonlReader,
+    }
+    found = {}
+    for kind, reader in readers.items():
+        write_kind(tmp_path / kind, kind)
+        samples = reader(tmp_path / kind, sp.Lane(), subset=subset, shuffle=False, epochs=1)  # type: ignore[operator]
+        found[kind] = [sample["id"].decode() for sample in samples]
+    assert len(found["tar"]) in (17, *range(23, 32))
+    assert all(keys == found["tar"] for keys in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("name", "endings", "expected"),
+    [
+        ("a/train.001.tar", (".tar",), "a/train.001"),
+        ("train.001.tar.gz", (".tar", ".tar.gz"), "train.001"),
+        ("x.jsonl.gz", (".jsonl", ".jsonl.gz"), "x"),
+        ("x.jsonl.gz", (".jsonl",), "x.jsonl.gz"),
+        ("a.tar/b", (".tar",), "a.tar/b"),
+        ("all", (), "all"),
+    ],
+)
+def test_an_ending_is_that_of_the_format(name: str, endings: tuple[str, ...], expected: str) -> None:
+    assert without_ending(name, endings) == expected
