@@ -23,14 +23,14 @@ NUMBER = "<u8"
 
 
 class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is decided from the slot `place` on, with its epoch as in receipts: `epoch << 40 | slot`.
+    """What is decided from the slot `since` on, with its epoch as in receipts: `epoch << 40 | slot`.
 
-    `digest`: of all decisions so far, and their places; 0 without any. `weights`: by the branch of a `Blend`, those of
+    `digest`: of all decisions so far, and their slots; 0 without any. `weights`: by the branch of a `Blend`, those of
     its sources. `excluded`: by the tag of a source, the ascending numbers of samples, 8 bytes each. `max_length`: of
     packs; 0 where none is decided.
     """
 
-    place: SavedCount = 0
+    since: SavedCount = msgspec.field(default=0, name="place")
     digest: SavedCount = 0
     weights: dict[str, dict[str, SavedCount]] = {}
     excluded: dict[SavedCount, bytes] = {}
@@ -59,7 +59,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
             said.append(f"{excluded:,} samples excluded")
         if self.max_length:
             said.append(f"max_length={self.max_length:,}")
-        return f"from slot {self.place:,} on: {', '.join(said) or 'nothing that holds here'}"
+        return f"from slot {self.since:,} on: {', '.join(said) or 'nothing that holds here'}"
 
 
 NOTHING_DECIDED = Decisions()

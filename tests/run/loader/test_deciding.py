@@ -160,7 +160,7 @@ def over_ranks(folder: Path, plan: Mapping[int, Any], slots: int, draw: random.R
                     rank.load_state_dict(state)
             for _ in range(draw.randrange(1, 6)):
                 slot = len(found)
-                if slot in plan and (not slot or ranks[0].position.facts.decisions.place < slot):
+                if slot in plan and (not slot or ranks[0].position.facts.decisions.since < slot):
                     assert {rank.decide(**plan[slot]) for rank in ranks} == {slot}
                 found += [batch for _, batch in sorted((rank.position.own_slot, next(rank)) for rank in ranks)]
             state = merge_states(rank.state_dict() for rank in ranks)
@@ -273,7 +273,7 @@ def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str
     }
     with loader(shards, **how) as one:
         batches, states = passes(one, plan)
-        assert sp_decisions(one).place == 2 << 40 and len(states) > 60
+        assert sp_decisions(one).since == 2 << 40 and len(states) > 60
     for given in range(0, len(states), 9):
         with loader(shards, **how) as other:
             other.load_state_dict(states[given])

@@ -1,4 +1,4 @@
-"""Packs held and given in balanced order: nothing lost, exact on resume; and the rule beside one written out plainly."""
+"""Packs held and given in balanced order: nothing lost, exact on resume; and the rule beside a plain one."""
 
 from __future__ import annotations
 
