@@ -201,7 +201,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
             assert next(made) == batch
     (file,) = tmp_path.glob("*.ledger")
     noted = [record.facts.decisions for record in read_records(file) if isinstance(record, Facts)]
-    assert sorted({each.place for each in noted if each}) == sorted(plan)
+    assert sorted({each.since for each in noted if each}) == sorted(plan)
     ledger = sp.Ledger(tmp_path)
     assert all(ledger.batch(partial(pipeline, shards), slot=slot) == expected[slot] for slot in range(0, 24, 3))
 
