@@ -182,7 +182,7 @@ STAGES = [
         "        kept = [left for left in map(excluded.left_of, kept) if left is not None]\n",
         "        kept = [ref for ref in kept if excluded.left_of(ref) == ref]\n",
         ("tests/stages/test_excluded_samples.py", "tests/run/loader/test_deciding.py", "tests/stages/packing"),
-        caught_by="tests/stages/test_excluded_samples.py::test_nothing_else_that_a_state_holds_is_lost[None-best_fit]",
+        caught_by="tests/stages/test_excluded_samples.py::test_nothing_else_that_a_state_holds_is_lost[best_fit-4]",
     ),
     Break(
         "item-before-its-bucket-lost",
@@ -212,7 +212,7 @@ STAGES = [
         "        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:\n",
         "        if self._active and saved.turns.names == self._active:\n",
         ("tests/stages/blending", "tests/run/loader/test_deciding.py"),
-        caught_by="tests/stages/blending/test_schedule.py::test_it_is_changed_from_where_the_run_stands",
+        caught_by="tests/stages/blending/test_blend.py::test_other_weights_keep_every_position_and_every_samples_randomness",
     ),
     Break(
         "unit-of-token-lags-forgotten",
@@ -232,7 +232,7 @@ STAGES = [
         "        self.taken, self._piece, self._counts = saved.taken, piece, saved.counts\n",
         "        self.taken, self._piece, self._counts = piece * self._draws.stride, piece, saved.counts\n",
         ("tests/stages/blending", "tests/system/test_mixing.py"),
-        caught_by="tests/stages/blending/test_mixture.py::test_a_scheduled_mixture_resumes_exactly_in_a_change",
+        caught_by="tests/stages/blending/test_schedule.py::test_it_goes_on_when_a_source_has_ended",
     ),
     Break(
         "join-gives-samples-of-other-refs",
