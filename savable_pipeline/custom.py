@@ -26,8 +26,7 @@ from savable_pipeline.stages.readers.readers import (
     ParquetReader,
     TokenReader,
 )
-from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
-from savable_pipeline.stages.stage_bases import PassThrough
+from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
 
 __all__ = [
     "ArrowReader",

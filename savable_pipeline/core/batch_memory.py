@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.item_difference import DifferingItemsError, fields_differ, find_difference
+from savable_pipeline.core.containers import DifferingItemsError, fields_differ, find_difference
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,12 @@
 
 The child is started by exec, not by fork: a trainer with threads or CUDA can start it, and the main module needs no
 guard. It finds the package where this process has found it, whatever became of `sys.path` since. Ctrl-C does not reach
-it; it ends when it is closed or when this process has ended.
+it; it ends when it is closed or when this process has ended. A closed connection is no sure sign of that: other
+processes may have inherited this one's end of it.
+
+A process may also be *replaced*: a worker that is killed is started again where it was, a trainer's own process is not.
+Reading behind the end of a memory-mapped file that was cut short kills the process (SIGBUS). So users' files are mapped
+only in processes that are replaced, and read elsewhere.
 """
 
 from __future__ import annotations
@@ -25,8 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from savable_pipeline.core.parent_watch import poll_while_parent_lives
-
+_CHECK_S = 2.0  # interval at which a child checks that its parent still lives
 _START = """
 import json, sys, types
 package = types.ModuleType("savable_pipeline")
@@ -110,3 +114,23 @@ def _messages(connection: Connection, parent: int) -> Iterator[Any]:
         for ready in poll_while_parent_lives(poll, parent):
             if ready:
                 yield connection.recv()
+
+
+def poll_while_parent_lives(poll: select.poll, parent: int) -> Iterator[list[tuple[int, int]]]:
+    """The ready descriptors and their events, or an empty list every two seconds, until the process `parent` ends."""
+    while os.getppid() == parent:
+        yield poll.poll(_CHECK_S * 1000)
+
+
+_replaced = False
+
+
+def become_replaced() -> None:
+    """From now on this process, and those forked from it, count as one that is started again when it is killed."""
+    global _replaced
+    _replaced = True
+
+
+def is_replaced() -> bool:
+    """Whether this process is started again when it is killed."""
+    return _replaced

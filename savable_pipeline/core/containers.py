@@ -1,11 +1,15 @@
-"""Walks over the containers in items and batches: mappings, lists, tuples, named tuples, dataclasses and structs."""
+"""The parts of items and batches: what they are, which of them a function changed, and in which two items differ.
+
+Containers are mappings, lists, tuples, named tuples, dataclasses and structs.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -45,3 +49,119 @@ def with_parts_changed(value: Any, change: Callable[[Any], Any]) -> Any:
     for name, part in named.items():
         object.__setattr__(made, name, change(part))
     return made
+
+
+Parts: TypeAlias = dict[Any, tuple[Any, int]]
+
+
+def parts_of(item: Any) -> Parts:
+    """The keys, fields and attributes of an item, each with its length or a tensor's version: cheap, but not complete.
+
+    A write into a NumPy array, or into what a part holds in turn, does not show.
+    """
+    if isinstance(item, list):
+        return {"the values": (item, len(item))}
+    named = named_parts(item) if isinstance(item, dict) or not isinstance(item, Mapping) else None
+    parts = {**(named or {}), **getattr(item, "__dict__", {})}
+    return {name: (part, _version(part)) for name, part in parts.items()}
+
+
+def _version(part: Any) -> int:
+    """The length of a list or dict, or how often a tensor has been written to."""
+    if isinstance(part, list | dict):
+        return len(part)
+    try:
+        return int(getattr(part, "_version", 0))
+    except (RuntimeError, TypeError, ValueError):  # a tensor of the mode of inference; a field of the user's own
+        return 0
+
+
+def changed_part(item: Any, before: Parts) -> Any:
+    """The name of a part that is not as it was, unless it is a `cached_property` of the item; None if there is none."""
+    after = parts_of(item)
+    for name in {**before, **after}:
+        (old, length), (new, new_length) = before.get(name, (before, 0)), after.get(name, (after, 0))
+        if (old is not new or length != new_length) and not _is_cache(item, name):
+            return name
+    return None
+
+
+def _is_cache(item: Any, name: Any) -> bool:
+    return isinstance(name, str) and isinstance(getattr(type(item), name, None), cached_property)
+
+
+_STACKED = (int, float, str, bytes)
+
+
+class ItemDifference(NamedTuple):
+    """What differs, in words, and the numbers of two items that do."""
+
+    text: str
+    items: tuple[int, ...]
+
+
+class DifferingItemsError(ValueError):
+    """Items that cannot be stacked; `items` are the numbers of two that show why."""
+
+    def __init__(self, message: str, items: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.items = items
+
+
+def fields_differ(items: Sequence[Any]) -> bool:
+    """Whether some of these items, or of the dicts within them, have a field that others do not have."""
+    first = items[0]
+    if isinstance(first, Mapping):
+        names = first.keys()
+        if any(isinstance(item, Mapping) and item.keys() != names for item in items):
+            return True
+    if type(first) is dict:  # no mapping that reads its values from a disk
+        return any(
+            isinstance(value, dict | list | tuple) and fields_differ([item[name] for item in items])
+            for name, value in first.items()
+        )
+    if isinstance(first, list | tuple) and any(isinstance(value, dict | list | tuple) for value in first):
+        return any(map(fields_differ, zip(*items, strict=False)))
+    return False
+
+
+def find_difference(items: Sequence[Any], field: str = "") -> ItemDifference | None:
+    """The first field in which items differ in keys, length, shape or type, or that cannot be stacked."""
+    first = items[0]
+    kind = _differing(items, field, lambda item: f"type {type(item).__name__}")
+    if kind is not None:
+        return kind
+    if isinstance(first, Mapping):
+        return _differing(items, field, lambda item: f"the fields {', '.join(map(str, item))}") or _first_found(
+            items, [(name, f"{field}[{name!r}]") for name in first]
+        )
+    if hasattr(first, "shape"):
+        return _differing(items, field, lambda item: f"shape {tuple(item.shape)}")
+    if isinstance(first, list | tuple):
+        return _differing(items, field, lambda item: f"{len(item)} values") or _first_found(
+            items, [(number, f"{field}[{number}]") for number in range(len(first))]
+        )
+    if isinstance(first, _STACKED):
+        return None
+    return ItemDifference(
+        f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked",
+        (0,),
+    )
+
+
+def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
+    found = (find_difference([item[part] for item in items], name) for part, name in parts)
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _differing(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
+    shown = [describe(item) for item in items]
+    other = next((number for number, text in enumerate(shown) if text != shown[0]), None)
+    if other is None:
+        return None
+    where = f" in {field}" if field else ""
+    return ItemDifference(
+        f"items differ{where}: item 0 has {shown[0]}, item {other} has {shown[other]}; make them "
+        "equal, or write a batch(items, rng) that pads",
+        (0, other),
+    )

@@ -1,4 +1,4 @@
-"""Keyed random words, permutations and bijections: all the arithmetic that decides an order.
+"""Keyed random words, permutations, bijections and shared ranks: all the arithmetic that decides an order.
 
 It is integer arithmetic written here, so that no release of NumPy, torch or Python changes an order.
 A *key* is 64 bits: the xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). The words of a key
@@ -117,3 +117,31 @@ class Bijection:
 
 def _ones(bits: np.uint64) -> np.uint64:
     return (np.uint64(1) << bits) - np.uint64(1)
+
+
+RANKS = 1 << 32  # of `SharedRanks.rank`
+
+
+class SharedRanks:
+    """The random ranks that all lanes of a run share, by which they choose alike unasked: one for each number n.
+
+    Each block of `steps` numbers has every step once, in random order. `key` is the same in all lanes of a run.
+    """
+
+    def __init__(self, *, key: int, steps: int) -> None:
+        self._key = key
+        self._count = steps
+        self._block = -1
+        self._steps: list[int] = []
+
+    def step(self, n: int) -> int:
+        """The step of number n, 0 … steps - 1."""
+        block, i = divmod(n, self._count)
+        if block != self._block:
+            self._block = block
+            self._steps = permutation(derive_key(self._key, block), self._count).tolist()
+        return self._steps[i]
+
+    def rank(self, n: int) -> int:
+        """The rank of number n, 0 … RANKS - 1: somewhere in its step."""
+        return ((self.step(n) << 32) + (word(self._key, n) >> 32)) // self._count

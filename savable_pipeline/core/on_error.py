@@ -1,20 +1,23 @@
-"""The setting `on_error` (raise, skip, or ask a function), and the quarantine file that lists skipped samples."""
+"""Errors of the user's own code, the setting `on_error` (raise, skip, or ask), and the file that lists the skipped."""
 
 from __future__ import annotations
 
+import bdb
 import errno
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from savable_pipeline.errors import SavableError, ShardError
 
 log = logging.getLogger(__name__)
 
 OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
+ErrorType = TypeVar("ErrorType", bound=BaseException)
+_OURS = str(Path(__file__).parents[1]) + "/"
 _LONGEST = 2000  # characters of an error's text that are written to the file
 
 
@@ -82,3 +85,19 @@ def _is_torn(descriptor: int) -> bool:
 
 def _short(value: Any) -> Any:
     return value[:_LONGEST] if isinstance(value, str) else value
+
+
+def from_user_code(error: ErrorType) -> ErrorType:
+    """Return the error without this package's frames at the start of its traceback; the deepest frame stays."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def described(error: BaseException) -> str:
+    """The class and the text of such an error, and what to do where a debugger has no terminal."""
+    hint = ""
+    if isinstance(error, bdb.BdbQuit):
+        hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
+    return f"{type(error).__name__}: {error}{hint}"

@@ -4,7 +4,8 @@
     slot     0 …                96 …                 1200 …
 
 It never changes: what follows has others. A position has those with which its lanes go on, and so has each request to
-a worker, so that a lane is restored with the facts that it had.
+a worker, so that a lane is restored with the facts that it had. Of what was decided while the run went on
+(`Decisions`), only what holds now is kept, and a digest of all that came before.
 """
 
 from __future__ import annotations
@@ -12,13 +13,59 @@ from __future__ import annotations
 from typing import Annotated, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
-from savable_pipeline.core.saved_count import EpochNumber
+from savable_pipeline.core.state_numbers import EpochNumber, SavedCount
 
-Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see states.py
+NUMBER = "<u8"
+
+
+class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is decided from the slot `since` on, with its epoch as in receipts: `epoch << 40 | slot`.
+
+    `digest`: of all decisions so far, and their slots; 0 without any. `weights`: by the branch of a `Blend`, those of
+    its sources. `excluded`: by the tag of a source, the ascending numbers of samples, 8 bytes each. `max_length`: of
+    packs; 0 where none is decided.
+    """
+
+    since: SavedCount = msgspec.field(default=0, name="place")
+    digest: SavedCount = 0
+    weights: dict[str, dict[str, SavedCount]] = {}
+    excluded: dict[SavedCount, bytes] = {}
+    max_length: SavedCount = 0
+
+    def __post_init__(self) -> None:
+        if any(len(numbers) % 8 for numbers in self.excluded.values()):
+            raise ValueError("the numbers of excluded samples take 8 bytes each")
+        if not all(map(any, (weights.values() for weights in self.weights.values()))):
+            raise ValueError("of the weights of a Blend one at least is above 0")
+
+    def __bool__(self) -> bool:
+        return bool(self.digest)
+
+    def numbers(self, tag: int) -> frozenset[int]:
+        """The numbers of the samples of a source that were excluded."""
+        return frozenset(np.frombuffer(self.excluded.get(tag, b""), NUMBER).tolist())
+
+    def __str__(self) -> str:
+        said = [
+            f"{name}={weight:,}"
+            for branch, weights in sorted(self.weights.items())
+            for name, weight in ((f"{branch}/{own}" if branch else own, found) for own, found in weights.items())
+        ]
+        if excluded := sum(len(numbers) // 8 for numbers in self.excluded.values()):
+            said.append(f"{excluded:,} samples excluded")
+        if self.max_length:
+            said.append(f"max_length={self.max_length:,}")
+        return f"from slot {self.since:,} on: {', '.join(said) or 'nothing that holds here'}"
+
+
+NOTHING_DECIDED = Decisions()
+
+
+Growth: TypeAlias = dict[str, list[tuple[EpochNumber, EpochNumber]]]  # by branch: (epoch, shards), see `GrowingSamples`
 ChunkSizes: TypeAlias = dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 

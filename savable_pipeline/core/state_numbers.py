@@ -3,14 +3,21 @@
 `ORDER` is of all that decides an order of data: the orders of readers, the draws of subsets, the turns of sources, the
 policies of packs, the groups of batches, the random crops. `STATE` is of what a state holds, and of how it is written.
 A change of either adds 1 to its number and, in `LAST_COMMITS`, the commit before it.
+
+`SavedCount` is the type of a number in a state: within the range of the arithmetic of orders and random numbers.
 """
 
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from savable_pipeline.errors import StateError
+
+SavedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # as a ref holds it
 
 ORDER = 4
 STATE = 4

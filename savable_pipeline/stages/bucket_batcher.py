@@ -20,17 +20,14 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.keyed_random import derive_key
-from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.shared_ranks import RANKS, SharedRanks
+from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.encoder_batches import EncoderBatches
+from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.setting_rules import SettingRule, check_function, function_settings
-from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.source_counts import SourceCounts
+from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
 
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.on_error import from_user_code
 from savable_pipeline.errors import EncodeError
 
 Cost: TypeAlias = Callable[[int, int], int]

@@ -18,20 +18,18 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import made_encoder
 from savable_pipeline.stages.held_items import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
-from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems, make
+from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -41,10 +39,12 @@ DONE: Any = object()
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
-class _EncodeState(msgspec.Struct):
+class EncodeState(msgspec.Struct):
+    """The state of a stage that calls a function for each sample: an `Encode`, or a filter, which has no `part`."""
+
     refs: bytes
-    part: SavedCount
     source: dict[str, Any]
+    part: SavedCount = 0
     samples: SavedCount = 0
     errors: SavedCount = 0
     avoided: dict[str, bytes] = {}
@@ -299,7 +299,7 @@ class Encode(TakesItems):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read or encoded."""
-        saved = parse_state(self, state, _EncodeState)
+        saved = parse_state(self, state, EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
         left = known_refs(self, refs)
@@ -309,7 +309,7 @@ class Encode(TakesItems):
         # as bytes: where NumPy compares structured arrays it takes Ctrl-C for a fault of them
         begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
         self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
-        self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
+        self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""

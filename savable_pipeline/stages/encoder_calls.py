@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.setting_rules import function_name
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.stages.task_encoder import TaskEncoder, encoder_settings
 
 T = TypeVar("T")
 
@@ -74,6 +74,7 @@ class EncoderCalls:
                 "it, or leave the packer out"
             )
         self.encoder = encoder
+        self._is_upstream = encoder is upstream.encoder
         self.encoder_name = type(encoder).__name__
         self._stage = stage
         self._lane = upstream.lane
@@ -82,6 +83,10 @@ class EncoderCalls:
         self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
         self._seed_globals = seeder(encoder.global_rng)
+
+    def settings(self) -> dict[str, Any]:
+        """What the stage's settings have of the encoder; nothing of the one upstream, whose stage lists them."""
+        return {} if self._is_upstream else encoder_settings(self.encoder)
 
     def key(self, info: StageInfo) -> int:
         """The 64-bit key of the stage's random numbers."""

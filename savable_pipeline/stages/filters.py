@@ -5,35 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
-from savable_pipeline.core.on_error import OnError, check_on_error, reason_of, skips
-from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.user_frames import described, from_user_code
+from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.encode import EncoderError, KeyedEncoder
+from savable_pipeline.stages.encode import EncoderError, EncodeState, KeyedEncoder
 from savable_pipeline.stages.held_items import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import sample_indices
+from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
+from savable_pipeline.stages.stage import ItemStage, PassThrough, SampleStage, State, TakesRefs, parse_state, saved_refs
 
 _NONE = np.empty(0, REF)
 _NOTHING = "it returned None; return True or False"
-
-
-class _FilterState(msgspec.Struct):
-    refs: bytes
-    source: dict[str, Any]
-    samples: SavedCount = 0
-    errors: SavedCount = 0
-    avoided: dict[str, bytes] = {}
 
 
 class SampleFilter(TakesRefs):
@@ -126,10 +113,10 @@ class SampleFilter(TakesRefs):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is tried."""
-        saved = parse_state(self, state, _FilterState)
+        saved = parse_state(self, state, EncodeState)
         self.source.restore_state(saved.source)
         self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
-        self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
+        self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
         """The name of `keep`, and the arguments that a `partial` binds."""

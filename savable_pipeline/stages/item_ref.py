@@ -1,9 +1,18 @@
-"""`ItemRef`: nested tuples of integers that identify the origin of an item, a pack or a batch.
+"""`ItemRef`: nested tuples of integers that say what an item, a pack or a batch is made of; and `Element`, with one.
 
-item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
-cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
-pack      (number, ItemRef, …)         the number of the pack in its lane, then the refs of its items
-batch     (number, ItemRef, …)         the number of the batch in its lane, then the refs of its items or packs
+    item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
+    cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
+    pack      (number, ItemRef, …)         the number of the pack in its lane, then the refs of its items
+    batch     (number, ItemRef, …)         the number of the batch in its lane, then the refs of its items or packs
+
+An element is what flows from stage to stage: a ref, the sizes of what it names, and its value once that is made:
+
+    ref    (7, 0, 0)      (3, (7, 0, 0), (9, 0, 0))     what a state keeps of it
+    sizes  ((700, 1),)    ((700, 1), (324, 0))          (length, images) of each item, where they are known
+    value  an item        a pack, or UNMADE             made again from the ref when it is needed
+
+Stages hold and reorder elements without looking at the value. Samples, which nobody has read yet, flow in an array of
+refs alone (`RefArray`): a buffer of 10,000 is in each state, and copied as bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
+
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.cost import Size
 
 ItemRef: TypeAlias = tuple[Any, ...]
-SizeT = TypeVar("SizeT")
 """The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
+SizeT = TypeVar("SizeT")
+UNMADE: Any = msgspec.UNSET  # in place of a value
 
 
 def as_ref(ref: Any) -> ItemRef:
@@ -84,3 +97,17 @@ def sample_indices(ref: ItemRef) -> Iterator[int]:
 def first_sample(ref: ItemRef) -> ItemRef:
     """(index, epoch, part) of the first sample in an item, a pack or a batch."""
     return next((first_sample(part) for part in ref if isinstance(part, tuple)), ref)
+
+
+class Element(msgspec.Struct, gc=False):
+    """An element on its way through a lane. `held_bytes`: of its value, as counted in the memory budget."""
+
+    ref: ItemRef
+    value: Any = UNMADE
+    sizes: tuple[Size, ...] | None = None
+    held_bytes: int = 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its value is in memory."""
+        return self.value is not UNMADE

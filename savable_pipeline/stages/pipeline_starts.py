@@ -15,10 +15,17 @@ from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.stages.blending.blend import Blend, By, Until
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.pipeline_step import ALONE, PipelineStep, unlike_defaults
-from savable_pipeline.stages.pipeline_value import AnyPipeline, ItemPipeline, Pipeline, SamplePipeline
+from savable_pipeline.stages.pipeline_value import (
+    ALONE,
+    AnyPipeline,
+    ItemPipeline,
+    Pipeline,
+    PipelineStep,
+    SamplePipeline,
+    unlike_defaults,
+)
 from savable_pipeline.stages.readers.join import Join, Missing
-from savable_pipeline.stages.readers.reader_of import Readable, reader_of
+from savable_pipeline.stages.readers.readers import Readable, reader_of
 from savable_pipeline.stages.stage import Stage
 
 

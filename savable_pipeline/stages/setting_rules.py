@@ -1,14 +1,14 @@
 """`SettingRule`: how a setting of a stage is compared with that of a saved state, where equal or allowed is not enough.
 
-A setting without a rule must be equal, unless `allow` names it. A stage says its rules in its class; what a class is
-called says nothing.
+A setting without a rule must be equal, unless `allow` names it. `Stage.setting_rules` has the rules. Here is, too, what
+a fingerprint keeps of a function, and how stages and settings are printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 from savable_pipeline.data.shards.shard_list import ShardList
 
@@ -44,18 +44,6 @@ MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the he
 }
 
 
-@runtime_checkable
-class HasSettingRules(Protocol):
-    """A stage some of whose settings have rules, by the setting's name; its subclasses have them too."""
-
-    setting_rules: ClassVar[Mapping[str, SettingRule]]
-
-
-def rules_of(stage: object) -> Mapping[str, SettingRule]:
-    """The rules of a stage's settings; none for most stages."""
-    return stage.setting_rules if isinstance(stage, HasSettingRules) else {}
-
-
 def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
     """The name of a function, or the class and the `settings()` of a callable object, under the name of an argument.
 
@@ -81,3 +69,37 @@ def check_function(stage: str, argument: str, function: object) -> None:
             f"{stage}: {argument}={function!r} has no name and no settings(), so a saved state could not say which one "
             "it was: give a function, or an object with __call__ and settings()"
         )
+
+
+_SHOWN = 60  # characters of a setting that are printed
+
+
+def tree(stage: str, sources: Iterable[str] = ()) -> str:
+    """A stage above the trees of its sources.
+
+    Example:
+        >>> from savable_pipeline.stages.setting_rules import tree
+        >>> print(tree("Batcher(size=4)", [tree("Encode()")]))
+        └─ Batcher(size=4)
+           └─ Encode()
+    """
+    return "\n".join([f"└─ {stage}", *(f"   {line}" for source in sources for line in source.splitlines())])
+
+
+def called(name: str, settings: Mapping[str, Any]) -> str:
+    """A stage with its settings but for those that are None: "Batcher(size=4)".
+
+    Example:
+        >>> from savable_pipeline.stages.setting_rules import called
+        >>> called("Batcher", {"size": 4, "drop_last": None})
+        'Batcher(size=4)'
+    """
+    return f"{name}({', '.join(f'{key}={short(value)}' for key, value in settings.items() if value is not None)})"
+
+
+def short(value: Any) -> str:
+    """A value as it is printed: of a long one the begin, of a long list its length."""
+    if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
+        return f"{len(value)} of them"
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"

@@ -9,14 +9,12 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import HeldItems, HeldRefs
-from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs, make
+from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, TakesItems, TakesRefs, make, parse_state
 
 _MAX_HELD_BYTES = 1 << 30
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from savable_pipeline.core.files import is_out_of_handles
-from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
-from savable_pipeline.core.user_frames import described, from_user_code
-from savable_pipeline.data.dataset.ref import REF, RefArray, count_of_source, skip_counters, tag_of
+from savable_pipeline.core.on_error import (
+    OnError,
+    check_on_error,
+    described,
+    from_user_code,
+    is_of_environment,
+    reason_of,
+    skips,
+)
+from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import SamplesAhead
-from savable_pipeline.stages.source_counts import SourceCounts
-from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.item_ref import Element, ItemRef, first_sample
+from savable_pipeline.stages.stage import Stage, saved_refs
+from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
 log = logging.getLogger(__name__)
@@ -203,11 +209,11 @@ class SkippedSamples:
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
 
-    def restore(self, errors: int, avoided: Mapping[str, RefArray]) -> None:
-        """Go on with these numbers of a state: see `save_state`."""
+    def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
+        """Go on with these numbers of the stage's state: see `save_state`."""
         self.errors = errors
         for reason, refs in avoided.items():
-            self.avoided.update(dict.fromkeys(refs.tolist(), reason))
+            self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
         """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""
@@ -234,3 +240,71 @@ def max_empty_samples(population: int) -> int:
     long with probability e**-30.
     """
     return min(30 * population + 1000, 100_000)
+
+
+class SourceCounts:
+    """What a stage keeps of each source, and what it leaves out, by reason and in a row.
+
+        counter of the stage           counts
+        skipped/REASON                 what it left out
+        source/TAG/skipped             the same, of the source with this tag
+        source/TAG/skipped/REASON      the same, but for what the user asked it to leave out
+        source/TAG/first               those among them that are of the source's first epoch
+        source/TAG/items               what it kept of the source; of a packer `tokens` and `skipped_tokens`, too
+
+    The loader sums the last three up over its lanes: it knows from them which source gives little, or nothing. `rows`:
+    what was left out in a row of each source, by its tag.
+    """
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+        self.rows: dict[int, int] = {}
+        self._only: tuple[Collection[int], str] = (), ""  # the tags of a single source, and its counter of items
+        self._names: dict[int, tuple[str, str]] = {}  # of counters of items and of tokens, by tag
+
+    def kept(self, elements: Sequence[Element], tags: Collection[int]) -> None:
+        """Count items, of sources with these tags."""
+        if len(tags) == 1 and tags is not self._only[0]:
+            self._only = tags, self._named(next(iter(tags)))[0]
+        if tags is self._only[0]:
+            self._counts[self._only[1]] += len(elements)
+        else:
+            for tag, number in Counter([tag_of(element.ref[0]) for element in elements]).items():
+                self._counts[self._named(tag)[0]] += number
+
+    def end_rows(self, elements: Sequence[Element]) -> None:
+        """Begin to count in a row again for the sources of these items."""
+        for tag in {tag_of(element.ref[0]) for element in elements} if self.rows else ():
+            self.rows.pop(tag, None)
+
+    def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:
+        """Count an item, a part of one, or a pack, by its first sample."""
+        tag = tag_of(ref[0] if type(ref[1]) is int else first_sample(ref)[0])
+        items, of_tokens = self._named(tag)
+        self._counts[items] += 1
+        if tokens:
+            self._counts[of_tokens] += tokens
+        if self.rows:
+            self.rows.pop(tag, None)
+
+    def _named(self, tag: int) -> tuple[str, str]:
+        names = self._names.get(tag)
+        if names is None:
+            names = self._names[tag] = f"source/{tag}/items", f"source/{tag}/tokens"
+        return names
+
+    def left_out(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> tuple[Counter[str], int]:
+        """Count a sample or an item, by its first sample. `asked`: the user said that it is meant.
+
+        Returns what was counted, and how many of its source were left out in a row.
+        """
+        index, epoch = first_sample(ref)[:2]
+        counted = Counter(skip_counters(reason, index))
+        if not asked:
+            counted[count_of_source(index, f"skipped/{reason}")] = 1
+            for what, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
+                if number:
+                    counted[count_of_source(index, what)] = number
+        self._counts.update(counted)
+        row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
+        return counted, row

@@ -10,10 +10,10 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,14 +23,37 @@ from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.stages.class_checks import check_class, gives
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.item_ref import ItemRef, as_ref
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.setting_rules import SettingRule, called, tree
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.tree import called, tree
+from savable_pipeline.stages.task_encoder import Skip
 
 State: TypeAlias = dict[str, Any]
+
+
+_GIVEN = {"BatchStage": "batches", "ItemStage": "items", "SampleStage": "samples"}
+
+
+def check_class(cls: type[Any]) -> None:
+    """Raise TypeError for a stage that defines `__next__` without a `ref`."""
+    bases = cls.__mro__[:-2]  # all but `Stage` and `object`
+    named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
+    if "__next__" in vars(cls) and not named:
+        kind = next((base.__name__ for base in bases if base.__name__ in _GIVEN), "ItemStage")
+        raise TypeError(
+            f"{cls.__name__} defines __next__ but no `ref`, so its output could not be made again after a resume. If "
+            "it returns the element that it took last from its source, or drops elements, write\n"
+            f"    class {cls.__name__}(custom.PassThrough, custom.{kind}):\n"
+            "If it holds, reorders or merges elements, write `ref = ()` in the class, set `self.ref` in `__next__` to "
+            "the ref of the element it returns (`self.source.ref` is the ref of the source's last element), and save "
+            "the refs of the elements it holds"
+        )
+
+
+def gives(kind: type[Any]) -> str:
+    """What a stage of this class yields, in words."""
+    return next((_GIVEN[base.__name__] for base in kind.__mro__ if base.__name__ in _GIVEN), "things")
 
 
 class Stage:
@@ -143,6 +166,9 @@ class Stage:
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
+
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
+    """How some of these are compared otherwise than by equality; subclasses have the rules too."""
 
     @property
     def sources(self) -> tuple[Stage, ...]:
@@ -430,3 +456,85 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
             "checkpoint"
         )
     return np.frombuffer(raw, REF)
+
+
+class PassThrough(Stage):
+    """Marks a stage whose `__next__` returns the element that it took last from its source, such as a filter.
+
+    Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
+    that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
+
+    Args:
+        source: The stage before this one.
+
+    Example:
+        >>> class Logged(custom.PassThrough, custom.SampleStage):
+        ...     def __next__(self) -> sp.Sample:
+        ...         sample = next(self.source)
+        ...         print(sample.key)
+        ...         return sample
+        >>> _ = next(Logged(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)))
+        s000000
+    """
+
+    @property
+    def ref(self) -> ItemRef:  # type: ignore[override]
+        """The ref of the source's last element."""
+        return self.source.ref
+
+    @property
+    def sizes(self) -> tuple[Size, ...] | None:  # type: ignore[override]
+        """The sizes of the source's last element."""
+        return self.source.sizes
+
+
+class TakesRefs(SampleStage):
+    """Base of a stage of samples that writes `take_refs`: its next sample is the one of the next ref."""
+
+    ref: ItemRef = ()
+
+    def __next__(self) -> Sample:
+        refs = self.take_refs(1)
+        if not len(refs):
+            raise StopIteration
+        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
+        return self.open_samples(refs)[0]
+
+    def take(self, n: int) -> list[Element]:
+        """The next samples, 1 to `n` of them; none only at the end."""
+        refs = self.take_refs(n)
+        numbers = zip(refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
+        return [Element((*each, 0), sample) for each, sample in zip(numbers, self.open_samples(refs), strict=True)]
+
+
+class TakesItems(ItemStage):
+    """Base of a stage of items that writes `take`. In `__next__` the stage makes an element before it moves past it.
+
+    So an element that cannot be made now is met again by the next call, also of a stage restored from a state in
+    between. `take` leaves elements unmade, unless `_makes`.
+    """
+
+    ref: ItemRef = ()
+    _makes = False
+
+    def __next__(self) -> Any:
+        self._makes = True
+        try:
+            while elements := self.take(1):
+                (element,) = elements
+                if element.is_made:  # else it is lost
+                    self.ref, self.sizes = element.ref, element.sizes
+                    return element.value
+        finally:
+            self._makes = False
+        raise StopIteration
+
+
+def make(element: Element, stage: Stage) -> None:
+    """Make an unmade element of a stage, unless that is no longer possible, which the stage has counted."""
+    if element.is_made:
+        return
+    value, left = stage.fetch_left(element.ref)
+    if type(value) is not Skip:
+        element.sizes = left_sizes(element.sizes, element.ref, left)
+        element.value, element.ref = value, left

@@ -220,13 +220,8 @@ class TaskEncoder:
         return {}
 
 
-def encoder_settings(encoder: TaskEncoder, *, upstream: TaskEncoder | None = None) -> dict[str, Any]:
-    """An encoder's class and settings for a stage's settings, with the prefix "encoder.".
-
-    {} if it is the encoder `upstream`, whose stage lists them.
-    """
-    if encoder is upstream:
-        return {}
+def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
+    """An encoder's class and settings for a stage's settings, with the prefix "encoder."."""
     own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
     return {"encoder": type(encoder).__qualname__, **own}
 

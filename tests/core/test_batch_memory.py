@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import batch_memory
-from savable_pipeline.core.item_difference import DifferingItemsError
+from savable_pipeline.core.containers import DifferingItemsError
 from savable_pipeline.run.transport.segments import SegmentWriter
 from savable_pipeline.stages.batch_difference import digest, first_difference
 from tests.conftest import write_tar
@@ -159,17 +159,16 @@ def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Varying()), size=4)
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-@pytest.mark.parametrize("hold", [0, 20])
+@pytest.mark.parametrize(("hold", "epochs"), [(0, 1), (20, None)])
 def test_batches_of_any_size_are_the_same_from_workers_as_without(
     make_shards: Any, epochs: int | None, hold: int
 ) -> None:
-    pipeline = partial(varying, str(make_shards([200, 180])), epochs)
+    pipeline = partial(varying, str(make_shards([120, 100])), epochs)
     alone = sp.SavableLoader(pipeline, seed=1, lanes=6)
-    expected = take(alone, 80)
+    expected = take(alone, 50)
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
         held, found = [], []
-        for _, batch in zip(range(80), loader, strict=False):
+        for _, batch in zip(range(50), loader, strict=False):
             found.append(digest(batch))
             held = [batch, *held][:hold]
         assert found == expected
@@ -196,14 +195,14 @@ def raw_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(samples, Raw()), size=4)
 
 
-@pytest.mark.parametrize("sizes", [[6400], [6401], [0, 1, 64, 30_000, 200_000]])
+@pytest.mark.parametrize("sizes", [[6400], [0, 1, 64, 30_000, 200_000]])
 def test_arrays_read_in_place_are_the_same_from_workers_as_without(tmp_path: Path, sizes: list[int]) -> None:
     payloads = [bytes([number % 251]) * sizes[number % len(sizes)] for number in range(90)]
     write_tar(tmp_path / "0.tar", [(f"{number:03}.bin", payload) for number, payload in enumerate(payloads)])
     pipeline = partial(raw_pipeline, str(tmp_path))
-    expected = take(sp.SavableLoader(pipeline, seed=1, lanes=6), 60)
+    expected = take(sp.SavableLoader(pipeline, seed=1, lanes=6), 30)
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
-        assert take(loader, 60) == expected
+        assert take(loader, 30) == expected
         state = loader.state_dict()
         after = take(loader, 10)
         loader.load_state_dict(state)

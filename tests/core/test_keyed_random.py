@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
 from savable_pipeline.core import keyed_random as keys
-from savable_pipeline.core.keyed_random import Bijection, below, derive_key, permutation, word, words
+from savable_pipeline.core.keyed_random import (
+    RANKS,
+    Bijection,
+    SharedRanks,
+    below,
+    derive_key,
+    permutation,
+    word,
+    words,
+)
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -104,3 +114,26 @@ def test_positions_of_a_large_bijection_spread_evenly() -> None:
     images = Bijection(5, 2**20)(np.arange(64_000))
     counts = np.bincount(images >> 14, minlength=64)  # 64 bins, 1,000 expected in each
     assert ((counts - 1000) ** 2 / 1000).sum() < 110  # chi-square of 63 degrees of freedom: 103 at p = 0.001
+
+
+def test_each_block_has_every_step_once_in_an_order_of_its_own() -> None:
+    ranks = SharedRanks(key=1, steps=8)
+    steps = [ranks.step(n) for n in range(24)]
+    blocks = [steps[i : i + 8] for i in (0, 8, 16)]
+    assert all(sorted(block) == list(range(8)) for block in blocks)
+    assert blocks[0] != blocks[1] != blocks[2]
+
+
+def test_a_rank_lies_in_its_step_and_anywhere_in_it() -> None:
+    ranks = SharedRanks(key=1, steps=4)
+    found = [ranks.rank(n) for n in range(4000)]
+    assert [rank * 4 // RANKS for rank in found] == [ranks.step(n) for n in range(4000)]
+    sixteenths = [found[n] * 64 // RANKS % 16 for n in range(4000)]
+    assert all(150 < sixteenths.count(each) < 350 for each in range(16))
+
+
+def test_ranks_are_those_of_every_release() -> None:
+    ranks = SharedRanks(key=7, steps=32)
+    found = [ranks.rank(n) for n in (*range(100), 5, 10**9)]
+    assert found[100] == found[5]
+    assert xxh3_64_hexdigest(repr(found).encode()) == "d7e0521f97ba9eee"

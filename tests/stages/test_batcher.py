@@ -99,11 +99,6 @@ def test_a_batch_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
         assert stage.fetch(stage.ref) == batch
 
 
-def test_random_numbers_of_a_batch_belong_to_its_number_in_the_lane() -> None:
-    drawn = [batch[0] for batch in batcher(30)]
-    assert len(set(drawn)) == 10
-
-
 @pytest.mark.parametrize("restore", [False, True])
 def test_after_an_error_the_same_batch_is_tried_again_and_nothing_is_lost(restore: bool) -> None:
     encoder = Lists(failures=3)
@@ -140,14 +135,6 @@ def test_samples_held_for_the_next_batch_are_restored(make_shards: Any) -> None:
     assert stage.more()
     after.restore_state(stage.save_state())
     assert [[sample.json()["id"] for sample in batch] for batch in after] == [[2, 3], [4]]
-
-
-def test_the_default_batch_is_torchs_collation() -> None:
-    class Plain(sp.TaskEncoder):
-        pass
-
-    batch = next(batcher(2, encoder=Plain(), size=2))
-    assert [part.tolist() for part in batch] == [[0, 1], [1, 1]]
 
 
 def test_a_size_below_one_is_refused() -> None:

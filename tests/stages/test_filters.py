@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
+from tests.support.few_examples import few
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_stores import number_of
 
@@ -20,7 +21,7 @@ def number(sample: sp.Sample) -> int:
     return number_of(sample)
 
 
-def few(sample: sp.Sample, rng: sp.Rng) -> bool:
+def three_of_ten(sample: sp.Sample, rng: sp.Rng) -> bool:
     return rng.random() < 0.3
 
 
@@ -28,7 +29,7 @@ def short(item: int) -> bool:
     return item % 5 > 1
 
 
-@settings(max_examples=30)
+@few(8)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 9))
 def test_samples_and_items_are_those_of_a_comprehension(
     tmp_path_factory: pytest.TempPathFactory, buffer: int, size: int, divisor: int
@@ -50,9 +51,9 @@ def test_filters_that_draw_numbers_resume_exactly_and_draw_others_than_the_encod
         return rng.random()
 
     read = sp.read(str(make_shards([60, 30])))
-    chain = read.filter(few).shuffle(5).map(number).filter(short).batch(2)
-    assert assert_exact_resume(chain, lanes=4, steps=16, chains=2, world_sizes=(1, 2)) > 16
-    assert max(read.filter(few).map(drawn)) > 0.3  # the same numbers would all be below
+    chain = read.filter(three_of_ten).shuffle(5).map(number).filter(short).batch(2)
+    assert assert_exact_resume(chain, lanes=4, steps=12, chains=1, after=2, world_sizes=(1, 2)) > 12
+    assert max(read.filter(three_of_ten).map(drawn)) > 0.3  # the same numbers would all be below
 
 
 def test_what_is_left_out_is_counted_apart_from_skips(make_shards: MakeShards) -> None:

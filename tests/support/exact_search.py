@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import assert_exact_resume
+from tests.support.few_examples import IS_LONG
 from tests.support.streams import through_a_file
 from tests.support.toy_chains import toy
 from tests.support.toy_pipelines import numbers, reads_of
@@ -85,13 +86,13 @@ def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, **nothing, "weights": weights}
 
 
-def examples(count: int, *, shrink: bool = True) -> settings:
+def examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
     """Settings for `count` examples, times as many as the profile says, of a hundred; long searches do not shrink.
 
-    Those that start many processes report the one found, without a smaller one.
+    Those that start many processes report the one found, without a smaller one. The suite may draw fewer.
     """
     phases = (Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else []))
-    most = count * settings().max_examples // 100
+    most = count * settings().max_examples // 100 if IS_LONG or suite is None else suite
     return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
 
 
@@ -133,14 +134,14 @@ def check_chains(sizes: list[int], chosen: dict[str, Any], seed: int, **settings
         _compared(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
 
 
-def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any) -> None:
+def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any, **settings: Any) -> None:
     """Every cut of a run of `epochs` epochs and of those after it, with either tail, and chains."""
     chosen = with_an_end({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
     if tail == "pad":  # which an own stage of batches does not fill up
         chosen["own"] = tuple(kind for kind in chosen["own"] if kind != "batches")
-    wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2, "chains": 2}
+    wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2, "chains": 2, "steps": 40}
     with written([size, 1, 3], chosen, epochs=epochs) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, steps=40, tail=tail, **wide))
+        _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **{**wide, **settings}))
 
 
 def _compared(resumes: int) -> None:

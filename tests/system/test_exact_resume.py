@@ -1,7 +1,7 @@
 """The promise, by property: random data, random pipelines, random cuts, chains of resumes, other workers and ranks.
 
-A few examples each; `pytest --hypothesis-profile long tests/system/test_exact_resume.py` searches about an hour, and
-with `-m long` too: under other start methods, killed workers and real ranks.
+Very few examples each in the suite; `pytest --hypothesis-profile long tests/system/test_exact_resume.py` searches about
+an hour, and with `-m long` too: under other start methods, killed workers and real ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.support.exact_search import (
     pipelines,
     shard_sizes,
 )
+from tests.support.few_examples import IS_LONG
 from tests.support.toy_pipelines import numbers, reads_of, toy_pipeline
 
 pytestmark = pytest.mark.timeout(3 * settings().max_examples)  # 300 s, and longer for a long search
@@ -48,15 +49,15 @@ disturbances = st.fixed_dictionaries(
 )
 
 
-@examples(12)
+@examples(12, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
 def test_every_cut_of_an_endless_run_and_a_chain_of_resumes_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
 ) -> None:
-    check_endless(sizes, chosen, seed, lanes)
+    check_endless(sizes, chosen, seed, lanes, **({} if IS_LONG else {"after": 2}))
 
 
-@examples(3, shrink=False)
+@examples(3, suite=2, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
 def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int
@@ -75,10 +76,10 @@ def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
 def test_finite_runs_and_the_epochs_after_them_are_exact(
     size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: str
 ) -> None:
-    check_finite(size, chosen, epochs, seed, tail)
+    check_finite(size, chosen, epochs, seed, tail, **({} if IS_LONG else {"steps": 24, "after": 1, "chains": 1}))
 
 
-@examples(3, shrink=False)
+@examples(3, suite=2, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
 def test_runs_with_skips_ledgers_and_shards_that_join_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, how: dict[str, Any]
@@ -86,7 +87,7 @@ def test_runs_with_skips_ledgers_and_shards_that_join_are_exact(
     check_disturbed(sizes, chosen, seed, slots=24, most_workers=0, again=1, **how)
 
 
-@examples(10)
+@examples(10, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
 def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
@@ -94,7 +95,7 @@ def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
     check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
 
 
-@examples(15)
+@examples(15, suite=8)
 @given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
 def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
     size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]
@@ -102,7 +103,7 @@ def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
     check_excluded_in_an_epoch(size, chosen, seed, **excluded)
 
 
-@examples(20)
+@examples(20, suite=8)
 @given(sizes=shard_sizes, chosen=pipelines, lanes=st.integers(1, 13), seed=seeds)
 def test_an_epoch_gives_every_sample_once_over_all_lanes(
     sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int
@@ -131,16 +132,19 @@ def test_other_start_methods_are_exact(make_shards: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pack", "blend"),
+    ("sizes", "pack", "blend"),
     [
-        ("best_fit", None),
-        pytest.param("sequential", "items", marks=pytest.mark.long),
-        pytest.param("first_fit_decreasing", "samples", marks=pytest.mark.long),
+        ([12, 20, 1, 9], "best_fit", None),
+        pytest.param([30, 80, 1, 50], "best_fit", None, marks=pytest.mark.long),
+        pytest.param([30, 80, 1, 50], "sequential", "items", marks=pytest.mark.long),
+        pytest.param([30, 80, 1, 50], "first_fit_decreasing", "samples", marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any, pack: str, blend: str | None) -> None:
+def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(
+    make_shards: Any, sizes: list[int], pack: str, blend: str | None
+) -> None:
     how = {"pack": pack, "blend": blend, "max_length": 8, "too_long": "split"}
-    pipeline = partial(toy_pipeline, str(make_shards([30, 80, 1, 50])), epochs=1, skip=0, fan_out=0, size=1, **how)
+    pipeline = partial(toy_pipeline, str(make_shards(sizes)), epochs=1, skip=0, fan_out=0, size=1, **how)
     given = Counter[int]()
     state, draw = None, np.random.default_rng(0)
     ended = False
@@ -154,7 +158,7 @@ def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any
                 given.update(numbers(batch))
             state = loader.state_dict()
             ended = state["epoch"] > 0
-    assert given == Counter(dict.fromkeys(range(161), reads_of(blend)))
+    assert given == Counter(dict.fromkeys(range(sum(sizes)), reads_of(blend)))
 
 
 # Longer.

@@ -34,7 +34,7 @@ from rounds import Bench, Loader, main
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.replaceable import become_replaced
+from savable_pipeline.core.child_process import become_replaced
 
 ROWS, BUFFER = 60_000, 10_000
 

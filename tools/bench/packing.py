@@ -36,8 +36,7 @@ from rounds import Bench, called, console, main
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.cost import Cost, Size, waiting_share
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.packing.packing_policies import Policy
 from savable_pipeline.stages.stage import State
 from savable_pipeline.stages.stage_info import StageInfo

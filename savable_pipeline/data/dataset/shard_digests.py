@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.shard_list import Count, ShardList
 from savable_pipeline.errors import ShardError

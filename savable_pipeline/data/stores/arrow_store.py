@@ -23,7 +23,7 @@ from typing import Any, Unpack
 import numpy as np
 import pyarrow as pa
 
-from savable_pipeline.core.replaceable import is_replaced
+from savable_pipeline.core.child_process import is_replaced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from savable_pipeline import errors
+from savable_pipeline.core.on_error import from_user_code
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
-from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples

@@ -28,9 +28,8 @@ from typing import Any, NoReturn, TypeVar
 from msgspec.structs import replace
 
 from savable_pipeline.core import batch_memory
+from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.core.parent_watch import poll_while_parent_lives
-from savable_pipeline.core.replaceable import become_replaced
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import STARTED
 from savable_pipeline.run.engine.lane_runner import LaneRunner

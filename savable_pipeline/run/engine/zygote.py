@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from typing import Any
 
-from savable_pipeline.core.parent_watch import poll_while_parent_lives
+from savable_pipeline.core.child_process import poll_while_parent_lives
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.worker_main import OpenedShards, be_one_thread, be_quiet, work

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.decisions import NUMBER, Decisions
+from savable_pipeline.core.run_facts import NUMBER, Decisions
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.exclude_file import numbers_of

@@ -6,10 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, RunFacts
+from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, RunFacts
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob

@@ -9,18 +9,16 @@ from functools import cache
 from savable_pipeline.core.wording import listed
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
-from savable_pipeline.stages.class_checks import gives
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.mapped_function import LAMBDA
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.readers.epoch_orders import BLOCK
 from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.read_order import BLOCK
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import TokenReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
-from savable_pipeline.stages.stage_bases import PassThrough
+from savable_pipeline.stages.stage import BatchStage, PassThrough, SampleStage, Stage, gives
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from savable_pipeline.core.decisions import Decisions
-from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, RunFacts
+from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks

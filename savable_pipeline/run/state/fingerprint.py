@@ -20,7 +20,7 @@ from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.setting_rules import SettingRule, rules_of
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -77,14 +77,14 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     names = [
         _in_branch(branch, type(step).__qualname__)
         for branch, step in path
-        if not any(rule.whole_stage for rule in rules_of(step).values())
+        if not any(rule.whole_stage for rule in step.setting_rules.values())
     ]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
     required, rules = set(fields), dict(_FIXED)
     for _, step in path:
-        own_rules = rules_of(step)
+        own_rules = step.setting_rules
         addressed = step.addresses()
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
@@ -236,7 +236,7 @@ def stage_field(stage: Stage, setting: str) -> str:
 
     Another stage of its kind in the same branch adds a number.
     """
-    rule = rules_of(stage).get(setting, _NO_RULE)
+    rule = stage.setting_rules.get(setting, _NO_RULE)
     return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 

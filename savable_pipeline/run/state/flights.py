@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.core.saved_count import EpochNumber, SavedCount
+from savable_pipeline.core.state_numbers import EpochNumber, SavedCount
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.state.lane_state import checksum, pack_state, restoring, unpack_state
 from savable_pipeline.stages.item_ref import ItemRef

@@ -27,8 +27,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.run_facts import RunFacts
-from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.core.state_numbers import ORDER, STATE, check_numbers
+from savable_pipeline.core.state_numbers import ORDER, STATE, EpochNumber, SavedCount, check_numbers
 from savable_pipeline.errors import EncodeError, SavableError, StateError
 
 _MAGIC = b"SAVL"

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from savable_pipeline.core.run_facts import RunFacts
-from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.state_numbers import check_numbers
+from savable_pipeline.core.state_numbers import SavedCount, check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import with_acks_applied

@@ -18,19 +18,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
 from savable_pipeline.stages.setting_rules import SettingRule
-from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
-from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs, make
+from savable_pipeline.stages.stage import (
+    ItemStage,
+    SampleStage,
+    Stage,
+    State,
+    TakesItems,
+    TakesRefs,
+    make,
+    parse_state,
+    saved_refs,
+)
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import common_encoder
 

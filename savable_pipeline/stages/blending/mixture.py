@@ -16,8 +16,8 @@ from savable_pipeline.data.shards.index import TAR
 from savable_pipeline.data.shards.paths import as_names
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.readers.reader_of import reader_of
-from savable_pipeline.stages.readers.reader_settings import source_at
+from savable_pipeline.stages.readers.reader import source_at
+from savable_pipeline.stages.readers.readers import reader_of
 from savable_pipeline.stages.stage import SampleStage
 
 

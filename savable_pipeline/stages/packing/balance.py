@@ -18,19 +18,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.keyed_random import derive_key
-from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.shared_ranks import SharedRanks
+from savable_pipeline.core.keyed_random import SharedRanks, derive_key
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems, make
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 PAST = 16  # times `hold`: packs given last that count
 WEIGHT = 8  # a held pack counts as much as this many given ones
@@ -291,5 +288,4 @@ class Balance(TakesItems):
 
     def settings(self) -> dict[str, Any]:
         """`hold`, the name of the cost, and the encoder unless it is the one upstream."""
-        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
-        return {"hold": self.hold, "cost": self._costing.name, **own}
+        return {"hold": self.hold, "cost": self._costing.name, **self._calls.settings()}

@@ -18,22 +18,20 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.item_changes import changed_part, parts_of
+from savable_pipeline.core.containers import changed_part, parts_of
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems
+from savable_pipeline.stages.stage import ItemStage, State, TakesItems, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]
 
@@ -215,8 +213,7 @@ class ItemPacker(TakesItems):
 
     def settings(self) -> dict[str, Any]:
         """`size`, the function, and the encoder only if it is not the one upstream."""
-        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
-        return {"size": self.size, **function_settings("select", self.select), **own}
+        return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
 
 
 def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:

@@ -10,9 +10,8 @@ from typing import Any, get_args
 
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
-from savable_pipeline.stages.element import Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -24,10 +23,9 @@ from savable_pipeline.stages.packing.packing_policies import (
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, parse_state
-from savable_pipeline.stages.stage_bases import TakesItems, make
+from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +313,7 @@ class OnlinePacker(TakesItems):
 
     def settings(self) -> dict[str, Any]:
         """Every argument that changes the packs; the encoder only if it is not the one upstream."""
-        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
+        own = self._calls.settings()
         if self.max_images is not None:
             own["max_images"] = self.max_images
         if self._costing is not None:

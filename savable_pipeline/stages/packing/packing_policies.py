@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Costing
-from savable_pipeline.stages.element import Element
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.stages.setting_rules import function_name
 
 Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
@@ -328,13 +328,13 @@ class ByFunction(Packing):
         """The next pack, once the held pieces fill `open_packs` packs and are laid out; None before that."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
             self._lay_out()
-        return self.packs[0] if self.packs else None
+        return super().last()
 
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are laid out; None when all are given."""
         if self.held and not self.packs:
             self._lay_out()
-        return self.packs[0] if self.packs else None
+        return super().last()
 
     def _lay_out(self) -> None:
         """Make packs of all held pieces. Raises `EncodeError` for a wrong answer; then the pieces are still held."""

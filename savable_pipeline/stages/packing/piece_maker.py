@@ -12,18 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.element import UNMADE, Element
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems, is_whole, known_refs
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
+from savable_pipeline.stages.held_items import BudgetShare, HeldItems, MemoryBudget, is_whole, known_refs
+from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
-from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.source_counts import SourceCounts
+from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 

@@ -25,8 +25,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import SampleStage, State
-from savable_pipeline.stages.stage_bases import TakesRefs
+from savable_pipeline.stages.stage import SampleStage, State, TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
 
 Missing: TypeAlias = Literal["skip", "empty"]

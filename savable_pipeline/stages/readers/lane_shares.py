@@ -1,4 +1,6 @@
-"""`LaneShares`: how the samples of a pass are dealt to the lanes. A pass is one epoch or several, the last perhaps cut.
+"""`LaneShares`: which samples a pass has, and how they are dealt to the lanes.
+
+A pass is one epoch or several, the last perhaps cut.
 
     epochs=2.5 of 100 samples   100 │ 100 │ 50              three epochs; of the last, the first 50 of its own order
     an epoch's order            lane 0 │ lane 1 │ lane 2    with a cut, spans are multiples of it as far as they can be
@@ -10,28 +12,92 @@ The cut is saved: a batch where lanes of a finite pass have whole ones, a block 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.shards.selection import Selection
+from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.stages.readers.growth import GrowingSamples
-from savable_pipeline.stages.readers.read_order import (
-    Positions,
-    batches_span,
-    lane_span,
-    sequential_count,
-    sequential_positions,
-)
 
 log = logging.getLogger(__name__)
 
+Positions = NDArray[np.int64]
 _UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSamples:
+    """The samples of one epoch: `firsts`, int64 (shards + 1,), is where each shard begins, then their number."""
+
+    shards: int
+    firsts: Rows
+    count: int
+    selection: Selection | None
+
+    def numbers(self, positions: Rows) -> Rows:
+        """The numbers in the dataset of the samples at these places of the epoch."""
+        return positions if self.selection is None else self.selection.locate(positions)
+
+
+class GrowingSamples:
+    """The samples of `dataset`, or those of `selection`, by epoch, where shards were added to the dataset in the run.
+
+        pairs    (0, 3) (2, 5)                     (epoch, shards): from epoch 2 on, two shards more
+        epoch    0        1        2          3
+        shards   0 1 2    0 1 2    0 1 2 3 4  0 1 2 3 4
+
+    New shards come after all old ones, so that a sample keeps its number, and an epoch is read as if there were no
+    later shard. Without pairs every epoch has all shards.
+
+    Raises `CheckpointMismatchError` for pairs that do not fit the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, selection: Selection | None, pairs: Sequence[tuple[int, int]]) -> None:
+        self.pairs = [(int(epoch), int(shards)) for epoch, shards in pairs]
+        all_shards = len(dataset.firsts) - 1
+        self._begins = [epoch for epoch, _ in self.pairs] or [0]
+        known = [shards for _, shards in self.pairs] or [all_shards]
+        rising = all(low < high for row in (self._begins, known) for low, high in pairwise(row))
+        if self._begins[0] != 0 or not rising or not 1 <= known[0] <= known[-1] <= all_shards:
+            raise CheckpointMismatchError(
+                f"{dataset.address}: by the state, shards joined as (epoch, shards) {self.pairs}, but here are "
+                f"{all_shards}; does the state belong to this dataset?"
+            )
+        self._dataset, self._selection = dataset, selection
+        self._stretches = [self.first(shards) for shards in known]
+        if not self._stretches[0].count:
+            raise CheckpointMismatchError(f"{dataset.address}: its first {known[0]} shards hold no sample")
+
+    def of(self, epoch: int) -> EpochSamples:
+        """The samples of an epoch."""
+        if len(self._begins) == 1:
+            return self._stretches[0]
+        return self._stretches[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
+
+    def first(self, shards: int) -> EpochSamples:
+        """The samples of the first `shards` shards."""
+        firsts, selection = self._dataset.firsts, self._selection
+        if selection is None:
+            return EpochSamples(shards, firsts[: shards + 1], int(firsts[shards]), None)
+        part = selection if shards == len(firsts) - 1 else selection.of_first(shards)
+        return EpochSamples(shards, part.firsts, part.count, part)
+
+    def blocks(self, begin: int, end: int, size: int) -> int:
+        """The number of blocks of `size` samples in the epochs `begin` to `end - 1`; an epoch's last may be shorter."""
+        total = 0
+        for stretch, low, high in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
+            epochs = min(high, end) - max(low, begin)
+            total += max(0, epochs) * -(-stretch.count // size)
+        return total
 
 
 @dataclass(frozen=True)
@@ -161,3 +227,38 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
     if not 0 < epochs < float("inf"):
         raise ValueError(f"{reader}: epochs must be above 0, not {epochs}; None repeats for ever")
     return int(epochs) if epochs == int(epochs) else float(epochs)
+
+
+def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
+    """The first and the last position (exclusive) of a lane's span in a shuffled epoch of `count` samples."""
+    turn = (lane + epoch) % lanes
+    return turn * count // lanes, (turn + 1) * count // lanes
+
+
+def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
+    """First and last position (exclusive) of the lane at `turn` in a shuffled epoch of a finite pass.
+
+    The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
+    slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
+    """
+    batches = -(-count // rows)
+    each, more = divmod(batches, lanes)
+    missing, last = batches * rows - count, (batches - 1) % lanes
+    begin = (turn * each + min(turn, more)) * rows
+    end = begin + (each + (turn < more)) * rows
+    return begin - missing * (turn > last), end - missing * (turn >= last)
+
+
+def sequential_count(count: int, turn: int, lanes: int, block_size: int) -> int:
+    """The number of samples that the lane at `turn` gets in an epoch in file order."""
+    blocks = -(-count // block_size)
+    mine = len(range(turn, blocks, lanes))
+    has_last = mine and (blocks - 1) % lanes == turn
+    return mine * block_size - (blocks * block_size - count if has_last else 0)
+
+
+def sequential_positions(start: int, stop: int, turn: int, lanes: int, block_size: int) -> Positions:
+    """The samples at positions `start` to `stop - 1` of the lane at `turn` in file order: indices, int64 (any,)."""
+    positions = np.arange(start, stop)
+    block = positions // block_size * lanes + turn
+    return block * block_size + positions % block_size

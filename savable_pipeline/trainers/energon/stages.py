@@ -19,8 +19,7 @@ from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage, State
-from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
+from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage, State, TakesRefs
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
 

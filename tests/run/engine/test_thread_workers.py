@@ -24,8 +24,8 @@ from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import thread_host
 from savable_pipeline.run.engine.thread_host import apart
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.stages.element import Element
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget
+from savable_pipeline.stages.held_items import BudgetShare, MemoryBudget
+from savable_pipeline.stages.item_ref import Element
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines
 from tests.support.exact_search import examples, pipelines, shard_sizes, with_enough, written

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from savable_pipeline.core.run_facts import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.ledger.records import Facts, read_records
@@ -160,7 +160,7 @@ def over_ranks(folder: Path, plan: Mapping[int, Any], slots: int, draw: random.R
                     rank.load_state_dict(state)
             for _ in range(draw.randrange(1, 6)):
                 slot = len(found)
-                if slot in plan and (not slot or ranks[0].position.facts.decisions.place < slot):
+                if slot in plan and (not slot or ranks[0].position.facts.decisions.since < slot):
                     assert {rank.decide(**plan[slot]) for rank in ranks} == {slot}
                 found += [batch for _, batch in sorted((rank.position.own_slot, next(rank)) for rank in ranks)]
             state = merge_states(rank.state_dict() for rank in ranks)
@@ -201,7 +201,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
             assert next(made) == batch
     (file,) = tmp_path.glob("*.ledger")
     noted = [record.facts.decisions for record in read_records(file) if isinstance(record, Facts)]
-    assert sorted({each.place for each in noted if each}) == sorted(plan)
+    assert sorted({each.since for each in noted if each}) == sorted(plan)
     ledger = sp.Ledger(tmp_path)
     assert all(ledger.batch(partial(pipeline, shards), slot=slot) == expected[slot] for slot in range(0, 24, 3))
 
@@ -275,7 +275,7 @@ def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str
     }
     with loader(shards, **how) as one:
         batches, states = passes(one, plan)
-        assert sp_decisions(one).place == 2 << 40 and len(states) > 60
+        assert sp_decisions(one).since == 2 << 40 and len(states) > 60
     for given in (0, 7, len(states) // 2, len(states) - 5):
         with loader(shards, **how) as other:
             other.load_state_dict(states[given])

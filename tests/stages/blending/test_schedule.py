@@ -40,10 +40,10 @@ def integral(schedule: sp.Schedule, count: int) -> list[Fraction]:
 @pytest.mark.parametrize("shape", ["step", "linear"])
 def test_dues_are_the_integral_of_the_shares(shape: Any) -> None:
     draw = random.Random(1)
-    for _ in range(60):
+    for _ in range(25):
         schedule = random_schedule(draw, shape)
         dues = Dues(schedule, NAMES)
-        for count in [0, 1, 5000, *(draw.randrange(4000) for _ in range(12))]:
+        for count in [0, 1, 5000, *(draw.randrange(4000) for _ in range(6))]:
             assert [Fraction(due, dues.unit) for due in dues.at(count)] == integral(schedule, count)
 
 
@@ -63,24 +63,6 @@ class Lengths(sp.TaskEncoder):
 
 
 LENGTHS = Lengths()
-
-
-@pytest.mark.parametrize("shape", ["step", "linear"])
-@pytest.mark.parametrize("lanes", [1, 2, 12])
-def test_every_lane_keeps_to_the_integral_through_the_changes(make_shards: Any, shape: Any, lanes: int) -> None:
-    shards = str(make_shards([50, 60]))
-    draw = random.Random(lanes)
-    for _ in range(3):
-        schedule = random_schedule(draw, shape, last=200 * lanes)
-        for lane in {0, lanes // 2, lanes - 1}:
-            stage = blend(shards, sp.Lane(lane, lanes, draw.randrange(1 << 40)), schedule)
-            counts = dict.fromkeys(NAMES, 0)
-            for n in range(1, 241):
-                counts[next(stage).source] += 1
-                if n % 8 == 0:
-                    due = integral(schedule, n * lanes)
-                    worst = max(abs(count - d / lanes) for count, d in zip(counts.values(), due, strict=True))
-                    assert worst < Fraction(5, 2)
 
 
 def test_a_source_without_a_weight_is_not_drawn_from_there(make_shards: Any) -> None:
@@ -115,23 +97,26 @@ def pipeline(shards: str, lane: sp.Lane, *, schedule: Any, by: Any = "samples") 
 
 @pytest.mark.parametrize(("by", "shape"), [("samples", "linear"), ("tokens", "step")])
 def test_it_resumes_exactly_before_in_and_after_a_change(make_shards: Any, by: Any, shape: Any) -> None:
-    points = [(0, {"a": 3, "b": 1}), (40, {"b": 1, "c": 3}), (90, {"a": 1, "c": 1})]
+    points = [(0, {"a": 3, "b": 1}), (20, {"b": 1, "c": 3}), (45, {"a": 1, "c": 1})]
     if by == "tokens":
         points = [(5 * start, weights) for start, weights in points]
     schedule = sp.Schedule(points, unit=by, shape=shape)
-    settings: dict[str, Any] = {"lanes": 6, "steps": 32, "world_sizes": [1, 2, 3], "after": 1, "chains": 2}
+    settings: dict[str, Any] = {"lanes": 6, "steps": 18, "world_sizes": [1, 2, 3], "after": 1, "chains": 1}
     assert_exact_resume(partial(pipeline, str(make_shards([50, 60])), schedule=schedule, by=by), **settings)
 
 
 def test_it_goes_on_when_a_source_has_ended(make_shards: Any) -> None:
-    shards = str(make_shards([50]))
+    shards = str(make_shards([16]))
 
     def build(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(shards, lane, epochs=1 if name == "b" else None) for name in NAMES}
-        points = [(0, {"a": 1, "b": 1}), (60, {"b": 1, "c": 1}), (200, {"a": 1, "b": 1, "c": 2})]
+        points = [(0, {"a": 1, "b": 1}), (20, {"b": 1, "c": 1}), (66, {"a": 1, "b": 1, "c": 2})]
         return sp.Batcher(sp.Blend(sources, weights=sp.Schedule(points, shape="linear")), size=2)
 
-    assert_exact_resume(build, lanes=2, steps=90, world_sizes=[1, 2])
+    loader = sp.SavableLoader(build, seed=0, lanes=2)
+    given = [sample.source for _, batch in zip(range(28), loader, strict=False) for sample in batch]
+    assert given.count("b") == 16 and "b" not in given[-10:]
+    assert_exact_resume(build, lanes=2, steps=28, world_sizes=[1, 2], chains=1, after=2)
 
 
 def test_points_that_are_past_ask_no_weight_of_the_sources_that_are_left(make_shards: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
@@ -23,10 +23,9 @@ from savable_pipeline.stages.blending.turns import (
     Turns,
     TurnsState,
     begin_turns,
-    halves_around,
-    nearest,
 )
 from savable_pipeline.stages.stage_info import StageInfo
+from tests.support.few_examples import few
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 
@@ -126,7 +125,7 @@ def search(draw: random.Random, cases: int, draws: int, *, constant: bool) -> tu
 
 @pytest.mark.parametrize("constant", [True, False])
 def test_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool) -> None:
-    lane, over_lanes = search(random.Random(0), 25, 6_000, constant=constant)
+    lane, over_lanes = search(random.Random(0), 9, 4_000, constant=constant)
     assert 1 < lane <= LANE and 0.5 < over_lanes <= OVER_LANES
 
 
@@ -175,7 +174,7 @@ def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
 
 def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
     draw = random.Random(3)
-    for _ in range(30):
+    for _ in range(12):
         lanes, stride = draw.randint(1, 4), draw.choice([1, 4])
         schedule = random_schedule(draw, 40 * lanes * stride, constant=False)
         dues = Dues(schedule, sorted(schedule.names))
@@ -187,33 +186,6 @@ def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
 
 
 # What it is made of.
-
-
-def test_draws_go_to_the_sources_that_are_furthest_behind() -> None:
-    assert nearest([25, 14, 1], 10, [9, 9, 9], 4) == [3, 1, 0]
-    assert nearest([25, 14, 1], 10, [2, 9, 9], 4) == [2, 2, 0]
-    assert nearest([-30, 36, 24], 10, [9, 9, 9], 3) == [0, 2, 1]
-    assert nearest([5, 5], 10, [1, 1], 1) == [1, 0]
-
-
-@given(st.lists(st.tuples(st.integers(-40, 60), st.integers(0, 3)), min_size=1, max_size=4), st.data())
-def test_no_other_draws_are_nearer(sources: list[tuple[int, int]], data: st.DataObject) -> None:
-    wanted, most = [want for want, _ in sources], [limit for _, limit in sources]
-    n = data.draw(st.integers(0, sum(most)))
-    chosen = nearest(wanted, 10, most, n)
-    assert sum(chosen) == n and all(0 <= count <= limit for count, limit in zip(chosen, most, strict=True))
-    others = np.stack(np.meshgrid(*[np.arange(limit + 1) for limit in most]), -1).reshape(-1, len(most))
-    others = others[others.sum(axis=1) == n]
-    squares = ((others * 10 - wanted) ** 2).sum(axis=1)
-    assert ((np.array(chosen) * 10 - wanted) ** 2).sum() == squares.min()
-
-
-def test_a_lane_is_in_halves_of_halves() -> None:
-    assert [(half.number, half.lanes) for half in halves_around(4, 6)] == [(3, 3), (6, 2), (13, 1)]
-    assert halves_around(0, 1) == []
-    for lanes in (2, 3, 7, 96):
-        last = {halves_around(place, lanes)[-1].number for place in range(lanes)}
-        assert len(last) == lanes and all(halves_around(place, lanes)[-1].lanes == 1 for place in range(lanes))
 
 
 def test_a_small_case_is_what_it_was() -> None:
@@ -234,7 +206,7 @@ def test_a_thousand_turns_of_three_lanes_are_what_they_were(weights: list[int], 
     assert xxh3_64_hexdigest(bytes(chosen.tolist())) == golden
 
 
-@settings(max_examples=50, deadline=None)
+@few(20)
 @given(WEIGHTS, st.lists(st.integers(0, 30), max_size=8), st.integers(0, 6), st.booleans())
 def test_however_many_are_planned_at_a_time_and_from_whichever_state_the_turns_are_the_same(
     weights: list[int], pieces: list[int], place: int, restored: bool
@@ -269,7 +241,8 @@ def test_counts_that_cannot_come_of_the_turns_are_refused(wrong: dict[str, Any])
 # By tokens.
 
 
-@given(WEIGHTS, st.lists(st.integers(1, 100), min_size=300, max_size=300))
+@few(15)
+@given(WEIGHTS, st.lists(st.integers(1, 100), min_size=150, max_size=150))
 def test_by_tokens_a_source_is_within_two_of_the_longest_items(weights: list[int], lengths: list[int]) -> None:
     schedule, total = schedule_of(weights), sum(weights)
     turns = TokenTurns(Dues(schedule, sorted(schedule.names)), 0, 1, [0] * len(weights), weights=7)
@@ -296,7 +269,7 @@ def test_by_tokens_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
 
 def test_by_tokens_a_source_comes_only_while_it_has_a_share() -> None:
     draw, behind_at_the_end = random.Random(3), 0
-    for _ in range(30):
+    for _ in range(12):
         points = [(0, {"a": 3, "b": 4, "c": 2}), (draw.randint(2_000, 4_000), {"a": 1, "b": 1}), (9_000, {"c": 1})]
         dues = Dues(Schedule(points, unit="tokens"), ["a", "b", "c"])
         turns = TokenTurns(dues, 0, 1, [0] * 3, weights=7)
@@ -306,7 +279,7 @@ def test_by_tokens_a_source_comes_only_while_it_has_a_share() -> None:
             turns.took(source, draw.randint(1, 500))
             if at < points[1][0] <= turns.taken:
                 behind_at_the_end += dues.at(turns.taken)[2] > turns.counts[2] * dues.unit
-    assert behind_at_the_end > 5
+    assert behind_at_the_end > 2
 
 
 # Weights.

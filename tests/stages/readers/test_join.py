@@ -153,11 +153,6 @@ def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: in
         assert loader.stats()["Join/without captions"] == 15
 
 
-def test_a_dataset_that_was_opened_may_be_given(data: Path) -> None:
-    store = sp.open_dataset(data / "captions")
-    assert next(custom.Join(reader(data), {"captions": store}))["captions.txt"] == b"caption of s000001"
-
-
 def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> None:
     for shard in range(2):
         write_tar(tmp_path / f"{shard}.tar", [(f"own{shard}.txt", b""), ("s000001.txt", b"x")])
@@ -227,16 +222,12 @@ def pipeline(
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"missing": "empty", "late": True}, {"blend": True, "late": True}, {"blend": True, "missing": "empty"}],
+    [{}, {"blend": True, "missing": "empty", "late": True}],
 )
 def test_a_stopped_run_goes_on_exactly(data: Path, how: dict[str, Any]) -> None:
     assert_exact_resume(
-        partial(pipeline, data, **how), seed=2, lanes=LANES, steps=14, world_sizes=(1, 2, 4), chains=1, after=2
+        partial(pipeline, data, **how), seed=2, lanes=LANES, steps=12, world_sizes=(1, 2, 4), chains=1, after=1
     )
-
-
-def test_with_worker_processes_too(data: Path) -> None:
-    assert_exact_resume(partial(pipeline, data), lanes=LANES, steps=8, workers=(0, 2), chains=1, after=1)
 
 
 @pytest.mark.parametrize("blend", [False, True])

@@ -1,22 +1,30 @@
-"""The order of an epoch: every sample once, in equal spans, window by window."""
+"""The order of an epoch: every sample once, in equal spans, window by window; rows in groups are decoded about once."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from savable_pipeline.stages.readers.read_order import (
-    EpochOrder,
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.core.lane import WorkerContext
+from savable_pipeline.stages.readers.lane_shares import (
     batches_span,
     lane_span,
-    sequential_count,
-    sequential_positions,
 )
+from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder
+from tests.support.few_examples import few
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=20).filter(sum)
 
@@ -25,23 +33,6 @@ def shuffled(
     sizes: list[int], *, seed: int = 0, epoch: int = 0, block_size: int = 8, window: int | None = 32
 ) -> EpochOrder:
     return EpochOrder(np.cumsum([0, *sizes]), seed=seed, source=1, epoch=epoch, block_size=block_size, window=window)
-
-
-@given(SIZES, st.integers(0, 3), st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)))
-def test_a_shuffled_epoch_has_every_sample_once(sizes: list[int], epoch: int, block: int, window: int | None) -> None:
-    order = shuffled(sizes, epoch=epoch, block_size=block, window=window)
-    assert sorted(order.locate(0, sum(sizes)).tolist()) == list(range(sum(sizes)))
-
-
-@given(SIZES, st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)), st.data())
-def test_any_stretch_of_an_epoch_is_found_without_the_rest(
-    sizes: list[int], block: int, window: int | None, data: st.DataObject
-) -> None:
-    count = sum(sizes)
-    start = data.draw(st.integers(0, count - 1))
-    stop = data.draw(st.integers(start + 1, count))
-    whole = shuffled(sizes, block_size=block, window=window).locate(0, count)
-    assert shuffled(sizes, block_size=block, window=window).locate(start, stop).tolist() == whole[start:stop].tolist()
 
 
 def test_the_order_of_a_small_epoch_is_blocks_permuted_in_windows_of_permuted_shards() -> None:
@@ -56,6 +47,7 @@ def test_samples_of_a_block_stay_together() -> None:
     assert not np.array_equal(order[:, 0], np.arange(0, 800, 8))
 
 
+@few(40)
 @given(SIZES, st.integers(1, 12))
 def test_a_window_is_as_many_shards_as_asked_for(sizes: list[int], window: int) -> None:
     shards = len(sizes)
@@ -102,21 +94,6 @@ def test_every_lane_of_a_tiny_dataset_gets_something_within_as_many_epochs_as_la
         assert any(begin < end for begin, end in spans)
 
 
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20))
-def test_dealt_blocks_are_every_sample_once_each_lanes_in_file_order(count: int, lanes: int, block: int) -> None:
-    given = []
-    for place in range(lanes):
-        mine = sequential_positions(0, sequential_count(count, place, lanes, block), place, lanes, block).tolist()
-        assert mine == sorted(mine)
-        given += mine
-    assert sorted(given) == list(range(count))
-
-
-def test_file_order_is_dealt_in_blocks() -> None:
-    shares = [sequential_positions(0, sequential_count(10, place, 3, 2), place, 3, 2).tolist() for place in range(3)]
-    assert shares == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5]]
-
-
 @pytest.mark.parametrize("window", [1, 32, None])
 def test_first_samples_of_epochs_are_spread_over_the_dataset(window: int | None) -> None:
     counts = Counter(
@@ -126,10 +103,86 @@ def test_first_samples_of_epochs_are_spread_over_the_dataset(window: int | None)
     assert max(counts.values()) < 80  # 40 expected
 
 
-@settings(max_examples=20)
+@few(10)
 @given(st.integers(2**16 * 8, 2**24))
 def test_windows_too_large_for_a_table_have_every_sample_once(count: int) -> None:
     order = shuffled([count], block_size=1)
     positions = order.locate(count // 2, count // 2 + 5000)
     assert len(np.unique(positions)) == 5000
     assert positions.max() < count
+
+
+ROW = 1000  # bytes
+
+
+@few(30)
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any),
+    lanes=st.integers(1, 7),
+    block=st.integers(1, 9),
+    window=st.integers(1, 4),
+)
+def test_the_lanes_get_each_sample_once_whatever_is_asked_for_at_a_time(
+    sizes: list[int], lanes: int, block: int, window: int
+) -> None:
+    count = sum(sizes)
+    inner = EpochOrder(np.cumsum([0, *sizes]), seed=1, source=2, epoch=3, block_size=block, window=window)
+    spans = [lane_span(count, lane, lanes, 0) for lane in range(lanes)]
+    order = DealtOrder(inner, np.array([*(begin for begin, _ in spans), count]), block)
+    whole = [order.locate(begin, end).tolist() if end > begin else [] for begin, end in spans]
+    assert sorted(chain(*whole)) == list(range(count))
+    for (begin, end), found in zip(spans, whole, strict=True):
+        assert [int(order.locate(i, i + 1)[0]) for i in range(begin, end)] == found
+
+
+def write(folder: Path, *, files: int = 3, groups: int = 8, rows: int = 64) -> Path:
+    for file in range(files):
+        ids = range(file * groups * rows, (file + 1) * groups * rows)
+        table = pa.table({"id": ids, "raw": [b"x" * ROW] * len(ids)})
+        path = folder / f"{file}.parquet"
+        pq.write_table(table, path, row_group_size=rows, compression="none", use_dictionary=False)
+    return folder
+
+
+def read_in_turns(folder: Path, *, lanes: int, buffer: int, **settings: Any) -> tuple[list[int], float]:
+    """An epoch of all lanes in one process, batch by batch in turn; and the row groups decoded per row group."""
+    shared: dict[Any, Any] = {}
+    readers = [
+        custom.ParquetReader(folder, sp.Lane(i, lanes, 7, worker=WorkerContext(shared=shared)), epochs=1, **settings)
+        for i in range(lanes)
+    ]
+    going: list[Any] = [sp.ShuffleBuffer(reader, size=buffer) for reader in readers]
+    ids = []
+    while going:
+        for stage in list(going):
+            batch = [sample.json("id") for sample in islice(stage, 4)]
+            ids += batch
+            if not batch:
+                going.remove(stage)
+    store: Any = readers[0].dataset.store
+    groups = sum(len(store.group_rows(shard)) for shard in range(len(store.entries)))
+    return ids, store.blocks.decoded / groups
+
+
+def test_each_row_group_is_decoded_about_once_an_epoch_although_a_fraction_fits(tmp_path: Path) -> None:
+    write(tmp_path)
+    fits = 8 * 64 * (ROW + 30)  # of 24 row groups
+    for how in ({}, {"subset": 0.5}):
+        ids, decoded = read_in_turns(tmp_path, lanes=12, buffer=3, cache_bytes=fits, **how)
+        assert len(set(ids)) == len(ids) and len(ids) == pytest.approx(1536 * how.get("subset", 1), rel=0.01)
+        assert decoded <= 1.2, how
+    _, decoded = read_in_turns(tmp_path, lanes=12, buffer=3, cache_bytes=fits, block_size=8)
+    assert decoded > 5  # in the order of tars, as many groups are open as there are lanes
+
+
+def test_row_groups_too_large_to_be_mixed_are_a_warning_with_the_size_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 70 * (ROW + 30))
+    assert "samples of 1 of them at a time are mixed. Write row groups of at most 1.3 kB" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        custom.ParquetReader(tmp_path, sp.Lane())
+    assert not caplog.text

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.core.run_facts import Growth, RunFacts
-from savable_pipeline.stages.readers.growth import GrowingSamples
+from savable_pipeline.stages.readers.lane_shares import GrowingSamples
+from tests.support.few_examples import few
 from tests.support.toy_dataset import NumberDataset, drained, first, known
 
 SIZES = st.lists(st.integers(0, 30), min_size=3, max_size=9).filter(lambda sizes: sizes[0] > 0)
@@ -57,7 +58,7 @@ def selects(sizes: list[int], how: dict[str, Any]) -> bool:
     return chosen is None or chosen.count > 0
 
 
-@settings(max_examples=30)
+@few(12)
 @given(grown(), st.integers(1, 7), HOW, st.data())
 def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], draws: st.DataObject
@@ -80,7 +81,7 @@ def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
     assert first(by_hand, 50) == found[cut : cut + 50]
 
 
-@settings(max_examples=50)
+@few(20)
 @given(grown(), st.integers(1, 7), HOW, st.integers(0, 6), st.integers(1, 5))
 def test_a_finite_pass_is_one_on_its_shards_alone(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], epoch: int, rows: int
@@ -99,7 +100,7 @@ def test_a_finite_pass_is_one_on_its_shards_alone(
         assert at_first.count_of(lane, epoch) == len(found)
 
 
-@settings(max_examples=60)
+@few(20)
 @given(grown(), st.integers(1, 7), HOW, st.booleans(), st.integers(1, 3), st.integers(0, 2))
 def test_the_lanes_of_a_pass_of_several_epochs_have_each_sample_of_its_shards_once(
     data: tuple[list[int], list[tuple[int, int]]],
