@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from savable_pipeline.trainers.energon.dataset import (
+        AtShare,
         EnergonDataset,
         LimitDataset,
         RepeatDataset,
+        begin_at_share,
         get_train_dataset,
         get_val_dataset,
         get_val_datasets,
     )
     from savable_pipeline.trainers.energon.encoder import FromEnergon
     from savable_pipeline.trainers.energon.loader import EnergonLoader, get_loader, get_savable_loader
-    from savable_pipeline.trainers.energon.share import AtShare, begin_at_share
-    from savable_pipeline.trainers.energon.worker_config import WorkerConfig
+    from savable_pipeline.trainers.energon.methods import WorkerConfig
 
 __all__ = [
     "AtShare",

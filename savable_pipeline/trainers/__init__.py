@@ -7,7 +7,6 @@
     accelerate.py   Accelerate
     fabric.py       Lightning Fabric
     lightning.py    Lightning Trainer
-    lightning_step.py   the trainer's place in a step, its counts; delays signals that save until it has ended
     deepspeed.py    DeepSpeed
     composer.py     Composer
     torchtitan.py   torchtitan

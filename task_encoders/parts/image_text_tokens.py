@@ -21,8 +21,7 @@ import torch
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, join_fields
-from task_encoders.parts.mrope import MRope, lengthened
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MRope, Seen, join_fields, lengthened
 from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import (
     IGNORED,

@@ -21,17 +21,15 @@ from task_encoders.classification import ClassificationEncoder
 from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
-from task_encoders.parts.aspect_buckets import Buckets
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML
-from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.mrope import MRope
-from task_encoders.parts.spec_augment import SpecAugment
+from task_encoders.parts.image_tiles import Buckets, NativeSize, Tiles
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
-from task_encoders.speech import SpeechEncoder
+from task_encoders.speech import SpecAugment, SpeechEncoder
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
 

@@ -15,11 +15,10 @@ from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from savable_pipeline.trainers.micro_batches import split
 from task_encoders.chat import ChatEncoder
 from task_encoders.interleaved import InterleavedEncoder
-from task_encoders.parts.aspect_buckets import Buckets
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, OwnTemplate
-from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.mrope import MRope
+from task_encoders.parts.image_tiles import Buckets, NativeSize, Tiles
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision

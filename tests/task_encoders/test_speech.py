@@ -20,9 +20,8 @@ from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.testing import assert_exact_resume
 from task_encoders.parts.log_mel import log_mel
-from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.tokenizer import Tokenizer
-from task_encoders.speech import SpeechEncoder
+from task_encoders.speech import SpecAugment, SpeechEncoder
 from tests.support.media_files import audio_bytes, tone, video_bytes
 from tests.support.toy_samples import item, plain, sample, words, write_samples
 

@@ -24,7 +24,7 @@ from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.mrope import MRope
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
 from tests.support.media_files import audio_bytes, video_bytes

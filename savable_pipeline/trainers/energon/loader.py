@@ -13,7 +13,7 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.trainers.energon.dataset import EnergonDataset, checked
-from savable_pipeline.trainers.energon.restore import restored
+from savable_pipeline.trainers.energon.encoder import restored
 
 log = logging.getLogger(__name__)
 

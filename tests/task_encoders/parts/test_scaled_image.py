@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from task_encoders.parts.aspect_buckets import Buckets
-from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.scaled_image import ScaledImage
+from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+from task_encoders.parts.sample_parts import ScaledImage
 from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import sample
 
