@@ -24,10 +24,9 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.forms import from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting
 
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 

@@ -32,8 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import each, length_of, restarting
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, each, length_of, restarting
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

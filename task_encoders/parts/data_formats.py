@@ -185,7 +185,7 @@ def parse_document(record: Any, media: SampleMedia) -> list[Part]:
     elif isinstance(record, dict) and "text_list" in record:
         parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), media.images)
     else:
-        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        found = _found(record)
         raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
     media.check_all_used()
     return [part for part in parts if part != ""]

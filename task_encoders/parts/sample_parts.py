@@ -1,7 +1,8 @@
 """What an encoder reads of a sample: a value, by `Field`, and the images, videos and sounds to which a text refers.
 
-`txt` is a part, `json[caption]` a field of a JSON part; images go by the name of their part, or in order. A JPEG of 4000 × 3000
-that becomes 500 × 375 or less is decoded at an eighth, in a third of the time: a `ScaledImage`.
+`txt` is a part, `json[caption]` a field of a JSON part; images go by the name of their part, or in order.
+
+A JPEG of 4000 × 3000 that becomes 500 × 375 or less is decoded at an eighth, in a third of the time: a `ScaledImage`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ a rate of 2 a second (`|` begins a share, `*` is taken from its begin or its mid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -32,32 +32,9 @@ from task_encoders.parts.square_crop import MEAN, STD, normalized
 from task_encoders.parts.vision import Vision
 
 
-class Timing(Protocol):
-    """How long a video is."""
-
-    @property
-    def duration_s(self) -> float:
-        """Its length, in seconds."""
-
-    @property
-    def fps(self) -> float:
-        """Frames in a second, on average."""
-
-
-class FrameSource(Timing, Protocol):
-    """A video: what `sample.video()` opens, or whatever has these."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height in pixels."""
-
-    def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-        """The frames on display at these times, uint8 (frames, 3, height, width), resized to `size`."""
-
-
 @dataclass(frozen=True)
 class KnownVideo:
-    """What a header says of a video."""
+    """What a header says of a video, with what an open one has: seconds, frames in a second, width and height."""
 
     duration_s: float
     fps: float
@@ -86,7 +63,7 @@ class FrameRule:
                 f"{self.min_frames} and {self.max_frames}"
             )
 
-    def times(self, video: Timing, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
+    def times(self, video: Any, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
         """When the frames that are taken are on display, in seconds; a multiple of `multiple` where there are enough.
 
         Raises ValueError where the video does not say its frame rate.
@@ -99,7 +76,7 @@ class FrameRule:
         return [(number + shift) * total / count / video.fps for number in range(count)]
 
 
-def frames_of(video: Timing) -> int:
+def frames_of(video: Any) -> int:
     """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
     if not video.fps > 0:
         raise ValueError("the video does not say how many frames it has in a second")
@@ -180,11 +157,11 @@ class VideoTokens(FrameRule, Medium):
         """
         return self._frame_size(frames).size(width, height)
 
-    def seen(self, thing: FrameSource) -> Seen:
+    def seen(self, thing: Any) -> Seen:
         """Make the tokens and patches of a video.
 
         Args:
-            thing: The video.
+            thing: The video, as `sample.video()` opens it.
 
         Raises:
             ValueError: It has no frame rate, or one side is over 200 times as long as the other.
@@ -257,7 +234,7 @@ class VideoTokens(FrameRule, Medium):
         share = min(self.max_pixels, self.total_pixels * self.step // frames)
         return NativeSize(self.patch, self.merge, self.min_pixels, max(share, int(self.min_pixels * 1.05)))
 
-    def _planned(self, video: FrameSource | KnownVideo) -> tuple[list[float], tuple[int, int], Grid]:
+    def _planned(self, video: Any) -> tuple[list[float], tuple[int, int], Grid]:
         """The times of the frames taken, in seconds, their size in pixels, and where the tokens are."""
         times = self.times(video, multiple=self.step)
         width, height = self.size(len(times), *video.size)
@@ -317,11 +294,11 @@ class VideoFrames(FrameRule):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
             yield from vision.pieces(frame)
 
-    def seen(self, video: FrameSource, vision: Vision) -> Iterator[Seen]:
+    def seen(self, video: Any, vision: Vision) -> Iterator[Seen]:
         """Make the tokens and patches of each frame of a video.
 
         Args:
-            video: The video.
+            video: The video, as `sample.video()` opens it.
             vision: How an image appears.
         """
         shown = replace(vision, tiles=self.tiles)

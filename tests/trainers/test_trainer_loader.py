@@ -15,7 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.trainers import checks, trainer_loader
+from savable_pipeline.trainers import trainer_loader
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.signals import SignalAt, got
 from tests.support.streams import take, through_a_file
@@ -353,7 +353,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
     if counts:
         batches = TrainerLoader(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):
-        signal = SignalAt(at, [trainer_loader, checks, run])
+        signal = SignalAt(at, [trainer_loader, run])
         count = got(batches, 1, signal)
         begun[0] += count
         assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at

@@ -1,4 +1,4 @@
-"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`; and `restored`, what it made, again.
+"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`; and `restored`: what it made.
 
 A sample, a pack and a batch have a `__restore_key__`:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import isgenerator
 from typing import Any, TypeAlias, TypeGuard
 
@@ -99,7 +100,8 @@ class FromEnergon(TaskEncoder):
             raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
 
     def __reduce__(self) -> Any:
-        return _made, (self.task_encoder, self.sources, self.packing, self.batching, self.error_handler)
+        own = {"packing": self.packing, "batching": self.batching, "error_handler": self.error_handler}
+        return partial(FromEnergon, **own), (self.task_encoder, self.sources)
 
     def reading(self, sources: Sources) -> FromEnergon:
         """Return the same encoder, of other sources.
@@ -107,7 +109,8 @@ class FromEnergon(TaskEncoder):
         Args:
             sources: The datasets.
         """
-        return _made(self.task_encoder, sources, self.packing, self.batching, self.error_handler)
+        made, (task_encoder, _) = self.__reduce__()
+        return made(task_encoder, sources)  # type: ignore[no-any-return]
 
     def samples(self, lane: Any) -> Any:
         """Return the first stage of a pipeline: the samples of the datasets.
@@ -270,12 +273,6 @@ def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
     return not is_of_environment(error)
-
-
-def _made(
-    task_encoder: Any, sources: Sources, packing: bool, batching: bool, error_handler: ErrorHandler | None
-) -> FromEnergon:
-    return FromEnergon(task_encoder, sources, packing=packing, batching=batching, error_handler=error_handler)
 
 
 def _sources_of(subject: Any) -> list[SourceInfo] | None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -162,11 +162,7 @@ class KeyedStore(FileStore):  # type: ignore[misc]
         return self._root
 
     def __reduce__(self) -> Any:
-        return _store, (self._paths, self._root, self._unpickles)
-
-
-def _store(paths: list[str] | str, root: str, unpickles: bool) -> KeyedStore:
-    return KeyedStore(paths, root, unpickles=unpickles)
+        return partial(KeyedStore, unpickles=self._unpickles), (self._paths, self._root)
 
 
 @dataclass(frozen=True)
