@@ -227,7 +227,7 @@ class MixedEncoder(TaskEncoder):
         return {**pack, **join_fields(others)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs, rows of `batch_tokens`, or B items, rows of `batch_documents`; and what each medium makes of its fields.
+        """B packs, rows of `batch_tokens`, or B items, rows of `batch_documents`; and the fields of each medium.
 
         With `rope`, also `mrope_ids`, int64 (B, T, 3).
         """
