@@ -47,9 +47,7 @@ _PLACES = {
     "EnergonLoader": "loader",
     "get_loader": "loader",
     "get_savable_loader": "loader",
-    "WorkerConfig": "worker_config",
-    "AtShare": "share",
-    "begin_at_share": "share",
+    "WorkerConfig": "methods",
 }
 
 

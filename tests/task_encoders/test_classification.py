@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from typing import Any
 
 import numpy as np
@@ -101,24 +99,6 @@ def test_a_single_image_is_not_mixed_but_labelled_alike() -> None:
     batch = made.batch([item(made, sample(png=plain_png(8, 8), cls="2"))], RNG)
     assert batch["label"].tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
     assert batch["label"].dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"classes": 11},
-        {"label": "json[label]"},
-        {"names": tuple("abcdefghij")},
-        {"crop": SquareCrop(9)},
-        {"mixup": 0.1},
-        {"cutmix": 0.1},
-    ],
-)
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    made = encoder(**changed)
-    assert made.settings() != encoder().settings()
-    assert json.loads(json.dumps(made.settings())) == made.settings()
-    assert pickle.loads(pickle.dumps(made)).settings() == made.settings()
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from typing import Any
 
 import numpy as np
@@ -131,18 +129,3 @@ def test_a_sample_without_a_video_or_without_the_one_that_is_named_is_skipped(vi
 def test_a_clip_without_a_text_is_skipped() -> None:
     (made,) = items(ContrastiveEncoder(clips=CLIPS), mp4=VIDEO)
     assert isinstance(made, Skip) and made.reason == "no text"
-
-
-def test_settings_change_with_clips_and_the_part_of_the_video() -> None:
-    clips = [Clips(length_s=0.5, fps=8), Clips(length_s=0.5, fps=4, size=(32, 32))]
-    made = [ContrastiveEncoder(clips=each).settings() for each in clips]
-    made += [ContrastiveEncoder(clips=clips[0], video="mov").settings(), ContrastiveEncoder().settings()]
-    assert len({json.dumps(each) for each in made}) == 4
-
-
-@pytest.mark.parametrize("changed", [{"tokenizer": words}, {"text": "md"}, {"crop": SquareCrop(9)}, {"max_tokens": 9}])
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    made = ContrastiveEncoder(**changed)
-    assert made.settings() != ContrastiveEncoder().settings()
-    assert json.loads(json.dumps(made.settings())) == made.settings()
-    assert pickle.loads(pickle.dumps(made)).settings() == made.settings()

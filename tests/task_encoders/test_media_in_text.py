@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -264,23 +263,3 @@ def test_what_would_be_mistaken_is_refused() -> None:
             ChatEncoder(vision=VISION, video=other)
     with pytest.raises(ValueError, match=r"holds the audio token 97 itself; its audios would be mistaken"):
         ChatEncoder(audio=AudioTokens(97)).encode(asked("a"), RNG)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"video": None},
-        {"video": VideoFrames(tiles=Tiles(2, 2, 4))},
-        {"video": VideoFrames(tiles=VISION.tiles)},
-        {"video": VideoTokens(VIDEO)},
-        {"audio": None},
-        {"audio": AudioTokens(AUDIO)},
-        {"rope": None},
-        {"rope": MRope(None)},
-    ],
-)
-@pytest.mark.parametrize("encoder", [ChatEncoder, InterleavedEncoder])
-def test_settings_change_with_every_medium_and_are_plain(encoder: Any, changed: dict[str, Any]) -> None:
-    settings = encoder(**{**ALL, **changed}).settings()
-    assert settings != encoder(**ALL).settings()
-    assert json.loads(json.dumps(settings)) == settings
