@@ -233,7 +233,7 @@ WITH_THE_LOADER = [device, run, savable_loader, epoch_end, own_process]
 @pytest.mark.parametrize(
     ("modules", "name", "before"),
     [
-        ([device], "endless", 0),
+        ([device], "with a length", 0),
         ([device], "with a length", 5),
         ([device], "evaluation", 2),
         pytest.param(WITH_THE_LOADER, "endless", 0, marks=pytest.mark.long),
