@@ -57,8 +57,8 @@ def captions(i: int) -> dict[str, Any]:
 
 def aux(folder: Path) -> Path:
     """The dataset of Energon's tests: a second one by key, and files, beside the first."""
-    for name in ("ds1", "ds2"):
-        root = write(folder / name, 60, lambda i: {"txt": str(i % 55)}, CRUDE, shard=20, key="{:06d}")
+    for name, count in (("ds1", 60), ("ds2", 155)):
+        root = write(folder / name, count, lambda i: {"txt": str(i % 55)}, CRUDE, shard=50, key="{:06d}")
         prepared_by_energon(root)
     path = folder / "aux_metadataset.yaml"
     path.write_text(
