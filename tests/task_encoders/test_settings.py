@@ -98,7 +98,7 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
             {"crop": SquareCrop(9)},
             {"max_tokens": 9},
             {"clips": CLIPS},
-            {"clips": sp.Clips(length_s=0.5, fps=4, size=(32, 32))},
+            {"clips": sp.Clips(length_s=0.5, fps=4)},
             {"clips": CLIPS, "video": "mov"},
         ],
     ),
