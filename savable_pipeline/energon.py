@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.energon import WorkerConfig
+
     from savable_pipeline.trainers.energon.dataset import (
         AtShare,
         EnergonDataset,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     )
     from savable_pipeline.trainers.energon.encoder import FromEnergon
     from savable_pipeline.trainers.energon.loader import EnergonLoader, get_loader, get_savable_loader
-    from savable_pipeline.trainers.energon.methods import WorkerConfig
 
 __all__ = [
     "AtShare",

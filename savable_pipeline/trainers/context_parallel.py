@@ -44,7 +44,7 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
         raise ValueError(f"rank {rank} is not in 0 … {size - 1}")
     tokens = batch["tokens"]
     rows, length = tokens.shape
-    borders = batch.get("cu_seqlens", torch.arange(rows + 1, device=tokens.device) * length).long()
+    borders: torch.Tensor = batch.get("cu_seqlens", torch.arange(rows + 1, device=tokens.device) * length).long()
     lengths = borders.diff()
     if len(wrong := lengths[lengths % (2 * size) != 0]):
         raise ValueError(

@@ -201,11 +201,11 @@ def _sums(counts: torch.Tensor, own: slice) -> slice:
 
 def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
     """The boundaries of the segments in a range, counted from its start."""
-    found = whole[(whole >= own.start) & (whole <= own.stop)]
+    found: torch.Tensor = whole[(whole >= own.start) & (whole <= own.stop)]
     if not len(found) or int(found[0]) != own.start or int(found[-1]) != own.stop:
         where = f"at {own.start} or at {own.stop}"
         raise ValueError(f"{name} has no boundary {where}, where rows begin: a segment is in one row")
-    return found - own.start
+    return found - int(own.start)
 
 
 def _longest(boundaries: torch.Tensor, like: Any) -> Any:

@@ -96,7 +96,7 @@ class TrainerLoader:
         """Start counting here."""
         self._given: tuple[_Given, ...] = ()  # the last ones
         self._skipped: list[SlotSpan] = []  # since the last one
-        self._start: int | None = None  # what the trainer had begun before the first one; None: when it is given
+        self._begun_before: int | None = None  # what the trainer had begun before the first one; None: when it is given
         self._leave()
 
     def _leave(self) -> None:
@@ -181,7 +181,7 @@ class TrainerLoader:
         if not self._carries:
             self.give_back()
         iter(self._loader)
-        self._start = begun
+        self._begun_before = begun
         self._leave()
 
     def give_back(self) -> None:
@@ -211,7 +211,7 @@ class TrainerLoader:
             batch = self._loader.__next__()  # in here, as what a signal may come behind
             placed = batch if self._place is None else self._place(batch)
             begun = self._now_begun
-            start, number = (given[-1].start, given[-1].number) if given else (self._start, 0)
+            start, number = (given[-1].start, given[-1].number) if given else (self._begun_before, 0)
             last = _Given(before, self._skipped, number + 1, begun if start is None else start, begun)
             self._given = (*given, last)[-self._most_given :]
             self._leave()

@@ -80,7 +80,8 @@ def frames_of(video: Any) -> int:
     """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
     if not video.fps > 0:
         raise ValueError("the video does not say how many frames it has in a second")
-    return max(1, round(video.duration_s * video.fps))
+    frames: int = round(video.duration_s * video.fps)
+    return max(1, frames)
 
 
 @dataclass(frozen=True)

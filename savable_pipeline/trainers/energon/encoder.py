@@ -100,8 +100,8 @@ class FromEnergon(TaskEncoder):
             raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
 
     def __reduce__(self) -> Any:
-        own = {"packing": self.packing, "batching": self.batching, "error_handler": self.error_handler}
-        return partial(FromEnergon, **own), (self.task_encoder, self.sources)
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
+        return partial(FromEnergon, **how), (self.task_encoder, self.sources)
 
     def reading(self, sources: Sources) -> FromEnergon:
         """Return the same encoder, of other sources.
