@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 from typing import Any
 
@@ -174,13 +173,6 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
     encoder = CaptioningEncoder(image_size=2)
     a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
     assert_packs_equal_documents(encoder, [[a, b], [c]])
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = CaptioningEncoder(words, image_size=16)
-    copy = pickle.loads(pickle.dumps(encoder))
-    assert torch.equal(crop(encoder, 5), crop(copy, 5))
-    assert encoder.settings() == copy.settings()
 
 
 def test_sizes_must_be_positive() -> None:

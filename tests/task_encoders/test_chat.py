@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -237,14 +236,6 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> No
         record = chat(("human", "what? " + "<image> and " * len(images)), ("gpt", "x" * (1 + len(images))))
         items.append(item(encoder, sample({"json": record, **parts})))
     assert_packs_equal_documents(encoder, [items[:3], items[3:]], patch=2, merge=4, image_token=IMAGE)
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = ChatEncoder(TOKENIZER, vision=Vision(VISION.tiles, 2, text="<|image_pad|>"))
-    copy = pickle.loads(pickle.dumps(encoder))
-    given_one = sample(json=chat(("human", "<image>?"), ("gpt", "a")), png=plain_png(8, 8))
-    assert plain(item(encoder, given_one)) == plain(item(copy, given_one))
-    assert encoder.settings() == copy.settings()
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-import savable_pipeline as sp
-from savable_pipeline import custom
 from savable_pipeline.core.rng import Rng
 from task_encoders import (
     Buckets,
-    CaptioningEncoder,
     ChatEncoder,
-    ClassificationEncoder,
-    InterleavedEncoder,
     NativeSize,
     SquareCrop,
     Tiles,
@@ -29,7 +22,7 @@ from task_encoders import (
     Vision,
 )
 from task_encoders.parts.sample_parts import ScaledImage
-from tests.support.toy_samples import item, png, sample, write_samples
+from tests.support.toy_samples import item, png, sample
 
 TILES = [NativeSize(), Tiles(side=112, max_tiles=6), Buckets(max_pixels=112 * 112, min_side=56)]
 PHOTO = np.random.default_rng(0).integers(0, 256, (13, 19, 3), dtype=np.uint8)
@@ -100,36 +93,3 @@ def test_a_photo_in_the_text_is_turned_too() -> None:
         for exif in (True, False)
     ]
     assert grids == [[[14, 10]], [[10, 14]]]
-
-
-def classes(exif: bool) -> sp.TaskEncoder:
-    return ClassificationEncoder(2, crop=SquareCrop(16, exif=exif))
-
-
-def captions(exif: bool) -> sp.TaskEncoder:
-    return CaptioningEncoder(image_size=16, exif=exif)
-
-
-def documents(exif: bool) -> sp.TaskEncoder:
-    return InterleavedEncoder(vision=Vision(NativeSize(), 300, exif=exif))
-
-
-@pytest.mark.parametrize("make", [classes, captions, documents])
-def test_a_state_says_whether_photos_are_turned(make: Any, tmp_path: Path) -> None:
-    record = {"texts": [None], "images": ["png"]}
-    shards = write_samples(tmp_path, [{"png": photo(6), "txt": "a", "cls": "1", "json": record}] * 4)
-
-    def loader(exif: bool) -> sp.SavableLoader:
-        return sp.SavableLoader(partial(pipeline, str(shards), make(exif)), seed=7, lanes=2)
-
-    with loader(False) as saved, loader(True) as here, loader(False) as again:
-        next(iter(saved))
-        state = saved.state_dict()
-        with pytest.raises(sp.CheckpointMismatchError) as refused:
-            here.load_state_dict(state)
-        assert "encoder.exif: saved False, here True" in str(refused.value)
-        again.load_state_dict(state)
-
-
-def pipeline(shards: str, encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.Stage:
-    return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=1)

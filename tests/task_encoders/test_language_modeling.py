@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -134,15 +133,6 @@ def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
 def test_max_length_must_be_positive() -> None:
     with pytest.raises(ValueError, match="at least 1, not 0"):
         LanguageModelingEncoder(max_length=0)
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9), max_length=8)
-    copy = pickle.loads(pickle.dumps(encoder))
-    texts = ("a bb ccc", "dddd ee")
-    batch, again = (each.batch([each.pack(items(each, *texts), RNG)], RNG) for each in (encoder, copy))
-    assert plain(batch) == plain(again)
-    assert encoder.settings() == copy.settings()
 
 
 def test_settings_name_all_that_changes_an_item() -> None:

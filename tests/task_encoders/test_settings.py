@@ -61,6 +61,7 @@ OTHER_MEDIA: list[dict[str, Any]] = [
     {"part": "doc"},
     {"multiple": 8},
 ]
+CROPS = [{"crop": SquareCrop(**changed)} for changed in ({"size": 9}, {"decode": "exact"}, {"exif": False})]
 CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ClassificationEncoder: (
         {"classes": 10},
@@ -68,7 +69,7 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
             {"classes": 11},
             {"label": "json[label]"},
             {"names": tuple("abcdefghij")},
-            {"crop": SquareCrop(9)},
+            *CROPS,
             {"mixup": 0.1},
             {"cutmix": 0.1},
         ],
@@ -95,7 +96,7 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
         [
             {"tokenizer": words},
             {"text": "md"},
-            {"crop": SquareCrop(9)},
+            *CROPS,
             {"max_tokens": 9},
             {"clips": CLIPS},
             {"clips": sp.Clips(length_s=0.5, fps=4)},

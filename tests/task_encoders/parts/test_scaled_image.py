@@ -107,13 +107,6 @@ def test_an_image_that_tiles_refuse_is_decoded_all_the_same() -> None:
         NativeSize().cut(image)
 
 
-def test_settings_name_the_decoding() -> None:
-    settings = Vision(NativeSize(), token=1, decode="exact", exif=False).settings()
-    assert (settings.pop("decode"), settings.pop("exif")) == ("exact", False)
-    others = {"tiles", "patch", "merge", "min_pixels", "max_pixels", "image_token", "image_text", "mean", "std"}
-    assert settings.keys() == others
-
-
 def test_a_wrong_decoding_is_refused() -> None:
     with pytest.raises(ValueError, match="decode is 'scaled' or 'exact', not 'fast'"):
         Vision(NativeSize(), token=1, decode="fast")  # type: ignore[arg-type]
