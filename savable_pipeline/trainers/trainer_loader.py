@@ -109,11 +109,6 @@ class TrainerLoader:
         return position.epoch, position.slot
 
     @property
-    def world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self._run.ranks.world_size
-
-    @property
     def epoch(self) -> int:
         """The epoch of the batch given last, as `SavableLoader.epoch`."""
         return self._loader.epoch
