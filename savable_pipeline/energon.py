@@ -12,18 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.energon import WorkerConfig
+
     from savable_pipeline.trainers.energon.dataset import (
+        AtShare,
         EnergonDataset,
         LimitDataset,
         RepeatDataset,
+        begin_at_share,
         get_train_dataset,
         get_val_dataset,
         get_val_datasets,
     )
     from savable_pipeline.trainers.energon.encoder import FromEnergon
     from savable_pipeline.trainers.energon.loader import EnergonLoader, get_loader, get_savable_loader
-    from savable_pipeline.trainers.energon.share import AtShare, begin_at_share
-    from savable_pipeline.trainers.energon.worker_config import WorkerConfig
 
 __all__ = [
     "AtShare",
@@ -46,9 +48,7 @@ _PLACES = {
     "EnergonLoader": "loader",
     "get_loader": "loader",
     "get_savable_loader": "loader",
-    "WorkerConfig": "worker_config",
-    "AtShare": "share",
-    "begin_at_share": "share",
+    "WorkerConfig": "methods",
 }
 
 

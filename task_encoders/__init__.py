@@ -24,19 +24,17 @@ if TYPE_CHECKING:
     from task_encoders.contrastive import ContrastiveEncoder
     from task_encoders.interleaved import InterleavedEncoder
     from task_encoders.language_modeling import LanguageModelingEncoder
-    from task_encoders.parts.aspect_buckets import Buckets
     from task_encoders.parts.audio_tokens import AudioTokens
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
     from task_encoders.parts.data_formats import Message
-    from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-    from task_encoders.parts.mrope import MRope
-    from task_encoders.parts.spec_augment import SpecAugment
+    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+    from task_encoders.parts.medium import MRope
     from task_encoders.parts.square_crop import SquareCrop
     from task_encoders.parts.token_packing import IGNORED
     from task_encoders.parts.tokenizer import Tokenizer
     from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
     from task_encoders.parts.vision import Vision
-    from task_encoders.speech import SpeechEncoder
+    from task_encoders.speech import SpecAugment, SpeechEncoder
 
 __all__ = [
     "IGNORED",
@@ -72,14 +70,12 @@ _FILES = {
     "contrastive": ["ContrastiveEncoder"],
     "interleaved": ["InterleavedEncoder"],
     "language_modeling": ["LanguageModelingEncoder"],
-    "speech": ["SpeechEncoder"],
+    "speech": ["SpecAugment", "SpeechEncoder"],
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
     "parts.data_formats": ["Message"],
-    "parts.aspect_buckets": ["Buckets"],
     "parts.audio_tokens": ["AudioTokens"],
-    "parts.image_tiles": ["ImageTiles", "NativeSize", "Tiles"],
-    "parts.mrope": ["MRope"],
-    "parts.spec_augment": ["SpecAugment"],
+    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
+    "parts.medium": ["MRope"],
     "parts.square_crop": ["SquareCrop"],
     "parts.token_packing": ["IGNORED"],
     "parts.tokenizer": ["Tokenizer"],

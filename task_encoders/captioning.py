@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_parts import Field
-from task_encoders.parts.scaled_image import Decode
+from task_encoders.parts.sample_parts import Decode, Field
 from task_encoders.parts.square_crop import MEAN, STD, SquareCrop
 from task_encoders.parts.token_packing import (
     batch_documents,

@@ -12,8 +12,7 @@ from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.data_formats import CONVERSATIONS, Message, parse_conversation
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
-from task_encoders.parts.medium import Seen, Unmeasured
-from task_encoders.parts.mrope import MRope
+from task_encoders.parts.medium import MRope, Seen, Unmeasured
 from task_encoders.parts.sample_parts import MediaPart, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import padded_length
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state
+from savable_pipeline.trainers.hf import begin, newest_whole, read_state
 
 
 class Rollouts:

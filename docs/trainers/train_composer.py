@@ -1,6 +1,7 @@
 """Trains with Composer, saves every 10 batches, and goes on from there when it is started again."""
 
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from composer import Trainer
@@ -20,6 +21,7 @@ settings = {
     "save_filename": "ba{batch}.pt",
     "save_latest_filename": None,
     "save_interval": "10ba",
+    "save_overwrite": True,  # a file that was not written to its end
     "device": device,
 }
 encoder = LanguageModelingEncoder(max_length=64)
@@ -61,8 +63,9 @@ def make_model() -> tuple:
 
 
 def newest() -> str | None:
-    """The last checkpoint."""
-    found = max(run.glob("ba*.pt"), key=lambda path: int(path.stem[2:]), default=None)
+    """The last checkpoint that was written to its end."""
+    whole = filter(is_zipfile, run.glob("ba*.pt"))
+    found = max(whole, key=lambda path: int(path.stem[2:]), default=None)
     return found and str(found)
 
 

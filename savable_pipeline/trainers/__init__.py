@@ -1,13 +1,11 @@
 """The loader in common trainers: one file a trainer, which alone imports that trainer's library.
 
     trainer_loader.py   `TrainerLoader`, which all of them use: the state of all ranks after the batch trained on last
-    checks.py       how far a trainer is ahead, what else moves the loader, what it evaluates on
     forms.py        a state as JSON, for checkpoints that hold nothing else
     hf.py           Hugging Face Trainer, and classes derived from it
     accelerate.py   Accelerate
     fabric.py       Lightning Fabric
     lightning.py    Lightning Trainer
-    lightning_step.py   the trainer's place in a step, its counts; delays signals that save until it has ended
     deepspeed.py    DeepSpeed
     composer.py     Composer
     torchtitan.py   torchtitan

@@ -16,9 +16,8 @@ from composer.loggers import Logger
 
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import restarting
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, restarting
 
 
 class SavableData(Callback):  # type: ignore[misc]

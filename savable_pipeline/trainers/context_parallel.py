@@ -43,7 +43,8 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in 0 … {size - 1}")
     tokens = batch["tokens"]
-    borders = _borders(tokens, batch.get("cu_seqlens"))
+    rows, length = tokens.shape
+    borders: torch.Tensor = batch.get("cu_seqlens", torch.arange(rows + 1, device=tokens.device) * length).long()
     lengths = borders.diff()
     if len(wrong := lengths[lengths % (2 * size) != 0]):
         raise ValueError(
@@ -130,15 +131,6 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return made.unflatten(0, (rows, length * size))
 
     return {name: joined(name) for name in first} | lengths
-
-
-def _borders(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Where documents begin among the tokens, and their end, int64."""
-    import torch
-
-    if cu_seqlens is not None:
-        return cu_seqlens.long()
-    return torch.arange(tokens.shape[0] + 1, device=tokens.device) * tokens.shape[1]
 
 
 def _is_of_tokens(value: Any, batch: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.loader.trace import Trace
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, warn_unsaved
-from savable_pipeline.trainers.checks import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from savable_pipeline.run.state.state_dict import (
     read_facts,
     read_lanes,
 )
-from savable_pipeline.trainers.checks import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 
 def complete_state(

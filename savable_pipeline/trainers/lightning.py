@@ -1,17 +1,28 @@
 """The loader in Lightning's `Trainer`: `SavableDataModule` makes it in each process, and follows the trainer's counts.
 
 Lightning asks what `train_dataloader()` returned for its state, on every rank, and keeps that of rank 0. Where the
-loader
-has no length it fetches one batch ahead, except after an epoch's last one; where it has one, none. From a checkpoint
-of an epoch's end it does not load that state again: the DataModule does, from every checkpoint.
+loader has no length it fetches one batch ahead, except after an epoch's last one; where it has one, none. From a
+checkpoint of an epoch's end it does not load that state again: the DataModule does, from every checkpoint.
+
+It counts a batch as `ready` when it has it, and as `processed` after its optimizer's step:
+
+    next(batches) ── ready ── training_step, backward ── optimizer.step ── global_step ── processed ── lr_scheduler
+
+With `accumulate_grad_batches`, the optimizer steps on a window of several batches. A checkpoint written before that
+step has weights without them, and no gradients: its data and counts must be those from before the first of the window.
+A signal may arrive between any two instructions. While the optimizer is at work some of the weights have taken the step
+and some have not, and no state of the data fits both: handlers of signals that save wait until the step has ended.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
@@ -21,12 +32,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import each, length_of, restarting
-from savable_pipeline.trainers.lightning_step import PutOff, Step
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, each, length_of, restarting
 
 log = logging.getLogger(__name__)
 
+_COUNTS = ("ready", "started", "processed", "completed")
 _AHEAD = 1  # batches that Lightning fetches before it trains on one, where it does not know how many there are
 
 
@@ -276,3 +286,104 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
             f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead: a checkpoint takes back at most "
             f"{MAX_LAG} batches that the optimizer has not stepped on. Accumulate fewer, larger batches"
         )
+
+
+class Step:
+    """What the trainer has begun, and what its optimizer has stepped on: numbers of batches, as its `total.ready`.
+
+    Args:
+        trainer: A `lightning.pytorch.Trainer` in its `fit`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._counts = trainer.fit_loop.epoch_loop.batch_progress
+        self._steps = trainer.global_step
+        self._stepped_at = self.begun
+
+    @property
+    def begun(self) -> int:
+        """The number of batches that it has begun to train on."""
+        return int(self._counts.total.ready)
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a batch has been begun and not yet completed."""
+        return bool(self._counts.current.ready != self._counts.current.completed)
+
+    def look(self) -> None:
+        """Note which batches the optimizer has stepped on. Must be called between a step and the next batch."""
+        if self._steps != self._trainer.global_step:
+            self._steps, self._stepped_at = self._trainer.global_step, self.begun
+
+    @property
+    def trained(self) -> int:
+        """The number of batches that the optimizer has stepped on.
+
+        All batches of earlier epochs count: no gradient is carried over the end of an epoch.
+        """
+        self.look()
+        counts, begun = self._counts.current, self.begun
+        if not self._automatic or self._trainer.accumulate_grad_batches == 1:
+            before = begun - int(counts.ready - counts.processed)
+            return max(before, self._stepped_at) if self._automatic else before
+        return max(begun - int(counts.ready), self._stepped_at)
+
+    @property
+    def _automatic(self) -> bool:
+        """Whether Lightning steps the optimizer; otherwise the model does, and decides when a batch is processed."""
+        module = self._trainer.lightning_module
+        return module is None or bool(module.automatic_optimization)
+
+    def put_back(self, counts: dict[str, Any]) -> None:
+        """Change Lightning's saved counts, in place, to those after the batch that was trained on last.
+
+        Args:
+            counts: The `batch_progress` of a checkpoint.
+        """
+        back = self.begun - self.trained
+        for part in (counts["current"], counts["total"]):
+            if back:
+                part |= dict.fromkeys(_COUNTS, part["ready"] - back)
+            elif part["processed"] != part["ready"]:
+                part |= {"started": part["ready"], "processed": part["ready"]}
+        if back:
+            counts["is_last_batch"] = False
+
+
+class PutOff:
+    """Calls a library's handlers of signals only outside of a step: at once, or in the next `run()`.
+
+    Args:
+        busy: Returns whether a step is in progress.
+    """
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy = busy
+        self._waiting: list[Callable[[], Any]] = []
+
+    def wrap(self, library: str) -> None:
+        """Delay the handlers that a library has set, except the one of SIGTERM, which only notes the signal.
+
+        Args:
+            library: The first part of the names of the library's modules, such as "lightning".
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.valid_signals() - {signal.SIGTERM}:
+            handler = signal.getsignal(number)
+            if callable(handler) and type(handler).__module__.startswith(f"{library}."):
+                signal.signal(number, self._waits(handler))
+
+    def _waits(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def put_off(number: int, frame: FrameType | None) -> None:
+            self._waiting.append(lambda: handler(number, frame))
+            if not self._busy():
+                self.run()
+
+        return put_off
+
+    def run(self) -> None:
+        """Call the waiting handlers. To be called when a step has ended."""
+        while self._waiting:
+            self._waiting.pop(0)()

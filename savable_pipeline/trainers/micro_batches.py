@@ -129,103 +129,86 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
 
 
 def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
-    whole, kept, spans = rows(batch), set(shared), _Counted(batch)
-    return [
-        {
-            name: value if name in kept else _part(batch, name, _RowSpan(start, stop, whole), spans)
-            for name, value in batch.items()
-        }
-        for start, stop in pairwise(borders)
-    ]
+    whole, kept = rows(batch), set(shared)
+    spans = [_Rows(batch, start, stop, whole) for start, stop in pairwise(borders)]
+    return [{name: value if name in kept else own.part(name) for name, value in batch.items()} for own in spans]
 
 
-class _RowSpan(NamedTuple):
-    """The rows `start` to `stop - 1` of `whole` ones."""
+class _Rows(NamedTuple):
+    """The rows `start` to `stop - 1` of the `whole` ones of a batch, and where in it their tokens and images are."""
 
+    batch: Mapping[str, Any]
     start: int
     stop: int
     whole: int
 
+    def part(self, name: str) -> Any:
+        """A field of these rows."""
+        batch, value = self.batch, self.batch[name]
+        if name == "cu_seqlens":
+            return _boundaries(value, self._tokens, name)
+        if name == "max_seqlen" and "cu_seqlens" in batch:
+            return _longest(_boundaries(batch["cu_seqlens"], self._tokens, "cu_seqlens"), value)
+        if name in _SAMPLES and "sample_rows" in batch:
+            own = (batch["sample_rows"] >= self.start) & (batch["sample_rows"] < self.stop)
+            return value[own] - self.start if name == "sample_rows" else value[own]
+        if name == "video_patches" and "video_grids" in batch:
+            return value[self._patches("video_grids")]
+        if name == "patches" and "grids" in batch:
+            return value[self._patches("grids")]
+        if name in _PATCHES and "grids" in batch:
+            own = _boundaries(batch["patch_cu_seqlens"], self._patches("grids"), "patch_cu_seqlens")
+            return own if name == "patch_cu_seqlens" else _longest(own, value)
+        if name == "image_index":
+            own = value[self.start : self.stop]
+            return own.where(own < 0, own - self._counted("image_counts").start)
+        if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
+            return value[self._counted(_BY_COUNTS[name])]
+        return self._of_rows(name, value)
 
-class _Counted:
-    """Where the images, tiles and patches of rows begin; and their videos and sounds."""
+    @property
+    def _tokens(self) -> slice:
+        """These rows' tokens among all B · T."""
+        length = self.batch["tokens"].shape[1]
+        return slice(self.start * length, self.stop * length)
 
-    def __init__(self, batch: Mapping[str, Any]) -> None:
-        self._batch = batch
+    def _counted(self, counts: str) -> slice:
+        """These rows' elements among those that this field counts."""
+        own = self._counted(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
+        return _sums(self.batch[counts], own)
 
-    def span(self, counts: str, rows: _RowSpan) -> tuple[int, int]:
-        """The range, start and end, of these rows' elements among those that this field counts."""
-        start, stop = self.span(_BY_COUNTS[counts], rows) if counts in _BY_COUNTS else (rows.start, rows.stop)
-        return self._sums(self._batch[counts], start, stop)
+    def _patches(self, grids: str) -> slice:
+        """These rows' patches in the tiles, or the videos, of these grids."""
+        return _sums(self.batch[grids].prod(1), self._counted(_BY_COUNTS[grids]))
 
-    def patches(self, grids: str, rows: _RowSpan) -> tuple[int, int]:
-        """The range, start and end, of these rows' patches in the tiles, or the videos, of these grids."""
-        return self._sums(self._batch[grids].prod(1), *self.span(_BY_COUNTS[grids], rows))
+    def _of_rows(self, name: str, value: Any) -> Any:
+        import torch
 
-    @staticmethod
-    def _sums(counts: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
-        before, within = int(counts[:start].sum()), int(counts[start:stop].sum())
-        return before, before + within
-
-
-def _part(batch: Mapping[str, Any], name: str, rows: _RowSpan, counted: _Counted) -> Any:
-    """A field of these rows."""
-    value = batch[name]
-    if name == "cu_seqlens":
-        return _boundaries(value, *_tokens(batch, rows), name)
-    if name == "max_seqlen" and "cu_seqlens" in batch:
-        return _longest(_boundaries(batch["cu_seqlens"], *_tokens(batch, rows), "cu_seqlens"), value)
-    if name in _SAMPLES and "sample_rows" in batch:
-        own = (batch["sample_rows"] >= rows.start) & (batch["sample_rows"] < rows.stop)
-        return value[own] - rows.start if name == "sample_rows" else value[own]
-    if name == "video_patches" and "video_grids" in batch:
-        return value[slice(*counted.patches("video_grids", rows))]
-    if name in _PATCHES and "grids" in batch:
-        return _patches(batch, name, counted.patches("grids", rows))
-    if name == "image_index":
-        first, _ = counted.span("image_counts", rows)
-        own = value[rows.start : rows.stop]
-        return own.where(own < 0, own - first)
-    if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
-        start, stop = counted.span(_BY_COUNTS[name], rows)
-        return value[start:stop]
-    return _of_rows(name, value, rows)
-
-
-def _tokens(batch: Mapping[str, Any], rows: _RowSpan) -> tuple[int, int]:
-    """The range, start and end, of these rows' tokens among all B · T."""
-    length = batch["tokens"].shape[1]
-    return rows.start * length, rows.stop * length
-
-
-def _patches(batch: Mapping[str, Any], name: str, span: tuple[int, int]) -> Any:
-    if name == "patches":
-        return batch[name][span[0] : span[1]]
-    own = _boundaries(batch["patch_cu_seqlens"], *span, "patch_cu_seqlens")
-    return own if name == "patch_cu_seqlens" else _longest(own, batch[name])
+        sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
+        if not sized or len(value) != self.whole:
+            raise ValueError(
+                f"the field {name!r} is not of {self.whole} rows, so that it cannot be split with them: name it in "
+                "shared= if each part is to have it as it is, or leave it out of the batch"
+            )
+        return value[self.start : self.stop]
 
 
-def _boundaries(whole: torch.Tensor, start: int, stop: int, name: str) -> torch.Tensor:
-    """The boundaries of the segments from `start` to `stop`, counted from 0."""
-    own = whole[(whole >= start) & (whole <= stop)]
-    if not len(own) or int(own[0]) != start or int(own[-1]) != stop:
-        raise ValueError(f"{name} has no boundary at {start} or at {stop}, where rows begin: a segment is in one row")
-    return own - start
+def _sums(counts: torch.Tensor, own: slice) -> slice:
+    """Where what these elements count begins and ends."""
+    before = int(counts[: own.start].sum())
+    return slice(before, before + int(counts[own].sum()))
+
+
+def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
+    """The boundaries of the segments in a range, counted from its start."""
+    found: torch.Tensor = whole[(whole >= own.start) & (whole <= own.stop)]
+    if not len(found) or int(found[0]) != own.start or int(found[-1]) != own.stop:
+        where = f"at {own.start} or at {own.stop}"
+        raise ValueError(f"{name} has no boundary {where}, where rows begin: a segment is in one row")
+    return found - int(own.start)
 
 
 def _longest(boundaries: torch.Tensor, like: Any) -> Any:
     """The longest segment, as an int or, where the whole batch has a tensor, as one like it."""
     longest = int(boundaries.diff().max()) if len(boundaries) > 1 else 0
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest
-
-
-def _of_rows(name: str, value: Any, rows: _RowSpan) -> Any:
-    import torch
-
-    sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
-    if not sized or len(value) != rows.whole:
-        raise ValueError(
-            f"the field {name!r} is not of {rows.whole} rows, so that it cannot be split with them: name it in shared= "
-            "if each part is to have it as it is, or leave it out of the batch"
-        )
-    return value[rows.start : rows.stop]

@@ -15,7 +15,7 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.checks import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -101,7 +101,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         given = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
-        self.loader = config.make(ranks=(dp_rank, dp_world_size), infinite=config.infinite, **given)
+        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must give a SavableLoader, not {type(self.loader).__name__}")
         refuse_acknowledging(self.loader)

@@ -1,13 +1,14 @@
 """`TrainerLoader`: a loader as a trainer takes it. Its state is that of all ranks, after the batch trained on last.
 
-    SavableLoader ── batch ──▶ TrainerLoader ── place(batch) ──▶ trainer
-                                   given          begun(), trained()     Ahead: given - trained
+    given     1   2   3   4   5    counted here, from where the run began or was resumed
+    begun     1   2   3   4        the trainer's own counts, from any start: it fetches 1 ahead
+    trained   1   2                the optimizer has stepped on these: the state saved now is that after 2
 
-A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). It knows
-how many batches it has trained on, `TrainerLoader` how many it gave; both count from where the run began or was
-resumed here. The difference is the `lag` of the saved state: at any moment of a step, the state is that after the last
-batch which the optimizer has stepped on. A trainer that has fetched more beyond what it has begun than it ever does has
-skipped batches: it was set up to skip, beside a state that says where to continue. That is an error.
+A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). At any
+moment of a step, the state is that after the last batch which the optimizer has stepped on. Between the return of a
+batch and the moment when the trainer counts it as begun, one more may be on its way. A trainer that has fetched more
+beyond what it has begun than it ever does has skipped batches: it was set up to skip, beside a state that says where to
+continue. That is an error.
 
 An integration makes a `TrainerLoader` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
 (`most_ahead`) and a function that moves a batch to its device (`place`), passes it to the trainer in place of the
@@ -17,17 +18,15 @@ before the first batch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
-from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
+from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
-from savable_pipeline.trainers.checks import Ahead, MoveCheck, refuse_acknowledging
 
 
 class TrainerLoader:
@@ -84,26 +83,30 @@ class TrainerLoader:
         refuse_acknowledging(loader)
         self._loader = loader
         self._run = run_of(loader)
-        self._ahead = Ahead(trained, most_ahead, begun)
+        self._trained, self._begun = trained, begun or trained
+        self._most_ahead = most_ahead
         self._place = place
         self._carries = carries
-        self._left = MoveCheck(self._run)
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
-        self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else steps * MAX_LAG)  # the last ones
-        self._skipped: list[SlotSpan] = []  # since the last one
+        self._most_given = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
         self._to_skip: list[SlotSpan] = []  # where the loader comes to them
+        self._mark()
 
     def _mark(self) -> None:
         """Start counting here."""
-        self._given.clear()
-        self._skipped = []
-        self._ahead.restart()
-        self._left.leave()
+        self._given: tuple[_Given, ...] = ()  # the last ones
+        self._skipped: list[SlotSpan] = []  # since the last one
+        self._begun_before: int | None = None  # what the trainer had begun before the first one; None: when it is given
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remember where the loader stands."""
+        self._left_at = self._stands_at
 
     @property
-    def world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self._run.ranks.world_size
+    def _stands_at(self) -> tuple[int, int]:
+        position = self._run.position
+        return position.epoch, position.slot
 
     @property
     def epoch(self) -> int:
@@ -121,7 +124,15 @@ class TrainerLoader:
     @property
     def ahead(self) -> int:
         """How many batches the trainer has fetched beyond those that it has trained on."""
-        return self._ahead.batches
+        if not self._given or self._trained is None:
+            return 0
+        last = self._given[-1]
+        return last.number - max(0, self._trained() - last.start)
+
+    @property
+    def _now_begun(self) -> int:
+        """The trainer's count of the batches that it has begun to train on; 0 if it has none."""
+        return 0 if self._begun is None else self._begun()
 
     def check(self) -> None:
         """Check that no batch was skipped, and that only this object moved the loader.
@@ -132,24 +143,45 @@ class TrainerLoader:
         Raises:
             SavableError: Batches were skipped, or something else moved the loader.
         """
-        self._left.check()
-        self._ahead.check()
+        self._check_not_moved()
+        self._check_none_skipped()
+
+    def _check_not_moved(self) -> None:
+        if self._stands_at != self._left_at:
+            (epoch, slot), (now_epoch, now_slot) = self._left_at, self._stands_at
+            raise SavableError(
+                f"the loader was left at slot {slot} of epoch {epoch}, but stands at slot {now_slot} of epoch "
+                f"{now_epoch}: something else took batches of it, skipped some or restored it a second time. Restore "
+                "through the trainer alone, and take batches from what the trainer was given"
+            )
+
+    def _check_none_skipped(self) -> None:
+        if self._begun is None or not self._given:
+            return
+        last, begun = self._given[-1], self._begun()
+        on_its_way = begun == last.begun
+        if not 0 <= last.number - (begun - last.start) <= self._most_ahead + on_its_way:
+            raise SavableError(
+                f"{last.number} batches were given since the run began or was resumed, but the trainer trained on "
+                f"{begun - last.start} of them and fetches at most {self._most_ahead} ahead: it skips batches. "
+                "The state says where to continue, so switch the trainer's own skipping off"
+            )
 
     # Iterating.
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(partial(self._begin, self._ahead.begun), self._next)
+        return _Pass(partial(self._begin, self._now_begun), self._next)
 
     def _begin(self, begun: int) -> None:
         if not self._carries:
             self.give_back()
         iter(self._loader)
-        self._ahead.begin(begun)
-        self._left.leave()
+        self._begun_before = begun
+        self._leave()
 
     def give_back(self) -> None:
         """Return to the place after the batch trained on last: what was fetched beyond it comes again."""
-        self._left.check()
+        self._check_not_moved()
         if ahead := self._fetched():
             position, self._to_skip = ahead[0].before, self._spans()
             self._run.return_to(position)
@@ -167,21 +199,21 @@ class TrainerLoader:
 
     def _next(self) -> Any:
         """The next batch, placed. If that fails or is interrupted, everything stands as before."""
-        self._left.check()
+        self._check_not_moved()
         self._skip_what_is_due()
-        before, given, counts = self._run.position, tuple(self._given), self._ahead.counts
+        before, given = self._run.position, self._given
         try:
             batch = self._loader.__next__()  # in here, as what a signal may come behind
             placed = batch if self._place is None else self._place(batch)
-            self._given.append(_Given(before, self._skipped))
-            self._ahead.give()
-            self._left.leave()
+            begun = self._now_begun
+            start, number = (given[-1].start, given[-1].number) if given else (self._begun_before, 0)
+            last = _Given(before, self._skipped, number + 1, begun if start is None else start, begun)
+            self._given = (*given, last)[-self._most_given :]
+            self._leave()
         except BaseException:
             self._run.take_back(before)
-            self._given.clear()
-            self._given += given
-            self._ahead.counts = counts
-            self._left.leave()
+            self._given = given
+            self._leave()
             raise
         self._skipped = []
         return placed
@@ -190,12 +222,12 @@ class TrainerLoader:
         """The batches given but not trained on."""
         ahead = max(0, self.ahead)
         if ahead > len(self._given):
-            self._ahead.check()
+            self._check_none_skipped()
             raise SavableError(
-                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._given.maxlen} can be "
+                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._most_given} can be "
                 "taken back: accumulate fewer, larger batches, and no more than an epoch has"
             )
-        return list(self._given)[-ahead:] if ahead else []
+        return list(self._given[-ahead:]) if ahead else []
 
     def _spans(self) -> list[SlotSpan]:
         """What the loader has passed over, or will, after the batch trained on last."""
@@ -213,7 +245,7 @@ class TrainerLoader:
                 try:
                     self._loader.skip(span.stop - at.slot)
                 finally:
-                    self._left.leave()
+                    self._leave()
             self._skipped.append(span)
             del self._to_skip[0]
 
@@ -238,7 +270,7 @@ class TrainerLoader:
         Args:
             slots: How many slots, of all ranks together.
         """
-        self._left.check()
+        self._check_not_moved()
         self._run.check_whole_steps(slots)
         at = self._run.position
         if not self.ahead:
@@ -283,10 +315,13 @@ class TrainerLoader:
 
 
 class _Given(NamedTuple):
-    """A batch given to the trainer: where the loader stood before it, and what was skipped since the one before."""
+    """A batch given to the trainer."""
 
-    before: Position
-    skipped: list[SlotSpan]
+    before: Position  # where the loader stood
+    skipped: list[SlotSpan]  # since the one before
+    number: int  # from where the run began or was resumed, from 1 on
+    start: int  # what the trainer had begun before the first of these
+    begun: int  # what it had begun when this one was given
 
 
 class _Pass:
@@ -310,3 +345,66 @@ class _Pass:
         except StopIteration:
             self._take = None
             raise
+
+
+# What integrations check.
+
+
+def refuse_acknowledging(loader: Any) -> None:
+    """Check that a loader keeps no account of rows in flight, which no trainer acknowledges.
+
+    Args:
+        loader: What a trainer is to take batches from.
+
+    Raises:
+        ValueError: It does.
+    """
+    if isinstance(loader, SavableLoader) and settings_of(loader).acknowledge:
+        raise ValueError(
+            "this loader was made with acknowledge=True, for a loop of your own that says which rows are done: a "
+            "trainer's integration counts batches, so leave it out here"
+        )
+
+
+def each(made: Any) -> list[Any]:
+    """Return the loaders in a dict, list or tuple, or a single one, as a list.
+
+    Args:
+        made: A loader, or a container of loaders.
+    """
+    if isinstance(made, dict):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def length_of(batches: Any) -> int | None:
+    """Return the number of batches of an epoch; None where it is not known.
+
+    Args:
+        batches: A loader, or an object in its place.
+    """
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def restarting(made: Any) -> Any:
+    """Check that every `SavableLoader` starts each evaluation at the beginning.
+
+    Args:
+        made: A loader, or a container of loaders; other kinds pass.
+
+    Returns:
+        What was given.
+
+    Raises:
+        ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
+    """
+    for loader in each(made):
+        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
+            raise ValueError(
+                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
+                "one that was broken off, by a sanity check or a limit on its batches"
+            )
+    return made

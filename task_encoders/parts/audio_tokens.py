@@ -7,29 +7,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
 from task_encoders.parts.medium import MediaHeader, Medium, Seen, Unmeasured, rows_of
 
 _SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
-
-
-class SoundSource(Protocol):
-    """A sound: what `sample.audio()` opens, or whatever has these."""
-
-    @property
-    def duration_s(self) -> float:
-        """Its length, in seconds."""
-
-    def samples(
-        self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
-    ) -> NDArray[np.float32]:
-        """The samples, float32 (channels, samples), at this rate."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +61,11 @@ class AudioTokens(Medium):
         """
         return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
-    def seen(self, thing: SoundSource) -> Seen:
+    def seen(self, thing: Any) -> Seen:
         """Make the tokens and features of a sound.
 
         Args:
-            thing: The sound.
+            thing: The sound, as `sample.audio()` opens it.
 
         Raises:
             ValueError: It is too short for a token.

@@ -91,15 +91,6 @@ _NO_CLOCK = (  # in place of the function that transformers gives templates
 )
 
 
-class HasTemplate(Protocol):
-    """A tokenizer or processor of `transformers`."""
-
-    chat_template: Any
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], /, **settings: Any) -> Any:
-        """The text of messages, with tokenize=False."""
-
-
 @dataclass(frozen=True)
 class OwnTemplate:
     """The template that comes with a tokenizer or processor of `transformers`.
@@ -125,7 +116,7 @@ class OwnTemplate:
         ```
     """
 
-    tokenizer: HasTemplate
+    tokenizer: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     content: Literal["text", "parts"] = "text"
 

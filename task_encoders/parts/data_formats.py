@@ -185,7 +185,7 @@ def parse_document(record: Any, media: SampleMedia) -> list[Part]:
     elif isinstance(record, dict) and "text_list" in record:
         parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), media.images)
     else:
-        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        found = _found(record)
         raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
     media.check_all_used()
     return [part for part in parts if part != ""]
@@ -231,15 +231,11 @@ def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Par
         index = place.get("matched_text_index") if isinstance(place, dict) else None
         if type(index) is not int or not 0 <= index < len(texts):
             raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
-        before.setdefault(index, []).append(_image(name if named else None, at, images))
+        before.setdefault(index, []).append(images.named(name, at) if named else images.next(at))
     parts: list[Part] = []
     for number, text in enumerate(texts):
         parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]")]
     return parts
-
-
-def _image(name: str | None, at: str, images: SampleImages) -> SeenImage:
-    return images.next(at) if name is None else images.named(name, at)
 
 
 def _listed(record: dict[str, Any], name: str) -> list[Any]:

@@ -21,8 +21,7 @@ import torch
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, join_fields
-from task_encoders.parts.mrope import MRope, lengthened
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MRope, Seen, join_fields, lengthened
 from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import (
     IGNORED,
@@ -106,38 +105,7 @@ class MixedTokens:
             self._runs += runs
 
 
-def pack_mixed(items: Sequence[dict[str, Any]], *, pad: int = 0, multiple: int = 1) -> dict[str, Any]:
-    """One pack of items: tokens as `pack_tokens` arranges them, their images, videos and sounds one after another."""
-    pack = pack_tokens(items, pad=pad, multiple=multiple)
-    if "mrope_ids" in items[0]:
-        positions = [lengthened(item["mrope_ids"], padded_length(len(item["tokens"]), multiple)) for item in items]
-        pack["mrope_ids"] = torch.cat(positions)
-    others = [{name: field for name, field in item.items() if name not in _OF_TOKENS} for item in items]
-    return {**pack, **join_fields(others)}
-
-
 _OF_TOKENS = ("tokens", "labels", "mrope_ids")
-
-
-def cut_mixed(item: dict[str, Any], start: int, stop: int, media: Sequence[Medium]) -> dict[str, Any]:
-    """The tokens `start` to `stop - 1` of an item, and what is seen among them; the last label is the token after.
-
-    Raises ValueError where that cuts through an image, a video or a sound.
-    """
-    cut = {name: item[name][start:stop] for name in _OF_TOKENS if name in item}
-    if len(cut.get("mrope_ids", ())):
-        cut["mrope_ids"] = cut["mrope_ids"] - cut["mrope_ids"].min()
-    for medium in media:
-        inside = []
-        for number, (begin, end) in enumerate(places(item, medium)):
-            if start <= begin and end <= stop:
-                inside.append(number)
-            elif begin < stop and start < end:
-                raise ValueError(
-                    f"tokens {start} to {stop} cut through the {medium.kind} at {begin} to {end}: pack such items whole"
-                )
-        cut |= medium.select(item, inside[0], inside[-1] + 1) if inside else medium.select(item, 0, 0)
-    return cut
 
 
 def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
@@ -148,27 +116,6 @@ def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
         found.append((tokens[seen], tokens[seen] + count))
         seen += count
     return found
-
-
-def batch_mixed(
-    rows: Sequence[dict[str, Any]], *, pad: int, length: int | None, media: Sequence[Medium] = (), multiple: int = 1
-) -> dict[str, Any]:
-    """B packs as `batch_tokens` makes rows of them, or B items as `batch_documents` does; and of each medium `batch`.
-
-    `mrope_ids`, int64 (B, T, 3), where items have them.
-    """
-    if is_packed(rows):
-        batch = batch_tokens(rows, pad=pad, length=length)
-    else:
-        batch = batch_documents(rows, pad=pad, length=length, multiple=multiple)
-    if "mrope_ids" in rows[0]:
-        width = batch["tokens"].shape[1]
-        batch["mrope_ids"] = torch.stack([lengthened(row["mrope_ids"], width, begin=0) for row in rows])
-    for medium in media:
-        own = medium.empty()
-        joint = join_fields([{name: row[name] for name in own} for row in rows])
-        batch |= medium.batch(joint, torch.tensor([len(medium.token_counts(row)) for row in rows]))
-    return batch
 
 
 class MixedEncoder(TaskEncoder):
@@ -253,20 +200,50 @@ class MixedEncoder(TaskEncoder):
         return steps + (len(item["grids"]) if self.vision else 0)
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens `start` to `stop - 1` of an item, as an item. Raises ValueError where that cuts an image."""
-        return cut_mixed(item, start, stop, self.media)
+        """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after.
+
+        Raises ValueError where that cuts through an image, a video or a sound.
+        """
+        cut = {name: item[name][start:stop] for name in _OF_TOKENS if name in item}
+        if len(cut.get("mrope_ids", ())):
+            cut["mrope_ids"] = cut["mrope_ids"] - cut["mrope_ids"].min()
+        for medium in self.media:
+            inside = []
+            for number, (begin, end) in enumerate(places(item, medium)):
+                if start <= begin and end <= stop:
+                    inside.append(number)
+                elif begin < stop and start < end:
+                    where = f"the {medium.kind} at {begin} to {end}"
+                    raise ValueError(f"tokens {start} to {stop} cut through {where}: pack such items whole")
+            cut |= medium.select(item, inside[0], inside[-1] + 1) if inside else medium.select(item, 0, 0)
+        return cut
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack, as `pack_mixed` makes it: T tokens, and all images, videos and sounds."""
-        return pack_mixed(items, pad=self.tokenizer.pad, multiple=self.multiple)
+        """One pack: T tokens as `pack_tokens` arranges them, and all images, videos and sounds one after another."""
+        pack = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
+        if self.rope is not None:
+            pack["mrope_ids"] = torch.cat([lengthened(item["mrope_ids"], self.length(item)) for item in items])
+        others = [{name: field for name, field in item.items() if name not in _OF_TOKENS} for item in items]
+        return {**pack, **join_fields(others)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs, or B items that are not packed, as `batch_mixed` makes them."""
+        """B packs, rows of `batch_tokens`, or B items, rows of `batch_documents`; and the fields of each medium.
+
+        With `rope`, also `mrope_ids`, int64 (B, T, 3).
+        """
+        pad, length = self.tokenizer.pad, self.max_length
         if is_packed(items):
             items = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        return batch_mixed(
-            items, pad=self.tokenizer.pad, length=self.max_length, media=self.media, multiple=self.multiple
-        )
+            batch = batch_tokens(items, pad=pad, length=length)
+        else:
+            batch = batch_documents(items, pad=pad, length=length, multiple=self.multiple)
+        if self.rope is not None:
+            width = batch["tokens"].shape[1]
+            batch["mrope_ids"] = torch.stack([lengthened(row["mrope_ids"], width, begin=0) for row in items])
+        for medium in self.media:
+            joint = join_fields([{name: row[name] for name in medium.empty()} for row in items])
+            batch |= medium.batch(joint, torch.tensor([len(medium.token_counts(row)) for row in items]))
+        return batch
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""

@@ -1,7 +1,11 @@
-"""`SquareCrop`: images of one square size, cropped at random or in the centre."""
+"""`SquareCrop`: images of one square size, cropped at random or in the centre.
+
+Random boxes are of any size and nearly any aspect, as Inception was trained (Szegedy et al., 2014).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from savable_pipeline import Rng, Sample, empty
-from task_encoders.parts.random_box import random_box
-from task_encoders.parts.sample_parts import named_part
-from task_encoders.parts.scaled_image import Decode, check_decode
+from task_encoders.parts.sample_parts import Decode, check_decode, named_part
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
+_ASPECTS = (3 / 4, 4 / 3)  # the least and the greatest width / height of a random box
+_TRIES = 10
 _BILINEAR = Image.Resampling.BILINEAR
 
 
@@ -167,3 +171,22 @@ def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, 
     """
     centre, spread = (255 * torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
     return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)
+
+
+def random_box(size: tuple[int, int], scale: tuple[float, float], rng: Rng) -> tuple[int, int, int, int]:
+    """A box within an image of this width and height, at an aspect from 3:4 to 4:3; `scale`: its share of the area.
+
+    Where ten in turn do not fit, it is the largest central box of such an aspect. What is drawn has the number 2 in
+    `SquareCrop.draws`.
+    """
+    width, height = size
+    for _ in range(_TRIES):
+        area = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+        across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < across <= width and 0 < down <= height:
+            left, upper = rng.integers(width - across + 1), rng.integers(height - down + 1)
+            return left, upper, left + across, upper + down
+    across, down = min(width, round(height * _ASPECTS[1])), min(height, round(width / _ASPECTS[0]))
+    left, upper = (width - across) // 2, (height - down) // 2
+    return left, upper, left + across, upper + down

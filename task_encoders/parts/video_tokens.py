@@ -5,13 +5,21 @@ Eight frames; two of them are a step of `VideoTokens`, with 2 × 2 patches to a 
 
     VideoTokens   <|vision_start|> @@@@ @@@@ @@@@ @@@@ <|vision_end|>
     VideoFrames   Frame1: <img>####</img> ⏎ Frame2: <img>####</img> ⏎ … Frame8: <img>####</img>
+
+Frames are taken at a rate, no fewer and no more than wanted, spread over all of the video. Of 10 frames, 5 a second, at
+a rate of 2 a second (`|` begins a share, `*` is taken from its begin or its middle):
+
+    frame    0 1 2 3 4 5 6 7 8 9
+    begin    *   |*  |  *  |*        4 frames: numbers 0, 2, 5, 7
+    middle     * |   *|   *|  *      4 frames: numbers 1, 3, 6, 8
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,10 +27,61 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, rows_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
 from task_encoders.parts.square_crop import MEAN, STD, normalized
-from task_encoders.parts.video_frames import FrameRule, FrameSource, KnownVideo, frames_of
 from task_encoders.parts.vision import Vision
+
+
+@dataclass(frozen=True)
+class KnownVideo:
+    """What a header says of a video, with what an open one has: seconds, frames in a second, width and height."""
+
+    duration_s: float
+    fps: float
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, info: MediaHeader) -> KnownVideo:
+        """Raises `Unmeasured` where the header does not say all of it."""
+        if info.duration_s is None or not info.fps or info.width is None or info.height is None:
+            raise Unmeasured
+        return cls(info.duration_s, info.fps, (info.width, info.height))
+
+
+class FrameRule:
+    """Which frames of a video are taken: the base of `VideoTokens` and `VideoFrames`, which have these as arguments."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+
+    def check_rule(self) -> None:
+        """Raise ValueError where a setting is out of its range."""
+        if not self.fps > 0 or not 1 <= self.min_frames <= self.max_frames:
+            raise ValueError(
+                f"{type(self).__name__}: expected fps above 0 and 1 ≤ min_frames ≤ max_frames, found {self.fps}, "
+                f"{self.min_frames} and {self.max_frames}"
+            )
+
+    def times(self, video: Any, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
+        """When the frames that are taken are on display, in seconds; a multiple of `multiple` where there are enough.
+
+        Raises ValueError where the video does not say its frame rate.
+        """
+        total = frames_of(video)
+        most = min(self.max_frames, total) // multiple * multiple
+        wanted = min(max(total / video.fps * self.fps, self.min_frames), most)
+        count = max(1, math.floor(wanted / multiple) * multiple)
+        shift = 0.0 if at == "begin" else 0.5
+        return [(number + shift) * total / count / video.fps for number in range(count)]
+
+
+def frames_of(video: Any) -> int:
+    """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
+    if not video.fps > 0:
+        raise ValueError("the video does not say how many frames it has in a second")
+    frames: int = round(video.duration_s * video.fps)
+    return max(1, frames)
 
 
 @dataclass(frozen=True)
@@ -99,11 +158,11 @@ class VideoTokens(FrameRule, Medium):
         """
         return self._frame_size(frames).size(width, height)
 
-    def seen(self, thing: FrameSource) -> Seen:
+    def seen(self, thing: Any) -> Seen:
         """Make the tokens and patches of a video.
 
         Args:
-            thing: The video.
+            thing: The video, as `sample.video()` opens it.
 
         Raises:
             ValueError: It has no frame rate, or one side is over 200 times as long as the other.
@@ -176,7 +235,7 @@ class VideoTokens(FrameRule, Medium):
         share = min(self.max_pixels, self.total_pixels * self.step // frames)
         return NativeSize(self.patch, self.merge, self.min_pixels, max(share, int(self.min_pixels * 1.05)))
 
-    def _planned(self, video: FrameSource | KnownVideo) -> tuple[list[float], tuple[int, int], Grid]:
+    def _planned(self, video: Any) -> tuple[list[float], tuple[int, int], Grid]:
         """The times of the frames taken, in seconds, their size in pixels, and where the tokens are."""
         times = self.times(video, multiple=self.step)
         width, height = self.size(len(times), *video.size)
@@ -236,11 +295,11 @@ class VideoFrames(FrameRule):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
             yield from vision.pieces(frame)
 
-    def seen(self, video: FrameSource, vision: Vision) -> Iterator[Seen]:
+    def seen(self, video: Any, vision: Vision) -> Iterator[Seen]:
         """Make the tokens and patches of each frame of a video.
 
         Args:
-            video: The video.
+            video: The video, as `sample.video()` opens it.
             vision: How an image appears.
         """
         shown = replace(vision, tiles=self.tiles)

@@ -11,7 +11,7 @@ from PIL import Image
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
-from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode
+from task_encoders.parts.sample_parts import Decode, ScaledImage, check_decode
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
 

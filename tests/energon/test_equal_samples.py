@@ -160,8 +160,7 @@ def test_an_encoder_that_holds_a_class(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(mine) == 6
 
 
-@pytest.mark.parametrize(("make", "batch_size"), [(ByLength, None), (ByLengthAlone, 3)])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("make", "batch_size", "drop_last"), [(ByLength, None, False), (ByLengthAlone, 3, True)])
 def test_batches_of_groups(
     make: Any, batch_size: int | None, drop_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,16 @@ def captions(i: int) -> dict[str, Any]:
     return {"png": png(i), "txt": text_of(i)}
 
 
-def aux(folder: Path, kind: str) -> Path:
+def aux(folder: Path) -> Path:
     """The dataset of Energon's tests: a second one by key, and files, beside the first."""
-    for name in ("ds1", "ds2"):
-        root = write(folder / name, 155, lambda i: {"txt": str(i % 55)}, CRUDE, shard=50, key="{:06d}")
+    for name, count in (("ds1", 60), ("ds2", 155)):
+        root = write(folder / name, count, lambda i: {"txt": str(i % 55)}, CRUDE, shard=50, key="{:06d}")
         prepared_by_energon(root)
     path = folder / "aux_metadataset.yaml"
-    head = (
+    path.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {path: ds1, subflavors: {crude_type: "
+        "aux_random_access}, aux: {pkl_source: ds2, fs_source: 'filesystem://.'}}}\n"
     )
-    path.write_text(head + kind + "}, aux: {pkl_source: ds2, fs_source: 'filesystem://.'}}}\n")
     return path
 
 
@@ -72,8 +73,8 @@ def cooked(folder: Path, kind: str) -> Path:
     return write(folder / "data", 30, parts, CRUDE.replace("{kind: plain}", f"{{crude_type: {kind}}}"))
 
 
-def typed(parts: Any, kind: str, fields: str, count: int = 30) -> Any:
-    return lambda folder: write(folder / "data", count, parts, TYPED % (kind, fields))
+def typed(parts: Any, kind: str, fields: str) -> Any:
+    return lambda folder: write(folder / "data", 33, parts, TYPED % (kind, fields))
 
 
 def packed_offline(folder: Path) -> Path:
@@ -92,7 +93,7 @@ def with_prompts(packing: int | None) -> Any:
 
 
 VQA = "image: png, context: 'json[q]', answers: 'json[a]'"
-CAPTION = "image: png, caption: txt"
+CAPTIONS = typed(captions, "CaptioningSample", "image: png, caption: txt")
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "energon, cooked": (partial(cooked, kind="txtpkl"), energon_tests.CookingTaskEncoder, {"trust": True}),
     "energon, unpickled": (
@@ -101,39 +102,15 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"trust": True, "packing_buffer_size": 3},
     ),
     "energon, any": (partial(cooked, kind="x"), energon_tests.GenericCookingTaskEncoder, {"trust": True}),
-    "energon, aux": (partial(aux, kind="aux_random_access"), energon_tests.CookingTaskEncoder, {}),
-    "energon, files": (
-        partial(aux, kind="aux_random_access"),
-        energon_tests.CookingTaskEncoderWithAuxFilesystemReference,
-        {},
-    ),
-    "energon, lazy": (
-        partial(aux, kind="aux_random_access"),
-        energon_tests.LazyCookingTaskEncoder,
-        {"packing_buffer_size": 3},
-    ),
-    "energon, late": (
-        partial(aux, kind="aux_random_access"),
-        energon_tests.LazyCookingTaskEncoderWithPostencode,
-        {"packing_buffer_size": 3},
-    ),
-    "energon, packs": (
-        typed(captions, "CaptioningSample", CAPTION, 33),
-        energon_tests.PackingTaskEncoder,
-        {"packing_buffer_size": 11},
-    ),
+    "energon, aux": (aux, energon_tests.CookingTaskEncoder, {}),
+    "energon, files": (aux, energon_tests.CookingTaskEncoderWithAuxFilesystemReference, {}),
+    "energon, lazy": (aux, energon_tests.LazyCookingTaskEncoder, {"packing_buffer_size": 3}),
+    "energon, late": (aux, energon_tests.LazyCookingTaskEncoderWithPostencode, {"packing_buffer_size": 3}),
+    "energon, packs": (CAPTIONS, energon_tests.PackingTaskEncoder, {"packing_buffer_size": 11}),
     "energon, random": (typed(captions, "TextSample", "text: txt"), energon_tests.RandomTextTaskEncoder, {}),
-    "energon, encoding": (
-        typed(captions, "CaptioningSample", CAPTION),
-        energon_tests.EncodingTaskEncoder,
-        {},
-    ),
-    "megatron-lm, captions": (typed(captions, "CaptioningSample", CAPTION), with_prompts(None), PIL),
-    "megatron-lm, packed": (
-        typed(answers, "VQASample", VQA),
-        with_prompts(6),
-        {**PIL, "packing_buffer_size": 6},
-    ),
+    "energon, encoding": (CAPTIONS, energon_tests.EncodingTaskEncoder, {}),
+    "megatron-lm, captions": (CAPTIONS, with_prompts(None), PIL),
+    "megatron-lm, packed": (typed(answers, "VQASample", VQA), with_prompts(6), {**PIL, "packing_buffer_size": 6}),
     "bridge, wan": (
         lambda folder: write(folder / "data", 30, latents),
         partial(bridge_diffusion.WanTaskEncoder, seq_length=24, packing_buffer_size=8),
@@ -144,7 +121,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         rebuilt.QwenVL,
         {"packing_buffer_size": 6},
     ),
-    "llava, captions": (typed(captions, "CaptioningSample", CAPTION), rebuilt.LlavaOneVision, PIL),
+    "llava, captions": (CAPTIONS, rebuilt.LlavaOneVision, PIL),
     "llava, offline packs": (packed_offline, rebuilt.LlavaOneVision, {**PIL, "trust": True}),
 }
 IN_ORDER = {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}  # packs depend on the order
@@ -157,22 +134,37 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_lm.ARGS, "prompt_path", str(path))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], Path]], Path]:
+    """Writes the data of a case once."""
+    return cache(lambda write_data: write_data(tmp_path_factory.mktemp("data")))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_each_sample_is_as_in_energon(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sample_is_as_in_energon(case: str, written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data, make, settings = CASES[case]
-    theirs, mine = by_both(write_data(tmp_path), make, monkeypatch, **settings, **IN_ORDER)
+    theirs, mine = by_both(written(write_data), make, monkeypatch, **settings, **IN_ORDER)
     assert mine == theirs
     assert len(mine) >= 3
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_runs_are_resumed_exactly(case: str, tmp_path: Path) -> None:
-    write_data, make, settings = CASES[case]
-    path = write_data(tmp_path)
+def check_resumes(path: Path, case: str, slots: int) -> None:
+    _, make, settings = CASES[case]
 
     def dataset(config: Any) -> Any:
         more: dict[str, Any] = {"batch_size": 1, "shuffle_buffer_size": 5, "max_samples_per_sequence": 2, **settings}
         return ours.get_train_dataset(path, task_encoder=make(), worker_config=config, lanes=LANES, seed=3, **more)
 
-    resumes, _ = check_chain(dataset, by_slots(dataset, 24), 1)
+    resumes, _ = check_chain(dataset, by_slots(dataset, slots), 1)
     assert resumes >= 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_are_resumed_exactly(case: str, written: Any) -> None:
+    check_resumes(written(CASES[case][0]), case, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_longer_runs_are_resumed_exactly(case: str, written: Any) -> None:
+    check_resumes(written(CASES[case][0]), case, 24)

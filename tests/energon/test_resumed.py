@@ -90,15 +90,15 @@ def dataset(roots: Path, case: str, worker_config: Any, **more: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_chains_of_resumes_with_other_ranks(case: str, roots: Path) -> None:
     make = partial(dataset, roots, case)
-    expected = by_slots(make, 42)
-    assert len(set(expected)) >= 24
-    resumes = [check_chain(make, expected, seed)[0] for seed in range(3)]
-    assert sum(resumes) >= 10
+    expected = by_slots(make, 24)
+    assert len(set(expected)) >= 12
+    resumes, _ = check_chain(make, expected, 1)
+    assert resumes >= 3
 
 
 def test_chains_with_workers_that_are_killed(roots: Path) -> None:
     make = partial(dataset, roots, "packed")
-    resumes, kills = check_chain(make, by_slots(make, 36), 4, most_workers=2)
+    resumes, kills = check_chain(make, by_slots(make, 24), 4, most_workers=1)
     assert resumes and kills
 
 
@@ -199,7 +199,7 @@ def test_the_index_of_a_sample_is_keyed_by_it_and_that_of_a_batch_counts(roots: 
     assert {each["key"]: each["index"] for samples, _ in first(2) for each in samples}.items() <= indices.items()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_of_energons_own_goes_on_at_the_same_share_of_an_epoch(workers: int, roots: Path) -> None:
     settings: dict[str, Any] = {"batch_size": 4, "shuffle_buffer_size": 6, "max_samples_per_sequence": 4}
     data = energon.get_train_dataset(

@@ -16,9 +16,12 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
+from tests.energon.conftest import no_collection
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
 
 energon = pytest.importorskip("megatron.energon")
+
+__all__ = ["no_collection"]  # a fixture
 
 Parts = dict[str, bytes]
 

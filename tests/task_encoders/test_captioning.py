@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.parts.tokenizer import Tokenizer
+from tests.support.toy_samples import item, png, sample, words
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
 BOS, EOS = 257, 258
 
 
-def png(pixels: Any) -> bytes:
-    """An image file of uint8 (height, width, 3)."""
-    file = io.BytesIO()
-    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(file, "png")
-    return file.getvalue()
-
-
 NOISE = png(np.random.default_rng(0).integers(0, 256, (40, 60, 3)))
-
-
-def sample(**parts: bytes) -> Sample:
-    """A sample with these parts, at no place in particular."""
-    return Sample(DetachedSample(1, "a", "0.tar", 0, parts), 0, 0, 0, 0)
 
 
 def coloured(red: int, caption: str) -> Sample:
     """A sample whose image is all of one colour."""
     return sample(png=png(np.full((4, 4, 3), (red, 0, 255))), txt=caption.encode())
-
-
-def words(text: str) -> list[int]:
-    """A word is its length."""
-    return [len(word) for word in text.split()]
-
-
-def item(encoder: CaptioningEncoder, given: Sample) -> dict[str, Any]:
-    """The item of a sample that is not skipped."""
-    made = encoder.encode(given, RNG)
-    assert not isinstance(made, Skip)
-    return made
 
 
 def crop(encoder: CaptioningEncoder, seed: int) -> torch.Tensor:
@@ -199,35 +173,6 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
     encoder = CaptioningEncoder(image_size=2)
     a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
     assert_packs_equal_documents(encoder, [[a, b], [c]])
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = CaptioningEncoder(words, image_size=16)
-    copy = pickle.loads(pickle.dumps(encoder))
-    assert torch.equal(crop(encoder, 5), crop(copy, 5))
-    assert encoder.settings() == copy.settings()
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"tokenizer": words},
-        {"image_size": 32},
-        {"max_tokens": 9},
-        {"augment": False},
-        {"crop_scale": (0.9, 1.0)},
-        {"flip": 0.0},
-        {"mean": (0.5, 0.5, 0.5)},
-        {"std": (0.5, 0.5, 0.5)},
-        {"caption": "alt"},
-        {"decode": "exact"},
-        {"exif": False},
-    ],
-)
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    settings = CaptioningEncoder(**changed).settings()
-    assert settings != CaptioningEncoder().settings()
-    assert json.loads(json.dumps(settings)) == settings
 
 
 def test_sizes_must_be_positive() -> None:

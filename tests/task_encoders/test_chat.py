@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from typing import Any
 
 import pytest
@@ -238,44 +236,6 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> No
         record = chat(("human", "what? " + "<image> and " * len(images)), ("gpt", "x" * (1 + len(images))))
         items.append(item(encoder, sample({"json": record, **parts})))
     assert_packs_equal_documents(encoder, [items[:3], items[3:]], patch=2, merge=4, image_token=IMAGE)
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = ChatEncoder(TOKENIZER, vision=Vision(VISION.tiles, 2, text="<|image_pad|>"))
-    copy = pickle.loads(pickle.dumps(encoder))
-    given_one = sample(json=chat(("human", "<image>?"), ("gpt", "a")), png=plain_png(8, 8))
-    assert plain(item(encoder, given_one)) == plain(item(copy, given_one))
-    assert encoder.settings() == copy.settings()
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"tokenizer": trained_tokenizer()},
-        {"vision": Vision(VISION.tiles, 300)},
-        {"vision": Vision(NativeSize(), IMAGE)},
-        {"vision": Vision(VISION.tiles, IMAGE, after="!")},
-        {"vision": None},
-        {"template": ChatML("<", ">")},
-        {"template": OwnTemplate(TOKENIZER)},
-        {"template": OwnTemplate(TOKENIZER, {"enable_thinking": False})},
-        {"template": OwnTemplate(own_tokenizer(TEMPLATE + " "))},
-        {"answers": "last"},
-        {"max_length": 9},
-        {"part": "chat"},
-    ],
-)
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    settings = ChatEncoder(**{"vision": VISION, **changed}).settings()
-    assert settings != ChatEncoder(vision=VISION).settings()
-    assert json.loads(json.dumps(settings)) == settings
-
-
-def test_each_template_is_known_by_what_it_is() -> None:
-    templates = [OwnTemplate(TOKENIZER), OwnTemplate(TOKENIZER, {"a": 1}), OwnTemplate(TOKENIZER, content="parts")]
-    templates.append(OwnTemplate(own_tokenizer(TEMPLATE + " ")))
-    assert len({each.settings() for each in templates}) == 4
-    assert OwnTemplate(own_tokenizer()).settings() == OwnTemplate(TOKENIZER).settings()
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from typing import Any
 
 import pytest
@@ -164,17 +162,6 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_document_alone() -> None:
     ]
     a, b, c = (item(made, document) for document in documents)
     assert_packs_equal_documents(made, [[a, b], [c]], patch=2, merge=4, image_token=IMAGE)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"tokenizer": words}, {"vision": Vision(VISION.tiles, 7)}, {"max_length": 9}, {"part": "doc"}],
-)
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    made = InterleavedEncoder(**{"vision": VISION, **changed})
-    assert made.settings() != InterleavedEncoder(vision=VISION).settings()
-    assert json.loads(json.dumps(made.settings())) == made.settings()
-    assert pickle.loads(pickle.dumps(made)).settings() == made.settings()
 
 
 def test_the_image_token_is_an_id() -> None:

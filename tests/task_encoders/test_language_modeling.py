@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -12,36 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.tokenizer import Tokenizer
+from tests.support.toy_samples import plain, sample, words
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
 BOS, EOS = 257, 258
 
 
-def sample(**parts: str) -> Sample:
-    """A sample with these parts, at no place in particular."""
-    detached = DetachedSample(1, "a", "0.tar", 0, {name: text.encode() for name, text in parts.items()})
-    return Sample(detached, 0, 0, 0, 0)
-
-
-def words(text: str) -> list[int]:
-    """A word is its length."""
-    return [len(word) for word in text.split()]
-
-
 def items(encoder: LanguageModelingEncoder, *texts: str) -> list[dict[str, Any]]:
     """The items of these texts, none of which fans out."""
     return [encoder.encode(sample(txt=text), RNG) for text in texts]  # type: ignore[misc]
-
-
-def plain(made: dict[str, Any]) -> dict[str, Any]:
-    """Tensors as lists."""
-    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in made.items()}
 
 
 def test_bytes_stand_between_a_beginning_and_an_end_and_each_is_labelled_with_the_next() -> None:
@@ -151,15 +133,6 @@ def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
 def test_max_length_must_be_positive() -> None:
     with pytest.raises(ValueError, match="at least 1, not 0"):
         LanguageModelingEncoder(max_length=0)
-
-
-def test_a_pickled_copy_makes_the_same() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9), max_length=8)
-    copy = pickle.loads(pickle.dumps(encoder))
-    texts = ("a bb ccc", "dddd ee")
-    batch, again = (each.batch([each.pack(items(each, *texts), RNG)], RNG) for each in (encoder, copy))
-    assert plain(batch) == plain(again)
-    assert encoder.settings() == copy.settings()
 
 
 def test_settings_name_all_that_changes_an_item() -> None:

@@ -13,7 +13,7 @@ from savable_pipeline.core.rng import Rng
 from task_encoders.chat import ChatEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.mrope import MRope
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 from tests.support.media_files import audio_bytes, video_bytes

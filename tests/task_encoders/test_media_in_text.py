@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from savable_pipeline.trainers.micro_batches import split
 from task_encoders.chat import ChatEncoder
 from task_encoders.interleaved import InterleavedEncoder
-from task_encoders.parts.aspect_buckets import Buckets
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, OwnTemplate
-from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.mrope import MRope
+from task_encoders.parts.image_tiles import Buckets, NativeSize, Tiles
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
@@ -265,23 +263,3 @@ def test_what_would_be_mistaken_is_refused() -> None:
             ChatEncoder(vision=VISION, video=other)
     with pytest.raises(ValueError, match=r"holds the audio token 97 itself; its audios would be mistaken"):
         ChatEncoder(audio=AudioTokens(97)).encode(asked("a"), RNG)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"video": None},
-        {"video": VideoFrames(tiles=Tiles(2, 2, 4))},
-        {"video": VideoFrames(tiles=VISION.tiles)},
-        {"video": VideoTokens(VIDEO)},
-        {"audio": None},
-        {"audio": AudioTokens(AUDIO)},
-        {"rope": None},
-        {"rope": MRope(None)},
-    ],
-)
-@pytest.mark.parametrize("encoder", [ChatEncoder, InterleavedEncoder])
-def test_settings_change_with_every_medium_and_are_plain(encoder: Any, changed: dict[str, Any]) -> None:
-    settings = encoder(**{**ALL, **changed}).settings()
-    assert settings != encoder(**ALL).settings()
-    assert json.loads(json.dumps(settings)) == settings

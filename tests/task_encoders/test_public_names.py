@@ -51,6 +51,7 @@ def test_importing_the_package_imports_nothing_heavy_and_an_encoder_little_but_t
         f"import sys, task_encoders; print(sorted({HEAVY} & {{*sys.modules}}))\n"
         f"for name in task_encoders.__all__: getattr(task_encoders, name)\n"
         f"from savable_pipeline import StatefulDataset\n"
+        f"import savable_pipeline.trainers.model_inputs\n"
         f"print(sorted({HEAVY} & {{*sys.modules}}))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import pickle
 import wave
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.testing import assert_exact_resume
 from task_encoders.parts.log_mel import log_mel
-from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.tokenizer import Tokenizer
-from task_encoders.speech import SpeechEncoder
+from task_encoders.speech import SpecAugment, SpeechEncoder
 from tests.support.media_files import audio_bytes, tone, video_bytes
 from tests.support.toy_samples import item, plain, sample, words, write_samples
 
@@ -192,31 +189,6 @@ def test_a_pack_of_a_fixed_number_of_frames_has_those_of_the_speech_alone() -> N
     made = item(encoder, sample(flac=audio_bytes(0.2), txt="a"))
     assert encoder.pack([made, made], RNG)["features"].shape == (80, 40)
     assert encoder.batch([made], RNG)["features"].shape == (1, 80, 100)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"tokenizer": words},
-        {"text": "md"},
-        {"audio": "wav"},
-        {"bins": 128},
-        {"frames": 3_000},
-        {"min_s": 0.2},
-        {"max_s": 20.0},
-        {"speeds": (0.9, 1.1)},
-        {"masks": SpecAugment()},
-    ],
-)
-def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
-    made = SpeechEncoder(**changed)
-    assert made.settings() != SpeechEncoder().settings()
-    assert json.loads(json.dumps(made.settings())) == made.settings()
-    assert pickle.loads(pickle.dumps(made)).settings() == made.settings()
-
-
-def test_settings_of_masks_are_all_of_them() -> None:
-    assert SpeechEncoder(masks=SpecAugment(times=1)).settings() != SpeechEncoder(masks=SpecAugment()).settings()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import hf
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.hf_checkpoints import newest_whole
+from savable_pipeline.trainers.hf import newest_whole
 from task_encoders import LanguageModelingEncoder
 from tests.trainers.adapters import Model, make, trainer
 

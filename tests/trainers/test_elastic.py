@@ -78,8 +78,9 @@ def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str
     assert completed == sp.merge_states(rank.state_dict() for rank in plain)
 
 
-@pytest.mark.parametrize("pack", ["best_fit", "first_fit_decreasing", "sequential", None])
-@pytest.mark.parametrize("dead", [[2], [0, 1]])
+@pytest.mark.parametrize(
+    ("pack", "dead"), [("best_fit", [2]), ("first_fit_decreasing", [0, 1]), ("sequential", [2]), (None, [0, 1])]
+)
 def test_the_completed_state_is_that_of_ranks_that_all_live(shards: str, pack: str | None, dead: list[int]) -> None:
     ranks = ranks_of(partial(toy_pipeline, shards, pack=pack), 3)
     last = sp.merge_states(rank.state_dict() for rank in ranks)

@@ -37,7 +37,7 @@ from torch.utils.data import default_collate
 import savable_pipeline as sp
 from savable_pipeline import custom
 from task_encoders import NativeSize, SquareCrop, Tiles, Vision
-from task_encoders.parts.random_box import random_box
+from task_encoders.parts.square_crop import random_box
 
 WORKERS = 2
 CALLS = {(4000, 3000): 3, (500, 375): 60}  # in a round, for images of this size

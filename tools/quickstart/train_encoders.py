@@ -32,12 +32,11 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.image_tiles import NativeSize, Tiles
-from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
-from task_encoders.speech import SpeechEncoder
+from task_encoders.speech import SpecAugment, SpeechEncoder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]  # ids 0 to 3
 IMAGE_TOKEN = SPECIAL.index("<|image_pad|>")

@@ -216,7 +216,7 @@ def in_flight(folder: Path, state: dict[str, Any]) -> list[int]:
 
 def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
     """Prompts in flight, lost and trained twice; what TRL's own position would train twice, and lose."""
-    from savable_pipeline.trainers.hf_checkpoints import read_state
+    from savable_pipeline.trainers.hf import read_state
 
     state = read_state(checkpoint)
     kept = json.loads((checkpoint / "seen.json").read_text())

@@ -1,25 +1,37 @@
-"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`."""
+"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`; and `restored`: what it made.
+
+A sample, a pack and a batch have a `__restore_key__`:
+
+sample   ("Ref", source, epoch, index, part)                where it comes from, as `custom.Ref`
+pack     ("pack", key, number, key of each item, …)         the key of its random numbers, and its number in the lane
+batch    ("batch", key, number, key of each item or pack, …)
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import isgenerator
 from typing import Any, TypeAlias, TypeGuard
 
+import torch
 from megatron.energon import SkipSample, SourceInfo
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import get_source_info
+from torch.utils.data import default_convert
 
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeder
+from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import is_of_environment
 from savable_pipeline.core.rng import Rng
+from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.errors import SavableError
+from savable_pipeline.errors import EncodeError, SavableError
+from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-from savable_pipeline.trainers.energon.convert import as_torch_gives
-from savable_pipeline.trainers.energon.methods import Methods, about, subject_of
+from savable_pipeline.trainers.energon.methods import Active, Methods, about, subject_of
 from savable_pipeline.trainers.energon.sources import Sources
-from savable_pipeline.trainers.energon.worker_config import Active
 
 ErrorHandler: TypeAlias = Callable[[Exception, Any, list[SourceInfo] | None], None]
 
@@ -88,7 +100,8 @@ class FromEnergon(TaskEncoder):
             raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
 
     def __reduce__(self) -> Any:
-        return _made, (self.task_encoder, self.sources, self.packing, self.batching, self.error_handler)
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
+        return partial(FromEnergon, **how), (self.task_encoder, self.sources)
 
     def reading(self, sources: Sources) -> FromEnergon:
         """Return the same encoder, of other sources.
@@ -96,7 +109,8 @@ class FromEnergon(TaskEncoder):
         Args:
             sources: The datasets.
         """
-        return _made(self.task_encoder, sources, self.packing, self.batching, self.error_handler)
+        made, (task_encoder, _) = self.__reduce__()
+        return made(task_encoder, sources)  # type: ignore[no-any-return]
 
     def samples(self, lane: Any) -> Any:
         """Return the first stage of a pipeline: the samples of the datasets.
@@ -261,12 +275,6 @@ def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     return not is_of_environment(error)
 
 
-def _made(
-    task_encoder: Any, sources: Sources, packing: bool, batching: bool, error_handler: ErrorHandler | None
-) -> FromEnergon:
-    return FromEnergon(task_encoder, sources, packing=packing, batching=batching, error_handler=error_handler)
-
-
 def _sources_of(subject: Any) -> list[SourceInfo] | None:
     """The sources of a sample, or of each of a list."""
     samples = subject if isinstance(subject, list) else [subject]
@@ -283,7 +291,7 @@ def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
 
 
 def _with_restore_key(made: Any, *key: Any) -> Any:
-    """An item, a pack or a batch with this `__restore_key__`, where it has such a field; see restore.py."""
+    """An item, a pack or a batch with this `__restore_key__`, where it has such a field."""
     if isinstance(made, dict):
         if "__restore_key__" in made:
             made["__restore_key__"] = key
@@ -297,3 +305,54 @@ def _plain(key: Any) -> Any:
     if isinstance(key, tuple):
         return tuple([_plain(each) for each in key])
     return key.hex() if isinstance(key, float) else key
+
+
+_KEPT = {int, float, bool, str, bytes, type(None), torch.Tensor}
+
+
+def as_torch_gives(value: Any) -> Any:
+    """What `default_convert` makes of a value, without a call for each number of a list."""
+    kind = type(value)
+    if kind in _KEPT or (kind in (list, tuple) and set(map(type, value)) <= _KEPT):
+        return value
+    if kind is dict:
+        return {name: as_torch_gives(each) for name, each in value.items()}
+    if kind in (list, tuple):
+        return kind([as_torch_gives(each) for each in value])
+    converted: Any = default_convert(value)  # type: ignore[no-untyped-call]
+    return converted
+
+
+_seed = seeder(True)
+
+
+def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
+    """What a run with this seed made, as its loader gave it; the trainer's random generators stay as they are.
+
+    Raises ValueError for what is no key, and EncodeError where nothing is made of a sample this time.
+    """
+    with as_in_a_worker(set(KINDS)):
+        return as_torch_gives(_made(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))
+
+
+def _made(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
+    kind: Any
+    parts: list[Any]
+    kind, *parts = key if isinstance(key, Sequence) and len(key) > 2 else [None]
+    if kind == "Ref":
+        made = samples.fetch(Ref(*parts))
+    elif kind in ("pack", "batch"):
+        key, number, *inner = parts
+        items = [_made(encoder, samples, each) for each in inner]
+        rng = Rng(0, (number, 0, 0), 0, key)
+        if _seed is not None:
+            _seed(key)
+        made = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
+    else:
+        raise ValueError(
+            f"{key!r} is no __restore_key__ that this dataset gave to a sample, a pack or a batch; a sample of a class "
+            "of your own has one where it is derived from the sample that it was made of"
+        )
+    if type(made) is Skip:
+        raise EncodeError(f"{kind} {tuple(parts)} makes nothing this time: it is skipped as {made.reason!r}")
+    return made

@@ -13,7 +13,7 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.trainers.energon.dataset import EnergonDataset, checked
-from savable_pipeline.trainers.energon.restore import restored
+from savable_pipeline.trainers.energon.encoder import restored
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class EnergonLoader(SavableLoader):
             global_dst_rank: The rank that gets it.
         """
         state = self.global_state_dict(self.worker_config.data_parallel_group)
-        return state if _global_rank() == global_dst_rank else None
+        return state if (dist.get_rank() if dist.is_initialized() else 0) == global_dst_rank else None
 
     def restore_state_global(self, state: Mapping[str, Any] | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of all ranks.
@@ -203,19 +203,5 @@ def get_savable_loader(
     return EnergonLoader(dataset, prefetch=prefetch_factor)
 
 
-def get_loader(
-    dataset: EnergonDataset, *, worker_config: Any = None, prefetch_factor: int = 2, **unused: Any
-) -> EnergonLoader:
-    """Return the same loader as `get_savable_loader`.
-
-    Args:
-        dataset: As for `get_savable_loader`.
-        worker_config: As for `get_savable_loader`.
-        prefetch_factor: As for `get_savable_loader`.
-        **unused: As for `get_savable_loader`.
-    """
-    return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **unused)
-
-
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+get_loader = get_savable_loader
+"""The same, as Energon has both names."""

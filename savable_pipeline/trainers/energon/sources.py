@@ -3,35 +3,166 @@
 path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
 lane ── a reader for each, in a Blend where there are several ──▶ sp.Sample
 sp.Sample ── the parts as Energon would hand them on ──▶ its sample type, or the first cooker that matches
+
+Settings are loaded without running a dataset's code: a class, a module or a pickled part needs `trust=True`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatron.energon import CrudeSample, JoinedWebdatasetFactory, WorkerConfig, load_dataset
-from megatron.energon.cache import DecodeFileStore
+from megatron.energon import CrudeSample, JoinedWebdatasetFactory, SourceInfo, WorkerConfig, load_dataset
+from megatron.energon.cache import DecodeFileStore, FileStore
 from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.flavors import BaseWebdatasetFactory
+from megatron.energon.flavors.webdataset.config import split_name_re
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.metadataset.join_dataset_loader import JoinDatasetLoader
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode
+from megatron.energon.module_loader import ModuleLoader
+from megatron.energon.typed_converter import JsonParser
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.opening import Samples, open_dataset
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import EncodeError, ShardError
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader
 from savable_pipeline.stages.stage import SampleStage
 from savable_pipeline.stages.task_encoder import Skip
-from savable_pipeline.trainers.energon.files import DatasetFiles, KeyedStore
 from savable_pipeline.trainers.energon.methods import about
-from savable_pipeline.trainers.energon.trust import only_energons_classes
+
+_RESOLVE, _LOAD = "_resolve_object", "get_function"
+_PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # the last word of a part that their decoder unpickles
+_CURE = "that is code, which runs here: if you trust who made the dataset, give trust=True"
+_lock = threading.Lock()
+
+
+@contextmanager
+def only_energons_classes() -> Iterator[None]:
+    """Within it, loading settings that name other code than classes of Energon raises TypeError."""
+    resolve, load = getattr(JsonParser, _RESOLVE), getattr(ModuleLoader, _LOAD)
+
+    def resolve_theirs(parser: Any, module_name: str, object_name: str, *rest: Any) -> Any:
+        found = None
+        if module_name.partition(".")[0] == "megatron" and module_name.split(".")[1:2] == ["energon"]:
+            found = resolve(parser, module_name, object_name, *rest)
+        if not isinstance(found, type) or not found.__module__.startswith("megatron.energon"):
+            raise TypeError(f"the dataset names {module_name}.{object_name}: {_CURE}")
+        return found
+
+    def load_none(_: Any, function: str, *rest: Any, **__: Any) -> None:
+        raise TypeError(f"the dataset names the function {function}: {_CURE}")
+
+    with _lock:
+        setattr(JsonParser, _RESOLVE, resolve_theirs)
+        setattr(ModuleLoader, _LOAD, load_none)
+        try:
+            yield
+        finally:
+            setattr(JsonParser, _RESOLVE, resolve)
+            setattr(ModuleLoader, _LOAD, load)
+
+
+def check_not_pickled(names: Iterable[str], key: str) -> None:
+    """Raise EncodeError for a part that the decoder would unpickle."""
+    for name in names:
+        if name.rpartition(".")[2].lower() in _PICKLED:
+            raise EncodeError(
+                f"the part {name!r} of sample {key!r} would be unpickled, and a pickle may run any code: if you trust "
+                "who made the dataset, give trust=True; or decoder = None in the encoder"
+            )
+
+
+class DatasetFiles:
+    """The shards of a split, or a file of JSON lines; `unpickles=False`: a part that would be is an error."""
+
+    def __init__(self, factory: Any, *, unpickles: bool) -> None:
+        self._factory = factory
+        self._unpickles = unpickles
+        self.root = str(factory.path)
+        self.is_tar = isinstance(factory, BaseWebdatasetFactory)
+        self.paths: list[str] | str = self.root
+        self._folder = ""  # of the shards' names here, below the root
+        self._excluded: set[str] = set()
+        if self.is_tar:
+            self.paths = [str(shard.path) for shard in factory.shards]
+            self._excluded = set(factory.sample_excludes)
+            common = os.path.commonpath([str(PurePosixPath(shard.name).parent) for shard in factory.shards] or ["."])
+            self._folder = "" if common in ("", ".") else f"{common}/"
+
+    def reader(self, lane: Lane, **settings: Any) -> RecordReader:
+        """The reader of these files."""
+        kind: Any = TarShardReader if self.is_tar else JsonlReader
+        reader: RecordReader = kind(self.paths, lane, **settings)
+        return reader
+
+    def leaves_out(self, sample: Sample) -> bool:
+        """Whether the split excludes this sample."""
+        return bool(self._excluded) and f"{self._folder}{sample.shard}/{sample.key}" in self._excluded
+
+    def raw(self, sample: Sample, *, head: str = "") -> dict[str, Any]:
+        """The parts that Energon would read; those whose names begin with `head`, without it."""
+        ref = sample.ref
+        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
+        names = [name[len(head) :] for name in sample if name.startswith(head)] if self.is_tar else ["json"]
+        names = [name for name in names if keep is None or keep(name)]
+        if not self._unpickles:
+            check_not_pickled(names, key)
+        info = SourceInfo(
+            dataset_path=self._factory.path,
+            index=ref.index,
+            shard_name=self._folder + sample.shard,
+            file_names=tuple([f"{key}.{name}" for name in names]),
+        )
+        return {
+            "__key__": key,
+            "__shard__": info.shard_name,
+            "__restore_key__": ("Ref", *ref),
+            "__sources__": (info,),
+            **{name: sample[head + name] for name in names},
+        }
+
+
+class KeyedStore(FileStore):  # type: ignore[misc]
+    """The parts of a dataset by `key.extension`, for cookers: Energon's `aux` datasets, and the primary one."""
+
+    def __init__(self, paths: list[str] | str, root: str, *, unpickles: bool) -> None:
+        self._paths, self._root = paths, root
+        self._unpickles = unpickles
+        self._samples: Samples | None = None
+
+    def __getitem__(self, key: str) -> tuple[bytes, SourceInfo]:
+        if self._samples is None:
+            self._samples = open_dataset(self._paths)
+        found = split_name_re.match(key)
+        if found is None:
+            raise KeyError(f"{key!r} is no key with an extension, such as 'a/b.jpg'")
+        name, extension = found.groups()
+        if not self._unpickles:
+            check_not_pickled([extension], name)
+        sample = self._samples[name]
+        shard = sample.shard
+        return sample[extension], SourceInfo(
+            dataset_path=self._root, index=key, shard_name=shard, file_names=(f"{name}.{extension}",)
+        )
+
+    def get_path(self) -> str:
+        """Return the folder of the dataset."""
+        return self._root
+
+    def __reduce__(self) -> Any:
+        return partial(KeyedStore, unpickles=self._unpickles), (self._paths, self._root)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,15 @@
 """Encoders of Megatron-Energon's own tests: https://github.com/NVIDIA/Megatron-Energon, commit bef8be2435059599.
 
 tests/test_crudedataset.py, tests/test_dataset.py, tests/test_dataset_det.py. Classes that stand inside of tests there
-have names of their own here, and media metadata is left out; nothing else is changed.
+have names of their own here; media metadata and two encoders are left out; nothing else is changed.
 """
 
-import dataclasses
 import pickle
 import random
-from typing import Hashable, List, Tuple
+from typing import List
 
 import torch
 from megatron.energon import (
-    AugmentTaskEncoder,
     Batch,
     CachePool,
     CaptioningSample,
@@ -31,7 +29,6 @@ from megatron.energon import (
     Lazy,
     Sample,
     SampleDecoder,
-    TaskEncoder,
     TextSample,
     basic_sample_keys,
     cooker,
@@ -231,17 +228,6 @@ class EncodingTaskEncoder(DefaultTaskEncoder):
         )
 
 
-class WeightAugmentTaskEncoder(AugmentTaskEncoder):
-    def __init__(self, task_encoder: TaskEncoder, weight: float, target_data_class: type):
-        super().__init__(task_encoder)
-        self.weight = weight
-        self.target_data_class = target_data_class
-
-    def encode_sample(self, sample):
-        sample = super().encode_sample(sample)
-        return self.target_data_class(**dataclasses.asdict(sample), weight=self.weight)
-
-
 class PackingTaskEncoder(DefaultTaskEncoder):
     def __init__(self):
         super().__init__(raw_batch_type=CaptioningBatch)
@@ -273,25 +259,6 @@ class PackingTaskEncoder(DefaultTaskEncoder):
             image=torch.stack([sample.image for sample in samples]),
             caption=torch.cat([sample.caption for sample in samples]),
         )
-
-
-class GroupingTaskEncoder(TaskEncoder[CaptioningSample, CaptioningSample, CaptioningSample, CaptioningSample]):
-    @stateless
-    def encode_sample(self, sample: CaptioningSample) -> CaptioningSample:
-        sample.caption = sample.__sources__[0].shard_name.split("/")[-1]
-        return sample
-
-    def batch_group_criterion(self, sample: CaptioningSample) -> Tuple[Hashable, int]:
-        if sample.caption == "data-0.tar":
-            return "shard1", 4
-        elif sample.caption == "data-1.tar":
-            return "shard2", 8
-        else:
-            assert False
-
-    @stateless
-    def encode_batch(self, batch: CaptioningSample) -> CaptioningEncodedBatch:
-        return CaptioningEncodedBatch(**dataclasses.asdict(batch))
 
 
 class RandomTextTaskEncoder(DefaultTaskEncoder):

@@ -10,8 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from task_encoders.parts.aspect_buckets import Buckets
-from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
+from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
 
 sides = st.integers(1, 3000)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 36, 3), dtype=np.uint8))

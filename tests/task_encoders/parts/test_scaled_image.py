@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from task_encoders.parts.aspect_buckets import Buckets
-from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.scaled_image import ScaledImage
+from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+from task_encoders.parts.sample_parts import ScaledImage
 from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import sample
 
@@ -106,13 +105,6 @@ def test_an_image_that_tiles_refuse_is_decoded_all_the_same() -> None:
     image = Vision(NativeSize(), token=1).image(sample(jpg=jpeg(2010, 10)), "jpg")
     with pytest.raises(ValueError, match="one side is over 200 times"):
         NativeSize().cut(image)
-
-
-def test_settings_name_the_decoding() -> None:
-    settings = Vision(NativeSize(), token=1, decode="exact", exif=False).settings()
-    assert (settings.pop("decode"), settings.pop("exif")) == ("exact", False)
-    others = {"tiles", "patch", "merge", "min_pixels", "max_pixels", "image_token", "image_text", "mean", "std"}
-    assert settings.keys() == others
 
 
 def test_a_wrong_decoding_is_refused() -> None:

@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
-from task_encoders.parts.random_box import random_box
-from task_encoders.parts.scaled_image import Decode
-from task_encoders.parts.square_crop import SquareCrop
+from task_encoders.parts.sample_parts import Decode
+from task_encoders.parts.square_crop import SquareCrop, random_box
 from tests.support.toy_samples import png, sample
 
 DECODES: tuple[Decode, ...] = ("scaled", "exact")

@@ -18,7 +18,7 @@ from savable_pipeline.data.dataset.sample_source import DetachedSample
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.tokenizer import BYTES, Tokenizer, as_tokenizer
-from tests.support.toy_samples import trained_tokenizer
+from tests.support.toy_samples import trained_tokenizer, words
 
 SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
 
@@ -31,11 +31,6 @@ def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
     made.train_from_iterator(SENTENCES, trainer)
     return made
-
-
-def words(text: str) -> list[int]:
-    """A word is its length."""
-    return [len(word) for word in text.split()]
 
 
 def framed(text: str) -> list[int]:
@@ -113,7 +108,7 @@ def test_a_hugging_face_tokenizer_is_known_by_its_vocabulary() -> None:
     ("tokenizer", "name"),
     [
         (None, "bytes"),
-        (words, f"{__name__}.words"),
+        (words, f"{words.__module__}.words"),
         (Numbers(), f"{__name__}.Numbers"),
         (Numbers().encode, f"{__name__}.Numbers.encode"),
         (Tokenizer(words, name="words, 2"), "words, 2"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from task_encoders.parts.medium import Grid
-from task_encoders.parts.mrope import MRope, lengthened
+from task_encoders.parts.medium import Grid, MRope, lengthened
 
 
 def shown(positions: torch.Tensor) -> list[str]:
