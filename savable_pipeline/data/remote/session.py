@@ -78,10 +78,6 @@ class Downloader:
         """Sends a request without waiting. Should it fail, the call that needs its result raises the error."""
         self._send(urgency, (0, kind, arguments))
 
-    def call(self, kind: str, *arguments: Any) -> Any:
-        """The result of an urgent request. Raises `ShardError` or `RemoteError`."""
-        return self.result(self.submit(kind, *arguments))
-
     def submit(self, kind: str, *arguments: Any) -> int:
         """Sends an urgent request; returns its ticket, for `result`."""
         with self._sending:

@@ -26,7 +26,6 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
@@ -306,15 +305,6 @@ def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -
     return view[offset:end].cast(kind), end + -end % 8  # type: ignore[call-overload]
 
 
-def _nothing(path: Path, table: ShardTable) -> None:
-    """Leave nothing beside a file."""
-
-
-def _no_fault(path: Path, table: ShardTable) -> str:
-    """Find nothing wrong beside a file."""
-    return ""
-
-
 def found_at(import_path: str) -> Any:
     """What lies at "package.module:NAME.name"."""
     module, _, name = import_path.partition(":")
@@ -347,8 +337,8 @@ class FileFormat:
     beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
     splits: str = ""  # the name of what lies in a folder of several splits
     for_others: str = ""  # behind the name of a file: that of what other programs read beside it
-    leave_beside: Callable[[Path, ShardTable], None] = _nothing  # makes it
-    fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
+    leave_beside: Callable[[Path, ShardTable], None] = lambda path, table: None  # makes it
+    fault_beside: Callable[[Path, ShardTable], str] = lambda path, table: ""  # why it is wrong
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return found_at, (self.import_path,)
@@ -440,12 +430,8 @@ class IndexedFiles:
         if shard not in self._whole:
             self.check_rows(shard)
             self._whole.add(shard)
-        return self._blob_index.blob(int(self.numbers[shard]))
-
-    @cached_property
-    def _blob_index(self) -> BlobIndex:
         assert isinstance(self.index, BlobIndex), self.form
-        return self.index
+        return self.index.blob(int(self.numbers[shard]))
 
     def table(self, shard: int) -> ShardTable:
         """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""

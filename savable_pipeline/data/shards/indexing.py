@@ -22,7 +22,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, m
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import EachShard
-from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -286,30 +286,24 @@ def _mark(root: Path, form: FileFormat) -> None:
 
 
 def _with_missing(root: Path, found: list[str], form: FileFormat, tolerant: bool) -> list[str]:
-    indexed = set(_indexed(root, form))
+    indexed = set(_known(root, form).names)
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
     told = (name for name in read_counts(root) or () if name.endswith(form.kind.suffixes))
     return sorted({*found, *indexed, *told})
 
 
-def _indexed(root: Path, form: FileFormat) -> Sequence[str]:
-    index = known_index(root, form)
-    return () if index is None else index.shards.names
-
-
-def known_index(root: Path, form: FileFormat) -> ShardIndex | None:
-    """The index of `root`, whatever has become of the files; None without a whole one."""
-    for path in index_places(root, form.index_name):
-        with contextlib.suppress(OSError, ValueError, ShardError):
-            return form.index_at(path)
-    return None
-
-
 def known_files(root: Path, form: FileFormat) -> dict[str, ShardEntry]:
     """The entries of the index of `root`, by name, whatever has become of the files."""
-    index = known_index(root, form)
-    return {} if index is None else {entry.name: entry for entry in index.shards}
+    return {entry.name: entry for entry in _known(root, form)}
+
+
+def _known(root: Path, form: FileFormat) -> ShardList:
+    """The shards in the index of `root`; none without a whole one."""
+    for path in index_places(root, form.index_name):
+        with contextlib.suppress(OSError, ValueError, ShardError):
+            return form.index_at(path).shards
+    return ShardList.of(())
 
 
 def check_none_gone(address: str, gone: Collection[str]) -> None:

@@ -1,8 +1,10 @@
-"""A sample: a mapping from extension to bytes, read when asked for, decoded when told."""
+"""A sample: a mapping from extension to bytes, read when asked for, decoded when told; its media in their place."""
 
 from __future__ import annotations
 
+import builtins
 import copy
+import gc
 import io
 import json
 import pickle
@@ -16,11 +18,14 @@ import pytest
 from hypothesis import given, settings, strategies
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
+import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, Ref
 from savable_pipeline.data.dataset.sample import Sample, decoded_json
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error
+from savable_pipeline.errors import MediaError
 from tests.conftest import write_tar
+from tests.support.media_files import audio_bytes, frame_number, video_bytes
 
 
 def png(mode: str = "RGB") -> bytes:
@@ -231,3 +236,47 @@ def test_json_is_decoded_as_by_pythons_own_decoder(value: Any, ascii_only: bool)
 @given(strategies.from_regex(rb"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
 def test_a_number_is_decoded_as_by_pythons_own_decoder(raw: bytes) -> None:
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
+
+
+@pytest.fixture
+def film(tmp_path: Path) -> sp.Sample:
+    parts = {"mp4": video_bytes(30, audio="aac"), "flac": audio_bytes(1.0), "bad.mp4": b"no video", "txt": b"a"}
+    write_tar(tmp_path / "0.tar", [(f"s0.{name}", data) for name, data in parts.items()])
+    return next(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False))
+
+
+def test_video_and_sound_are_found_by_their_extensions(film: sp.Sample) -> None:
+    assert [frame_number(frame) for frame in film.video().frames_by_index([7, 3])] == [7, 3]
+    assert film.audio().codec == "flac" and film.audio("mp4").codec == "aac"
+    assert np.abs(film.audio().samples()).max() > 0.4
+
+
+def test_a_part_that_is_no_media_is_named_with_its_sample_and_shard(film: sp.Sample) -> None:
+    with pytest.raises(MediaError, match=r"part 'bad.mp4' of sample 's0' of 0.tar: "):
+        film.video("bad.mp4")
+    with pytest.raises(KeyError, match="absent"):
+        film.read_from(sp.Sample.__reduce__(film)[1][0]).video("absent")  # a pickled one opens its parts too
+
+
+def test_nothing_stays_open_of_many_clips(film: sp.Sample) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for n in range(30):
+        film.video().frames([n % 20 / 10], size=(16, 16))
+        film.audio("mp4").samples(0.5, 1.0, rate=8000)
+    gc.collect()
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 1  # the shard itself
+
+
+def test_without_pyav_the_message_says_what_to_install(film: sp.Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "av":
+            raise ImportError("No module named 'av'")
+        return imported(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for open_part in (film.video, film.audio):
+        with pytest.raises(ImportError, match=r"pip install 'savable_pipeline\[media\]'"):
+            open_part()
+    assert film.text() == "a"
