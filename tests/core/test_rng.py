@@ -89,7 +89,7 @@ def test_a_generator_of_another_kind_is_made_once() -> None:
     assert rng.draws == 0  # and takes none of the words
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 10, 100])
+@pytest.mark.parametrize("n", [1, 3, 7, 100])
 def test_integers_below_a_small_n_are_equally_likely(n: int) -> None:
     rng, expected = Rng(n), 20_000 / n
     counts = np.bincount([rng.integers(n) for _ in range(20_000)], minlength=n)

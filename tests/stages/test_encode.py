@@ -337,13 +337,6 @@ def test_global_generators_are_seeded_for_each_call_as_global_rng_says(
         assert len({item[generator] for item in one}) == len(one)
 
 
-@pytest.mark.parametrize("wrong", ["numpy", ("jax",)])
-def test_a_global_generator_that_is_not_known_is_refused(encoded: Any, wrong: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Made, "global_rng", wrong)
-    with pytest.raises(ValueError, match="global_rng must be"):
-        encoded(drawn)
-
-
 def test_random_numbers_belong_to_seed_epoch_and_sample_not_to_the_lane(encoded: Any) -> None:
     def numbers(**how: Any) -> dict[Any, float]:
         stage = encoded(lambda n, rng: rng.random(), epochs=2, **how)

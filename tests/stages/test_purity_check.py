@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
-from savable_pipeline import custom
 from tests.support.toy_pipelines import ToyEncoder
 
 
@@ -209,17 +208,3 @@ def test_what_fails_the_second_time_is_told(items: Any) -> None:
 def test_a_share_lies_between_none_and_all(items: Any, share: float) -> None:
     with pytest.raises(ValueError, match=r"0\.0 to 1\.0"):
         items(OneField(lambda rng: 0), check=share)
-
-
-def test_a_loader_with_workers_raises_it(make_shards: Any) -> None:
-    folder = str(make_shards([30]))
-    encoder = OneField(lambda rng: next(SEQUENCE))
-
-    def pipeline(lane: sp.Lane) -> custom.Stage:
-        return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), encoder, check=1.0), size=2)
-
-    with (
-        sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1) as loader,
-        pytest.raises(sp.EncodeError, match="two results for one sample"),
-    ):
-        next(loader)

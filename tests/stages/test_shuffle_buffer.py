@@ -231,28 +231,6 @@ def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
     assert (held.held_items, made_again.held_items) == (10, 0)
 
 
-def test_an_item_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> None:
-    class Fails(Pieces):
-        left = 3
-
-        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-            if sample.json()["id"] % 7 == 3 and Fails.left:
-                Fails.left -= 1
-                raise OSError("for now")
-            return super().encode(sample, rng)
-
-    expected, found, errors = list(items_of(shards, sp.Lane())), [], 0
-    encoded = sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1, shuffle=False), Fails())
-    buffer = sp.ShuffleBuffer(encoded, size=10)
-    while len(found) < len(expected):
-        try:
-            found.append(next(buffer))
-        except sp.EncodeError:
-            errors += 1
-    assert errors == 3
-    assert found == expected
-
-
 def test_its_state_holds_refs_alone(shards: str) -> None:
     items = items_of(shards, sp.Lane())
     next(items)

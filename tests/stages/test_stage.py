@@ -171,17 +171,6 @@ def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, 
     return pipeline(shards, lane, epochs=epochs)
 
 
-def test_the_one_in_the_middle_is_given_swapped(shards: str) -> None:
-    items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), shuffle=False), NumberEncoder())
-    assert [item for item, _ in zip(Swapped(items), range(6), strict=False)] == [1, 0, 3, 2, 5, 4]
-
-
-def test_the_last_of_an_odd_number_is_given_too(make_shards: Any) -> None:
-    for samples in (1, 4, 5):
-        reader = sp.TarShardReader(make_shards([samples], f"of {samples}"), sp.Lane(), shuffle=False, epochs=1)
-        assert sorted(Swapped(sp.Encode(reader, NumberEncoder()))) == list(range(samples))  # type: ignore[type-var]
-
-
 # Refused when the class is made, or the pipeline.
 
 

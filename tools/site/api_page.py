@@ -47,7 +47,7 @@ def _show_new(kind: griffe.Class) -> None:
 
 def _show_settings(package: griffe.Module) -> None:
     base = package[f"{_READERS}.reader.RecordReader"]
-    names = set(package[f"{_READERS}.reader_settings.ReaderSettings"].attributes)
+    names = set(package[f"{_READERS}.reader.ReaderSettings"].attributes)
     settings = [each for each in base.members["__init__"].parameters if each.name in names]
     lines = "".join(
         re.findall(rf"^ {{4}}(?:{'|'.join(names)}): .*\n(?: {{8}}.*\n)*", base.docstring.value, re.MULTILINE)
