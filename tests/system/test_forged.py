@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -19,6 +19,7 @@ from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_o
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar_format import TARS, TarColumns, TarIndex
 from tests.conftest import write_tar
+from tests.support.exact_search import examples
 from tests.support.toy_faults import NumberEncoder
 from tests.support.values_and_refs import values_and_refs
 
@@ -44,7 +45,7 @@ def with_checksum(raw: bytes) -> bytes:
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(EDITS, st.integers(0, 200))
 def test_a_forged_index_is_noticed_or_harmless(indexed: Path, edits: list[tuple[int, int]], cut: int) -> None:
     raw = bytearray((indexed / INDEX_NAME).read_bytes())
@@ -71,7 +72,7 @@ def test_an_index_that_names_a_place_outside_or_sizes_of_gigabytes_reads_nothing
     assert {sample.shard for sample in samples} == {"a.tar", "b.tar"}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(
     st.recursive(
         st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1), st.binary(max_size=30), st.text(max_size=5)),

@@ -114,22 +114,27 @@ def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], h
     assert max(found)[0] >= joins[-1] > joins[1] >= 0
 
 
+LONGER = (12, 48, 120)  # slots on one, three and five shards
+
+
 @pytest.mark.parametrize(
-    "how",
+    ("how", "slots"),
     [
-        {"blend": "items", "by": "tokens", "buffer": 5},
-        pytest.param({"blend": "nested", "pack": "first_fit_decreasing"}, marks=pytest.mark.long),
-        pytest.param({"shuffle": False, "pack": None, "block_size": 2}, marks=pytest.mark.long),
+        ({"blend": "items", "by": "tokens", "buffer": 5}, (12, 36, 60)),
+        pytest.param({"blend": "items", "by": "tokens", "buffer": 5}, LONGER, marks=pytest.mark.long),
+        pytest.param({"blend": "nested", "pack": "first_fit_decreasing"}, LONGER, marks=pytest.mark.long),
+        pytest.param({"shuffle": False, "pack": None, "block_size": 2}, LONGER, marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_grew_twice_goes_on_alike_however_it_is_stopped(
-    folders: dict[int, str], how: dict[str, Any]
+    folders: dict[int, str], how: dict[str, Any], slots: tuple[int, int, int]
 ) -> None:
-    plan = [(partial(toy_pipeline, folders[count], **how), slots) for count, slots in [(1, 12), (3, 36), (5, 60)]]
+    pipelines = [partial(toy_pipeline, folders[count], **how) for count in (1, 3, 5)]
+    plan = list(zip(pipelines, slots, strict=True))
     expected, _ = grown_run(plan)
     found, _ = grown_run(plan, random.Random(str(how)))
     assert found == expected
-    unmixed, _ = grown_run([(plan[0][0], 12), (plan[2][0], 96)])
+    unmixed, _ = grown_run([plan[0], (pipelines[2], slots[1] + slots[2])])
     assert unmixed != expected  # else this test shows nothing of the second growth
 
 

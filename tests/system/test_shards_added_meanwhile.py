@@ -151,16 +151,6 @@ def test_a_worker_names_a_shard_that_comes_before_the_others(data: Path) -> None
             next(made)
 
 
-def test_it_can_be_loaded_with_the_new_shards(data: Path) -> None:
-    with loader(data) as made:
-        next(made)
-        add(data, 3)
-        state = made.state_dict()
-    with loader(data) as made:
-        made.load_state_dict(state, allow={"shards"})
-        assert len(made._run.local.last_stage.lane.facts.growth[""]) == 2
-
-
 def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
     """Two ranks, of which the second opens the folder after a shard was added."""
     ranks = [loader(data, ranks=(rank, 2)) for rank in range(2)]

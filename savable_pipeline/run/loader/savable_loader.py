@@ -304,8 +304,8 @@ class SavableLoader:
             >>> _ = next(loader), next(loader)
             >>> loader.decide(weights={"0": 3, "1": 1})
             2
-            >>> [sample.shard for sample in next(loader)].count("0.tar")
-            3
+            >>> [sample.shard for _ in range(8) for sample in next(loader)].count("0.tar")
+            24
         """
         self._run.check_nothing_held()
         return self._run.decide(weights, exclude, max_length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import resource
@@ -36,7 +35,6 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_numbered_shards
-from tests.support.processes import workers
 from tests.support.streams import take
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import numbers, toy_pipeline
@@ -546,45 +544,6 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
     assert growth["a"][-1][1] == 4 and set(growth) == {"a", "b"}
     for epoch, slot in random.Random(1).sample(sorted(given), 12):
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
-
-
-def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder: Path) -> None:
-    pipeline = partial(toy_pipeline, shards)
-    given: list[str] = []
-    with loader(pipeline, folder, epoch_slots=24) as own:
-        for _ in range(2):
-            given += take(own, 1000)
-        given += take(own, 5)
-        state = own.state_dict()
-    with loader(pipeline, folder, epoch_slots=24) as own:
-        own.load_state_dict(state)
-        given += take(own, 1000)
-    ledger = LedgerFiles(folder)
-    assert sorted(kept(ledger)) == [(0, slot) for slot in range(72)]
-    for slot in (0, 23, 24, 47, 52, 53, 71):
-        assert digest(make_again(pipeline, ledger, 0, slot).batch) == given[slot]
-
-
-def test_ranks_whose_workers_are_killed_keep_one_batch_a_slot(shards: str, folder: Path) -> None:
-    pipeline = partial(toy_pipeline, shards)
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 48)
-    found: dict[int, str] = {}
-    ranks = [loader(pipeline, folder, ranks=(rank, 2), num_workers=1) for rank in range(2)]
-    for step in range(24):
-        for own in ranks:
-            if step % 8 == 3:
-                for worker in workers(own):
-                    os.kill(worker, signal.SIGKILL)
-            batch = next(own)
-            found[own.trace().slot] = digest(batch)
-    for own in ranks:
-        own.close()
-    ledger = LedgerFiles(folder)
-    assert sorted(kept(ledger)) == [(0, slot) for slot in range(48)]
-    assert {start.rank for start in ledger.starts} == {0, 1} and not any(given.lost for given in ledger.batches())
-    assert [found[slot] for slot in range(48)] == expected
-    for slot in (0, 7, 8, 30, 47):
-        assert digest(make_again(pipeline, ledger, 0, slot).batch) == expected[slot]
 
 
 def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An epoch ends when its last batch is given; workers live on into the next one."""
+"""An epoch ends when its last batch is given; workers live on into the next one; what was not given is the next one."""
 
 from __future__ import annotations
 
@@ -99,14 +99,13 @@ def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) 
         assert pids == [workers(own)] * 3 and own.stats()["restarts"] == 0
 
 
-@pytest.mark.parametrize("world_size", [2])
 def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_taken_again(
-    packed: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
+    packed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = loader(packed)
     rounds = [len(take(alone, 1000)) // 6 for _ in range(2)]
     settings: dict[str, Any] = {"seed": 3, "lanes": 6, "pin_memory": True}
-    runs = [Run(LoaderSettings(packed, ranks=(rank, world_size), **settings)) for rank in range(world_size)]
+    runs = [Run(LoaderSettings(packed, ranks=(rank, 2), **settings)) for rank in range(2)]
     for epoch in range(2):
         votes = 0
         for one in runs:
@@ -160,3 +159,28 @@ def test_a_known_length_needs_no_vote(counted: Any) -> None:
     for tail in ("stop", "pad"):
         own = Run(LoaderSettings(counted, seed=3, lanes=6, ranks=(1, 2), tail=tail), refuse)  # type: ignore[arg-type]
         assert [len(list(own)) for _ in range(2)] == [30, 30]
+
+
+@pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (2, 1)])
+def test_a_batch_that_came_and_was_not_given_is_the_next_one(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, epochs: int | None
+) -> None:
+    """As where there is no page-locked memory left."""
+
+    def fails_at_the_fourth(batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("no memory")
+        return batch
+
+    calls: list[int] = []
+    monkeypatch.setattr(run, "in_pinned_memory", fails_at_the_fourth)
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
+    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=3), 9)
+    with sp.SavableLoader(pipeline, seed=3, lanes=3, num_workers=num_workers, pin_memory=True) as loader:
+        found = take(loader, 3)
+        before = loader.state_dict()
+        with pytest.raises(RuntimeError, match="no memory"):
+            next(loader)
+        assert loader.state_dict() == before
+        assert found + take(loader, 6) == expected

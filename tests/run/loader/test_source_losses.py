@@ -242,14 +242,11 @@ def packed(root: str, lane: sp.Lane, **settings: Any) -> custom.Stage:
     return sp.Batcher(sp.OnlinePacker(items, **{"max_length": 50, **settings}), size=2)
 
 
-@pytest.mark.parametrize("num_workers", [2])
-def test_tokens_that_packing_leaves_out_are_warned_of_once(
-    make_shards: Any, caplog: pytest.LogCaptureFixture, num_workers: int
-) -> None:
+def test_tokens_that_packing_leaves_out_are_warned_of_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([400]))
     with (
         caplog.at_level(logging.WARNING),
-        sp.SavableLoader(partial(packed, root), seed=7, lanes=4, num_workers=num_workers) as own,
+        sp.SavableLoader(partial(packed, root), seed=7, lanes=4, num_workers=2) as own,
     ):
         for _ in range(200):
             next(own)
