@@ -17,7 +17,6 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +28,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from savable_pipeline.core.file_heads import media_of
-from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, as_part
-from savable_pipeline.errors import ShardError
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
 NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
@@ -194,25 +191,6 @@ class ValueColumn:
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None. Raises `BrokenColumnError`."""
         return self.value(row) is not None
-
-
-def check_columns(place: str, wanted: tuple[str, ...], known: list[str]) -> None:
-    """Raises ValueError that names the columns which are not among the `known` ones."""
-    absent = [name for name in wanted if name not in known]
-    if absent:
-        raise ValueError(f"{place}: no column {listed(absent)}; it has {listed(known)}")
-
-
-def check_names(place: str, used: list[str], known: list[str]) -> None:
-    """Raises `ShardError` for a column that is used, and whose name another one has too: either could be meant."""
-    counts = Counter(known)
-    twice = next((name for name in used if counts[name] > 1), None)
-    if twice is not None:
-        raise ShardError(
-            f"{place}: {counts[twice]} columns are named {twice!r}, so that it is not known which is meant: write each "
-            "under a name of its own (`table.rename_columns([...])` of pyarrow), or take others with columns=",
-            reason="columns of one name",
-        )
 
 
 @dataclass(frozen=True, slots=True)

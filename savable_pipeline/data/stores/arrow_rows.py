@@ -55,8 +55,8 @@ class ArrowRows:
         self._constants = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
-        self._alone = len(self._media) == 1
-        self._naming = {name: count for name in [*self._media, *self._lists] if (count := self._named(name))}
+        naming = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
+        self._naming = {name: rows for name, rows in naming.items() if rows}  # that name a file without its bytes
         self._refuses = bool(self._naming) and not partial
 
     def __len__(self) -> int:
@@ -97,7 +97,8 @@ class ArrowRows:
         for name in self._names:
             column, position = self._column(row, name)
             if column.has_part(position):
-                yield (self._media_name(row, name) if name in self._media else name), name
+                extension = column.extension(position) if name in self._media else ""
+                yield (self._part_name(name, extension) if extension else name), name
             elif name in self._lists:
                 yield from self._elements(row, name)
         for name in self._constants:
@@ -157,10 +158,6 @@ class ArrowRows:
         column, row = self._column(row, name)
         return column, column.elements(row)
 
-    def _named(self, name: str) -> int:
-        """How many rows of a column name a file without its bytes."""
-        return sum(len(batch[name].named) for batch in self._batches)
-
     def _is_null(self, row: int, name: str) -> bool:
         column, position = self._column(row, name)
         if isinstance(column, MediaListColumn):
@@ -173,14 +170,6 @@ class ArrowRows:
         for i, element in enumerate(elements):
             if column.items.has_part(element):
                 yield self._part_name(name, column.items.extension(element), i), (name, i)
-
-    def _media_name(self, row: int, name: str) -> str:
-        batch = bisect_right(self._firsts, row) - 1
-        column: Any = self._batches[batch][name]
-        extension = column.extension(row - self._firsts[batch])
-        if not extension:
-            return name
-        return extension if self._alone and extension not in self._names else f"{name}.{extension}"
 
     def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
         """The paths in a column of a row that have no bytes; in a list, with the number of each."""

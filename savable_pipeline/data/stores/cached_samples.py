@@ -105,16 +105,13 @@ class CachedFiles(DownloadedFiles):
 
     def located(self, rows: Locate) -> Locate:
         """`rows`, made to fetch what is not here of the index first."""
-        if self._cached.layout.parts is None:
-            self._rows = rows
-            return rows
 
         def fetched(shards: Rows, places: Rows) -> Rows:
             self.fetch_rows(self._found.numbers[shards])
             return rows(shards, places)
 
-        self._rows = fetched
-        return fetched
+        self._rows = rows if self._cached.layout.parts is None else fetched
+        return self._rows
 
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, and kept until they have been read."""
@@ -206,14 +203,11 @@ class LongSamples:
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `TarParts.read`; also raises `RemoteError`."""
-        offset, size = self._locate(row, extension)
-        self._note(size)
-        return self.span(shard, row, (offset, size))
+        return self.span(shard, row, self._extent(row, extension))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """See `TarParts.array`; also raises `RemoteError`."""
-        offset, size = self._locate(row, extension)
-        self._note(size)
+        offset, size = self._extent(row, extension)
         self._look(shard, row)
         array = empty_bytes(size)
         self._blocks.read_into(array, shard, offset)
@@ -235,8 +229,11 @@ class LongSamples:
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
             self._blocks.prefetch_bytes(shard, extent[:1], extent[1:])
 
-    def _note(self, size: int) -> None:
+    def _extent(self, row: int, extension: str) -> tuple[int, int]:
+        """Offset and size of a part that is read as a whole."""
+        offset, size = self._locate(row, extension)
         self.read_whole = self.read_whole or size > LONG
+        return offset, size
 
     @cached_property
     def _blocks(self) -> CachedBlocks:

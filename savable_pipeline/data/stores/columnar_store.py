@@ -6,11 +6,13 @@ row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
+from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
@@ -103,12 +105,6 @@ class ColumnarStore(GroupedStore):
         """The files that a row names without their bytes. Raises `ShardError`."""
         return self._of_row(shard, row, lambda rows, position: rows.named_files(position))
 
-    def key(self, shard: int, row: int) -> str:
-        """The value of the key's column, or `FILE:ROW`."""
-        if self.key_column is None:
-            return super().key(shard, row)
-        return self.as_key(shard, row, self.key_column, self.value(shard, row, self.key_column))
-
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`: of a column that is read."""
         found: bytes | None = self._of_row(shard, row, lambda rows, position: rows.value(position, name))
@@ -136,11 +132,19 @@ class ColumnarStore(GroupedStore):
 
         Raises `ShardError` if one that is used is there twice.
         """
-        from savable_pipeline.data.stores.arrow_columns import check_columns, check_names
-
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        check_columns(self.where(shard), (*wanted, *self.needed), known)
-        check_names(self.where(shard), known if self.wanted is None else self.wanted, known)
+        absent = [name for name in (*wanted, *self.needed) if name not in known]
+        if absent:
+            raise ValueError(f"{self.where(shard)}: no column {listed(absent)}; it has {listed(known)}")
+        counts = Counter(known)
+        twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
+        if twice is not None:  # either could be meant
+            raise ShardError(
+                f"{self.where(shard)}: {counts[twice]} columns are named {twice!r}, so that it is not known which is "
+                "meant: write each under a name of its own (`table.rename_columns([...])` of pyarrow), or take others "
+                "with columns=",
+                reason="columns of one name",
+            )
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
         from savable_pipeline.data.stores.arrow_rows import NoBytesError

@@ -210,15 +210,6 @@ class JsonlStore(TextStore):
         """`json`, then the fields of the line; one that is null is no part, as in tables."""
         return _parts_of(self._fields(shard, row, self._line(shard, row)))
 
-    def key(self, shard: int, row: int) -> str:
-        """The value of the key's field, or `FILE:ROW`."""
-        if self.key_column is None:
-            return super().key(shard, row)
-        found = None
-        with contextlib.suppress(KeyError):
-            found = self.value(shard, row, self.key_column)
-        return self.as_key(shard, row, self.key_column, found)
-
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`."""
         return as_part(self._fields(shard, row, self._line(shard, row))[name])

@@ -103,13 +103,10 @@ class RecordFolderStore(GroupedStore):
         """`json`, which holds the values, and the parts that images, arrays and bytes are."""
         return list(self._record(shard, row)[1])
 
-    def key(self, shard: int, row: int) -> str:
-        """The value of the key's field, or `FILE:ROW`."""
-        if self.key_column is None:
-            return super().key(shard, row)
-        fields = self._record(shard, row)[0]
-        values = {field.name: field.value for field in fields if isinstance(field, Value)}
-        return self.as_key(shard, row, self.key_column, as_part(values.get(self.key_column)))
+    def value(self, shard: int, row: int, name: str) -> bytes | None:
+        """See `FileStore.value`."""
+        values = {field.name: field.value for field in self._record(shard, row)[0] if isinstance(field, Value)}
+        return as_part(values[name])
 
     def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
         """The fields of a record; one of more bytes than `at_once` is read in pieces, as they are asked for.

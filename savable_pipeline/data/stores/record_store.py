@@ -326,8 +326,26 @@ class FileStore(RecordStore):
                 self.files.prefetch_bytes(shard, *self.byte_ranges(shard, rows))
 
     def key(self, shard: int, row: int) -> str:
-        """File and row: `a.parquet:17`."""
-        return f"{self.entries.names[shard]}:{row}"
+        """What the field or column that holds keys has in a row; without one file and row: `a.parquet:17`.
+
+        Raises `ShardError` for null, and for no UTF-8. (Another key in its place could be that of another row, and a
+        `Join` would mix the two up.)
+        """
+        name, found, fault = self.key_column, None, "is missing or null"
+        if name is None:
+            return f"{self.entries.names[shard]}:{row}"
+        with contextlib.suppress(KeyError):
+            found = self.value(shard, row, name)
+        if found is not None:
+            try:
+                return found.decode()
+            except UnicodeDecodeError:
+                fault = "holds bytes that are no UTF-8"
+        raise ShardError(
+            f"{self.where(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or "
+            "leave out key=, so that keys are FILE:ROW",
+            reason="no key",
+        )
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
         """See `RecordStore.has_part`: also by a second name of a part, such as the column of an image."""
@@ -339,23 +357,6 @@ class FileStore(RecordStore):
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """What a column, or a field, of a row holds; None for null. Raises KeyError without it, `ShardError`."""
         raise KeyError(name)
-
-    def as_key(self, shard: int, row: int, name: str, found: bytes | None) -> str:
-        """What the field or column `name` of a row holds, as its key. Raises `ShardError` for null, and for no UTF-8.
-
-        (Another key in its place could be that of another row, and a `Join` would mix the two up.)
-        """
-        fault = "is missing or null"
-        if found is not None:
-            try:
-                return found.decode()
-            except UnicodeDecodeError:
-                fault = "holds bytes that are no UTF-8"
-        raise ShardError(
-            f"{self.where(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or "
-            "leave out key=, so that keys are FILE:ROW",
-            reason="no key",
-        )
 
     def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
         """The error for a file that does not hold at `where` what it should."""

@@ -93,12 +93,9 @@ class TableStore(TextStore):
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """The JSON of a row, from its bytes, which begin there. Raises `RecordError`."""
 
-    def key(self, shard: int, row: int) -> str:
-        """The value of the key's field, or `FILE:ROW`."""
-        if self.key_column is None:
-            return super().key(shard, row)
-        found = self._row(shard, row).fields.get(self.key_column)
-        return self.as_key(shard, row, self.key_column, as_part(found))
+    def value(self, shard: int, row: int, name: str) -> bytes | None:
+        """See `FileStore.value`."""
+        return as_part(self._row(shard, row).fields[name])
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """`json`, and the files, sorted."""

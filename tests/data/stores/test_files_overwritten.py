@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +19,7 @@ from savable_pipeline.core.files import keep_below
 from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store, shard_files
 from tests.conftest import write_numbered_shards
+from tests.data.stores.test_token_store import write_bin
 
 ROWS = 400
 NAMES = [f"row {row:03d}" for row in range(ROWS)]
@@ -41,12 +40,7 @@ def write_jsonl(path: Path) -> None:
 
 
 def write_tokens(path: Path) -> None:
-    path.write_bytes("".join(NAMES).encode())
-    lengths, pointers = np.full(ROWS, 7, "<i4"), np.arange(ROWS, dtype="<i8") * 7
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 1, ROWS, ROWS + 1)
-    path.with_suffix(".idx").write_bytes(
-        b"".join([head, *map(bytes, (lengths, pointers, np.arange(ROWS + 1, dtype="<i8")))])
-    )
+    write_bin(path, [[*name.encode()] for name in NAMES], "uint8", 1)
 
 
 class Texts(sp.TaskEncoder):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
@@ -21,6 +20,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.data.stores.ranges import PARQUET_RANGES
+from tests.data.stores.test_columnar_store import write as columnar
 from tests.support.media_files import audio_bytes, tone
 from tests.support.toy_server import serving, use_as_s3
 
@@ -38,20 +38,14 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_file(path, table.schema) as file:
-        file.write_table(table)
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path)
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    columnar(path, pa.Table.from_pylist(rows))
 
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 TABLES: dict[str, tuple[Write, Any]] = {
-    "parquet": (write_parquet, custom.ParquetReader),
-    "arrow": (write_arrow, custom.ArrowReader),
+    "parquet": (write_table, custom.ParquetReader),
+    "arrow": (write_table, custom.ArrowReader),
     "jsonl": (write_jsonl, custom.JsonlReader),
 }
 every_table = pytest.mark.parametrize("kind", TABLES)

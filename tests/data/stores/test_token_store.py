@@ -216,12 +216,6 @@ class Tokens(sp.TaskEncoder):
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> list[int]:
         return [int(token) for token in sample.array("tokens")]
 
-    def length(self, item: list[int]) -> int:
-        return len(item)
-
-    def cut(self, item: list[int], start: int, stop: int) -> list[int]:
-        return item[start:stop]
-
     def batch(self, items: list[list[int]], rng: sp.Rng) -> list[list[int]]:
         return items
 
