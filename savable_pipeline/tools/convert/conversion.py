@@ -180,17 +180,16 @@ def _share(share: float | str) -> str:
     return share if isinstance(share, str) else f"{Decimal(str(share)):f}"
 
 
-@contextlib.contextmanager
-def _engine_of(engine: Literal["ray"] | Engine | None, workers: int | None) -> Iterator[Engine | None]:
-    if engine is None or not isinstance(engine, str):
-        yield engine
-        return
+def _engine_of(
+    engine: Literal["ray"] | Engine | None, workers: int | None
+) -> contextlib.AbstractContextManager[Engine | None]:
+    if not isinstance(engine, str):
+        return contextlib.nullcontext(engine)
     if engine != "ray":
         raise ValueError(f'engine must be "ray", or None for processes of this machine, not {engine!r}')
     from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
 
-    with RayEngine(workers) as cluster:
-        yield cluster
+    return RayEngine(workers)
 
 
 def _ignored(done: int, total: int, size: int) -> None:

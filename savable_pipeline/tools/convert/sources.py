@@ -240,8 +240,7 @@ def _of_file(path: Path | str) -> str:
     if is_tar(name):
         several = is_url(path) and any(c in name for c in _PATTERN)
         return "packed" if name.endswith(PACKED) or (not several and is_compressed(path)) else "tars"
-    plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
-    suffix = Path(plain).suffix
+    suffix = _table_suffix(name)
     if suffix == ".json":
         return _of_json(path)
     if suffix in TABLES:

@@ -377,41 +377,24 @@ class PartReader:
         return int(dataset.firsts[number]) + sample.record - self.files[number].first
 
 
-class _Opened:
-    """The part that this process has open, in a folder of its own."""
-
-    def __init__(self, reader: PartReader) -> None:
-        self.reader = reader
-        self._stack = contextlib.ExitStack()
-        try:
-            self.dataset = _dataset(reader, *self._stack.enter_context(scratch()))
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def close(self) -> None:
-        """Drop it, with what was downloaded."""
-        del self.dataset
-        self._stack.close()
-
-
-_open: _Opened | None = None
+_open: list[Any] = []  # the part that this process has open, in a folder of its own: reader, dataset, what closes it
 
 
 def _part_of(reader: PartReader) -> Dataset:
-    global _open
-    if _open is None or _open.reader is not reader:
+    if not _open or _open[0] is not reader:
         close_part()
-        _open = _Opened(reader)
-    return _open.dataset
+        with contextlib.ExitStack() as stack:
+            dataset = _dataset(reader, *stack.enter_context(scratch()))
+            _open[:] = reader, dataset, stack.pop_all()
+    return cast("Dataset", _open[1])
 
 
 def close_part() -> None:
     """Close what this process has open, and remove what was downloaded for it."""
-    global _open
-    if _open is not None:
-        _open.close()
-    _open = None
+    if _open:
+        stack = _open[2]
+        _open.clear()
+        stack.close()
 
 
 def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:

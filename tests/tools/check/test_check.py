@@ -168,7 +168,7 @@ def run(*arguments: object) -> Result:
 
 
 def test_the_command_tells_what_is_wrong_as_text_and_as_json(dataset: Path) -> None:
-    whole = run("check", dataset)
+    whole = run("check", dataset, "--workers", 1)
     assert (whole.exit_code, whole.stdout.split(": ")[1]) == (0, "nothing wrong\n")
     DAMAGES["truncated"][0](dataset)
     DAMAGES["offsets of another shard"][0](dataset)
@@ -178,7 +178,7 @@ def test_the_command_tells_what_is_wrong_as_text_and_as_json(dataset: Path) -> N
     assert "3 shards, 6 samples" in text.stdout and "2 problems" in text.stdout
     assert "1.tar: damaged shard: no tar header at byte 2560: truncated" in text.stdout
     assert "checking: 3 of 3 shards" in text.stderr
-    told = run("check", dataset, "--json")
+    told = run("check", dataset, "--json", "--workers", 1)
     assert told.exit_code == 1
     facts = json.loads(told.stdout)
     assert (facts["shards"], facts["samples"], facts["root"]) == (3, 6, str(dataset))

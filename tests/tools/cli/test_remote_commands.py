@@ -160,7 +160,9 @@ def test_every_command_says_of_files_behind_a_url_what_it_says_of_the_folder(
     assert pages[0] == pages[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in ("parquet", "mds") else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
+)
 def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServer, tmp_path: Path, kind: str) -> None:
     (tmp_path / "rows").mkdir()
     WRITERS[kind](tmp_path / "rows")

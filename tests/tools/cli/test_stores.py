@@ -34,7 +34,9 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in ("jsonl", "parquet", "tokens") else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
+)
 def test_each_command_reads_each_store(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "data"
     write(kind, folder)

@@ -75,7 +75,7 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
     assert engine.runs > 5
 
 
-@pytest.mark.parametrize("step", [37, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [55, pytest.param(12, marks=pytest.mark.long)])
 def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp_path: Path, step: int) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
     run_conversion(source, tmp_path / "local", SMALL)

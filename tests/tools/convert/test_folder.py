@@ -48,7 +48,7 @@ def test_names_that_dots_would_merge_into_one_sample_stop_a_conversion_that_name
     assert last.exit_code == 0 and "100 samples in 1 shard" in last.output and "warning" not in last.output
     first = run("convert", "--key-end", "first", source, tmp_path / "first")
     assert first.exit_code == 0 and f"{101 - dotted} sample" in first.output
-    for command in ("info", "check"):
+    for command in ("info", "check") if dotted > 2 else ("info",):
         told = run(command, tmp_path / "first")
         assert told.exit_code == 0 and f"such as {part}" in flat(told.output), told.output
 

@@ -23,8 +23,11 @@ from tests.support.toy_server import ToyServer
 from tests.support.toy_sources import HALVES, jsonl
 from tests.support.url_sources import KINDS, converted, rows, shards_in, url_of
 
+EACH = ("tars", "parquet", "jsonl", "table", "mds", "litdata.rows")
+SHORT = ("parquet",)
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize("kind", [k if k in EACH else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
 def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
@@ -33,9 +36,6 @@ def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, k
     assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
     size = sum(path.stat().st_size for path in source.parent.rglob("*") if path.is_file() and kind in str(path))
     assert sum(stop - start for _, start, stop in server.ranges) <= 1.2 * size + 5000, "each byte is fetched once"
-
-
-SHORT = ("parquet", "jsonl")
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
@@ -71,8 +71,7 @@ def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp
     ("kind", "engine", "moments"),
     [
         ("parquet", True, [40]),
-        ("litdata.chunk", False, [40]),
-        pytest.param("jsonl", False, [40], marks=pytest.mark.long),
+        *(pytest.param(kind, False, [40], marks=pytest.mark.long) for kind in ("litdata.chunk", "jsonl")),
         pytest.param("mds", True, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("litdata", False, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("tars", True, range(10, 90, 16), marks=pytest.mark.long),
@@ -160,8 +159,8 @@ def replace_captions(source: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "below", "replace"),
     [
-        ("parquet", "/{a,sub/b,sub/c}.parquet", replace_parquet),
         ("mds", "/", replace_captions),
+        pytest.param("parquet", "/{a,sub/b,sub/c}.parquet", replace_parquet, marks=pytest.mark.long),
         pytest.param("litdata", "/", replace_captions, marks=pytest.mark.long),
     ],
 )

@@ -51,7 +51,7 @@ def kill_and_go_on(folder: Path, source: Path, moments: list[int]) -> None:
     assert killed > len(moments) // 2
 
 
-@pytest.mark.parametrize(("kind", "moment"), [(kind, (12, 45)[i % 2]) for i, kind in enumerate(ONE_A_READER)])
+@pytest.mark.parametrize(("kind", "moment"), [("folder", 12), ("jsonl.gz", 45), ("mds", 12), ("tars", 45)])
 def test_a_conversion_that_is_killed_goes_on_and_ends_with_the_same_bytes(
     tmp_path: Path, kind: str, moment: int
 ) -> None:
@@ -115,7 +115,10 @@ def killed_after(seconds: float, source: Path, target: Path, workers: int) -> bo
     return process.exitcode != 0
 
 
-@pytest.mark.parametrize("kind", ONE_A_READER)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in ("folder", "jsonl", "mds", "tars") else pytest.param(k, marks=pytest.mark.long) for k in ONE_A_READER],
+)
 def test_a_copy_of_the_source_is_the_same_conversion(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 8)
     work(source, tmp_path / "out")

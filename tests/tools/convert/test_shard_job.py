@@ -6,7 +6,7 @@ import io
 import tempfile
 from pathlib import Path
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
@@ -48,6 +48,7 @@ def by_webdataset(given: list[Sample]) -> bytes:
     return file.getvalue()
 
 
+@settings(max_examples=33 if settings().max_examples == 100 else settings().max_examples)
 @given(samples)
 @example([])
 @example([("a/b", {"txt": b"", "seg.png": b"x" * 512, "JPG": b"y" * 10_240})])

@@ -81,7 +81,9 @@ def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str
         recognize(url.replace("{http}", server.url))
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize(
+    "kind", [k if k in ("mds", "litdata.chunk") else pytest.param(k, marks=pytest.mark.long) for k in FOLDERS]
+)
 def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     cut = max(path for path in source.iterdir() if path.name != "index.json")

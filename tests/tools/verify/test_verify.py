@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner, Result
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.verify.comparison import VerifyPlan, verify
 
 ROOT = Path(__file__).parents[3]
 FAST = ["--lanes=2", "--workers=0", "--random-cuts=0", "--steps=3", "--cut=2"]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "savable_pipeline.tools.cli.main", "verify-resume", *arguments, f"--pictures={folder}"],
-        env={**os.environ, "SHARDS": str(folder / "shards"), "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+def run(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(
+        app,
+        ["verify-resume", *arguments, f"--pictures={folder}"],
+        env={"SHARDS": str(folder / "shards"), "PYTHONPATH": str(ROOT)},
     )
 
 
@@ -39,7 +36,7 @@ def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> 
     done = run(
         folder, "tests/support/toy_impure.py:make_loader", "--steps=10", "--cut=4", "--random-cuts=0", "--workers=0"
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stdout == (
         "equal: tests/support/toy_impure.py:make_loader gave 10 batches and 1 end of an epoch with num_workers=1, "
         "and the same "
@@ -62,7 +59,7 @@ def test_what_differs_from_process_to_process_is_named_with_field_sample_and_enc
     folder: Path, mistake: str
 ) -> None:
     done = run(folder, f"tests.support.toy_impure:{mistake}", *FAST)
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     first, field, sample, encoder, expected, found, hint, last = done.stdout.splitlines()
     assert first == "different: slot 0 of lane 0, in leg 1 (num_workers=0, PYTHONHASHSEED=2, not cut yet)"
     assert field.split()[1].startswith("batch[0]['value']")
@@ -76,7 +73,7 @@ def test_what_differs_from_process_to_process_is_named_with_field_sample_and_enc
 @pytest.mark.long
 def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path) -> None:
     done = run(folder, "tests.support.toy_impure:keeps_state", *FAST)
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     first, field, _, _, expected, found, hint, _ = done.stdout.splitlines()
     assert first.startswith(
         "different: slot 2 of lane 0, in leg 2 (num_workers=0, PYTHONHASHSEED=3, resumed after step 2)"
@@ -89,7 +86,7 @@ def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path)
 @pytest.mark.long
 def test_of_an_image_there_is_a_picture_of_both_and_their_difference(folder: Path) -> None:
     done = run(folder, "tests.support.toy_impure:unseeded_torch", *FAST)
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     picture = folder / "verify-resume-step-00001.png"
     assert f"picture   {picture}" in done.stdout and "batch['image'] (of its rows 3 of 3 differ)" in done.stdout
     with Image.open(picture) as image:
@@ -99,7 +96,7 @@ def test_of_an_image_there_is_a_picture_of_both_and_their_difference(folder: Pat
 def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
     (folder / "gone").mkdir()  # for pictures; there are no shards
     done = run(folder / "gone", "tests.support.toy_impure:good")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "no such shard or folder" in done.stderr.splitlines()[-1]
 
 
