@@ -231,7 +231,7 @@ def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Par
         index = place.get("matched_text_index") if isinstance(place, dict) else None
         if type(index) is not int or not 0 <= index < len(texts):
             raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
-        before.setdefault(index, []).append(images.named(name, at) if named else images.next(at))
+        before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
     parts: list[Part] = []
     for number, text in enumerate(texts):
         parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]")]
