@@ -24,7 +24,7 @@ from savable_pipeline.stages.bucket_batcher import BucketRule, BucketSizes
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs
-from tests.support.few_examples import few
+from tests.support.draws import few
 
 
 class Numbers(Packs):

@@ -21,7 +21,7 @@ from savable_pipeline.stages.encode import DeclaredSize
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.values_and_refs import values_and_refs
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_stores import number_of
 

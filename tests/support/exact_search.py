@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.few_examples import IS_LONG
 from tests.support.streams import through_a_file
 from tests.support.toy_chains import toy
 from tests.support.toy_pipelines import numbers, reads_of
@@ -84,16 +82,6 @@ def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
     weights = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]
     nothing: dict[str, Any] = {"drop_last": False, "skip": 0, "subset": None, "join": None, "filters": ()}
     return {**chosen, **nothing, "weights": weights}
-
-
-def examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
-    """Settings for `count` examples, times as many as the profile says, of a hundred; long searches do not shrink.
-
-    Those that start many processes report the one found, without a smaller one. The suite may draw fewer.
-    """
-    phases = (Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else []))
-    most = count * settings().max_examples // 100 if IS_LONG or suite is None else suite
-    return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
 
 
 def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from tests.support.disturbed_runs import check_disturbed
+from tests.support.draws import IS_LONG, examples
 from tests.support.exact_search import (
     check_chains,
     check_endless,
@@ -28,12 +29,10 @@ from tests.support.exact_search import (
     check_excluded_in_an_epoch,
     check_finite,
     check_once,
-    examples,
     exclusions,
     pipelines,
     shard_sizes,
 )
-from tests.support.few_examples import IS_LONG
 from tests.support.toy_pipelines import numbers, reads_of, toy_pipeline
 
 pytestmark = pytest.mark.timeout(3 * settings().max_examples)  # 300 s, and longer for a long search

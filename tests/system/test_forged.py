@@ -19,7 +19,7 @@ from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_o
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar_format import TARS, TarColumns, TarIndex
 from tests.conftest import write_tar
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.toy_faults import NumberEncoder
 from tests.support.values_and_refs import values_and_refs
 

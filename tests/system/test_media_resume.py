@@ -18,7 +18,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.processes import workers
 from tests.support.streams import through_a_file
 from tests.support.toy_clips import ClipsEncoder, clips_of, clips_pipeline, write_media_shards

@@ -18,8 +18,7 @@ from savable_pipeline.data.media.clips import Clip, ClipIterator
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.held_items import size_of
-from tests.support.draws import draws
-from tests.support.exact_search import examples
+from tests.support.draws import draws, examples
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 
 FPS, FRAMES, RATE = 12, 120, 16_000  # 10 s

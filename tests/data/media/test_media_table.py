@@ -24,7 +24,7 @@ from savable_pipeline.data.media.media_info import MediaInfo
 from savable_pipeline.data.media.media_table import MediaTotals
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.errors import MediaError
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_samples import plain_png

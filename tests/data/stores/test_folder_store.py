@@ -19,7 +19,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.stores import folder_store
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.toy_files import fill
 
 NAMES = st.builds("{}/{}.{}".format, st.sampled_from(["a", "b/c", "a-b"]), st.sampled_from("xyz"), st.sampled_from(

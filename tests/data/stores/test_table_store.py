@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.errors import ShardError
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.toy_files import fill
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"), max_size=9)

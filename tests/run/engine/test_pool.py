@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.engine.pool import Pool
+from savable_pipeline.core.run_facts import NO_FACTS
+from savable_pipeline.run.engine.pool import LaneAssignment, Pool
 from tests.support.processes import descendants, kill, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -23,6 +25,47 @@ class SleepyEncoder(NumberEncoder):
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
         time.sleep(0.02)
         return items
+
+
+class FakeWorker:
+    """As much of a worker as the choice looks at."""
+
+    def __init__(self, requests: int, since: float = 0.0) -> None:
+        self.requests = [None] * requests
+        self.since = time.monotonic() - since
+
+
+def choice(batch_s: float, busy: list[int], *, holder: int | None = None, sent: int = 0, rebuild_s: float = 0.0) -> Any:
+    """The number of the worker that is chosen, of some that have so many requests each."""
+    pool = Pool.__new__(Pool)
+    pool._depth, pool._batch_s = 2, batch_s
+    pool._host = SimpleNamespace(now=time.monotonic)  # type: ignore[assignment]
+    found: Any = [FakeWorker(requests) for requests in busy]
+    pool._workers = found
+    lane = LaneAssignment(b"", NO_FACTS, None if holder is None else found[holder], sent, rebuild_s)
+    chosen = pool._choose(lane)
+    return None if chosen is None else found.index(chosen)
+
+
+def test_a_new_lane_goes_to_the_worker_with_the_fewest_requests() -> None:
+    assert choice(0.0, [1, 0, 2]) == 1
+    assert choice(0.1, [2, 1, 0]) == 2
+    assert choice(0.1, [0, 0, 0]) == 0
+    assert choice(0.1, [2, 2, 2]) is None
+
+
+def test_a_lane_stays_where_it_is_unless_another_worker_begins_it_sooner() -> None:
+    assert choice(0.1, [0, 0], holder=1) == 1
+    assert choice(0.1, [0, 1], holder=1) == 0
+    assert choice(0.001, [0, 1], holder=1) == 1, "to move takes longer than to wait"
+    assert choice(0.1, [0, 1], holder=1, rebuild_s=0.5) == 1, "what it holds would have to be made again"
+    assert choice(0.1, [0, 2], holder=1, rebuild_s=0.15) == 0
+    assert choice(0.1, [1, 2], holder=1, rebuild_s=0.15) is None, "it waits until its holder has room"
+
+
+def test_a_lane_that_is_at_work_stays_where_it_works() -> None:
+    assert choice(0.1, [0, 1], holder=1, sent=1) == 1
+    assert choice(0.1, [0, 2], holder=1, sent=2) is None
 
 
 @pytest.mark.parametrize("lanes,num_workers", [(12, 5), (3, 4)])

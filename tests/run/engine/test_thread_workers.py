@@ -28,7 +28,8 @@ from savable_pipeline.stages.held_items import BudgetShare, MemoryBudget
 from savable_pipeline.stages.item_ref import Element
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines
-from tests.support.exact_search import examples, pipelines, shard_sizes, with_enough, written
+from tests.support.draws import examples
+from tests.support.exact_search import pipelines, shard_sizes, with_enough, written
 from tests.support.streams import through_a_file
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 

@@ -546,6 +546,23 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
 
 
+def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder: Path) -> None:
+    pipeline = partial(toy_pipeline, shards)
+    given: list[str] = []
+    with loader(pipeline, folder, epoch_slots=24) as own:
+        for _ in range(2):
+            given += take(own, 1000)
+        given += take(own, 5)
+        state = own.state_dict()
+    with loader(pipeline, folder, epoch_slots=24) as own:
+        own.load_state_dict(state)
+        given += take(own, 1000)
+    ledger = LedgerFiles(folder)
+    assert sorted(kept(ledger)) == [(0, slot) for slot in range(72)]
+    for slot in (23, 24, 52, 53):
+        assert digest(make_again(pipeline, ledger, 0, slot).batch) == given[slot]
+
+
 def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:
     shards = str(make_shards([12, 12]))
     (tmp_path / "forget").write_text("s000003\ns000020\n")

@@ -20,7 +20,7 @@ from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.testing import _take_step
 from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import write_numbered_shards
-from tests.support.exact_search import examples
+from tests.support.draws import examples
 from tests.support.streams import through_a_file
 
 Given = list[tuple[int, int]]  # epoch and number of each sample that counts

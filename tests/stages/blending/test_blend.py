@@ -21,7 +21,7 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.streams import take, through_a_file
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs
 

@@ -25,7 +25,7 @@ from savable_pipeline.stages.blending.turns import (
     begin_turns,
 )
 from savable_pipeline.stages.stage_info import StageInfo
-from tests.support.few_examples import few
+from tests.support.draws import few
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 

@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.toy_dataset import readers
 from tests.support.toy_pipelines import ToyEncoder, draw
 

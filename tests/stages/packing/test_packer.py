@@ -17,7 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.stage import ItemRef
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.toy_dataset import readers
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=60)

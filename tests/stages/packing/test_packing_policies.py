@@ -26,7 +26,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import LENGTHS, packer
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.toy_pipelines import ToyEncoder
 
 POLICIES = get_args(Policy)

@@ -12,7 +12,7 @@ import savable_pipeline as sp
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.toy_dataset import NumberDataset, drained, first, known
 
 SIZES = st.lists(st.integers(0, 30), min_size=3, max_size=9).filter(lambda sizes: sizes[0] > 0)

@@ -24,7 +24,7 @@ from savable_pipeline.stages.readers.lane_shares import (
     lane_span,
 )
 from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder
-from tests.support.few_examples import few
+from tests.support.draws import few
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=20).filter(sum)
 

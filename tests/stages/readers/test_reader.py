@@ -21,7 +21,7 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.shards.selection import without_ending
 from savable_pipeline.stages.readers.reader import ReaderSettings
 from tests.conftest import MakeShards, write_tar
-from tests.support.few_examples import few
+from tests.support.draws import few
 from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
