@@ -356,13 +356,14 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
         batches = TrainerLoader(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):
         signal = SignalAt(at, [trainer_loader, run])
-        count = got(batches, 1, signal)
+        count = got(steps := iter(batches), 1, signal)
         begun[0] += count
         assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at
         for _ in range(count):
             next(straight)
-        assert digest(next(iter(batches))) == digest(next(straight)), at
+        assert digest(next(steps)) == digest(next(straight)), at
         begun[0] += 1
+        assert batches.state_dict()["slot"] == straight.state_dict()["slot"], at
         if signal.left > 0:
             break
     assert at > 100
