@@ -418,7 +418,7 @@ def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_
     make_shards: Any, lanes: int, pack: str | None, drop_last: bool, num_workers: int
 ) -> None:
     settings: dict[str, Any] = {"epochs": 1, "skip": 0, "pack": pack, "drop_last": drop_last}
-    shards = str(make_shards([60, 7, 90]))
+    shards = str(make_shards([120, 7, 180]))
     items = [list(map(ids, toy_pipeline(shards, sp.Lane(lane, lanes, 3), size=1, **settings))) for lane in range(lanes)]
     found: list[list[Any]] = [[] for _ in range(lanes)]
     state, slot = None, 0
@@ -436,7 +436,7 @@ def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_
         assert len(items[lane]) - len(found[lane]) <= 20  # after the last round that every lane can fill
     given = [number for lane in found for item in lane for number in item]
     whole = Counter(number for lane in items for item in lane for number in item)
-    assert len(given) > 110 and Counter(given) <= whole == Counter({n: 1 if n % 5 else 3 for n in range(157)})
+    assert len(given) > 250 and Counter(given) <= whole == Counter({n: 1 if n % 5 else 3 for n in range(307)})
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
