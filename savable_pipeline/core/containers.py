@@ -143,10 +143,7 @@ def find_difference(items: Sequence[Any], field: str = "") -> ItemDifference | N
         )
     if isinstance(first, _STACKED):
         return None
-    return ItemDifference(
-        f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked",
-        (0,),
-    )
+    return ItemDifference(f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked", (0,))
 
 
 def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:

@@ -30,7 +30,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     packs; 0 where none is decided.
     """
 
-    since: SavedCount = msgspec.field(default=0, name="place")
+    since: SavedCount = 0
     digest: SavedCount = 0
     weights: dict[str, dict[str, SavedCount]] = {}
     excluded: dict[SavedCount, bytes] = {}

@@ -23,9 +23,9 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import REASON, StageInfo
+from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 _TRIED = 100  # samples to try for an item that fills up a batch

@@ -26,9 +26,9 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import Element, ItemRef
-from savable_pipeline.stages.setting_rules import SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_settings import SettingRule, check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these

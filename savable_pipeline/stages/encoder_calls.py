@@ -14,8 +14,8 @@ from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.setting_rules import function_name
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import function_name
 from savable_pipeline.stages.task_encoder import TaskEncoder, encoder_settings
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.clips import Clip, ClipIterator, Clips
-from savable_pipeline.stages.setting_rules import function_settings
+from savable_pipeline.stages.stage_settings import function_settings
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 _PLAIN = (bool, int, float, str, bytes, type(None))

@@ -31,9 +31,9 @@ from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.packing.packing_policies import PackingFunction, Policy
 from savable_pipeline.stages.packing.piece_maker import TooLong
-from savable_pipeline.stages.setting_rules import short, tree
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
+from savable_pipeline.stages.stage_settings import short, tree
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 ALONE = ""  # the name of the only source of a step

@@ -1,4 +1,7 @@
-"""`SkippedSamples`: which samples an `Encode` stage may leave out, how many it has, and which it must not try again."""
+"""`SkippedSamples`: which samples an `Encode` stage may leave out, how many it has, and which it must not try again.
+
+`SourceCounts` counts by source what any stage leaves out and keeps.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.setting_rules import SettingRule, called, tree
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import SettingRule, called, tree
 from savable_pipeline.stages.task_encoder import Skip
 
 State: TypeAlias = dict[str, Any]

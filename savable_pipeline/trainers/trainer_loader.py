@@ -88,7 +88,7 @@ class TrainerLoader:
         self._place = place
         self._carries = carries
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
-        self._most_given = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
+        self._most_kept = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
         self._to_skip: list[SlotSpan] = []  # where the loader comes to them
         self._mark()
 
@@ -101,10 +101,10 @@ class TrainerLoader:
 
     def _leave(self) -> None:
         """Remember where the loader stands."""
-        self._left_at = self._stands_at
+        self._left_at = self._epoch_and_slot
 
     @property
-    def _stands_at(self) -> tuple[int, int]:
+    def _epoch_and_slot(self) -> tuple[int, int]:
         position = self._run.position
         return position.epoch, position.slot
 
@@ -147,8 +147,8 @@ class TrainerLoader:
         self._check_none_skipped()
 
     def _check_not_moved(self) -> None:
-        if self._stands_at != self._left_at:
-            (epoch, slot), (now_epoch, now_slot) = self._left_at, self._stands_at
+        if self._epoch_and_slot != self._left_at:
+            (epoch, slot), (now_epoch, now_slot) = self._left_at, self._epoch_and_slot
             raise SavableError(
                 f"the loader was left at slot {slot} of epoch {epoch}, but stands at slot {now_slot} of epoch "
                 f"{now_epoch}: something else took batches of it, skipped some or restored it a second time. Restore "
@@ -208,7 +208,7 @@ class TrainerLoader:
             begun = self._now_begun
             start, number = (given[-1].start, given[-1].number) if given else (self._begun_before, 0)
             last = _Given(before, self._skipped, number + 1, begun if start is None else start, begun)
-            self._given = (*given, last)[-self._most_given :]
+            self._given = (*given, last)[-self._most_kept :]
             self._leave()
         except BaseException:
             self._run.take_back(before)
@@ -224,7 +224,7 @@ class TrainerLoader:
         if ahead > len(self._given):
             self._check_none_skipped()
             raise SavableError(
-                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._most_given} can be "
+                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._most_kept} can be "
                 "taken back: accumulate fewer, larger batches, and no more than an epoch has"
             )
         return list(self._given[-ahead:]) if ahead else []

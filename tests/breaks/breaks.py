@@ -551,7 +551,7 @@ DATA = [
         "        if pin and version != pin:\n            raise _other_version(root, name)\n        done = start\n",
         "        done = start\n",
         ("tests/data/remote/test_object_store.py", "tests/data/remote"),
-        caught_by="tests/data/remote/test_index_parts.py::test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on[alike-version-raise]",
+        caught_by="tests/data/remote/test_index_parts.py::test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on[version-raise]",
     ),
     Break(
         "token-for-another-host",

@@ -28,7 +28,7 @@ MEASURE = runpy.run_path(str(ROOT / "tools/house/measure.py"))
 code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 395,
-    "savable_pipeline/core": 1018,
+    "savable_pipeline/core": 1016,
     "savable_pipeline/data": 12939,
     "savable_pipeline/run": 7765,
     "savable_pipeline/stages": 6028,

@@ -172,14 +172,14 @@ class TextStore(FileStore):
         offsets = self.blob(shard).astype(np.int64, copy=False)
         return offsets[rows], offsets[rows + 1]
 
-    def raw(self, shard: int, row: int) -> tuple[bytes, int]:
-        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`."""
+    def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
+        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`, also for over `most`."""
         starts = self._starts.get(shard)
         if starts is None:
             self.files[shard]  # checks the file, and what the index says of it
             starts = self._starts[shard] = self.blob(shard).data
         begin, end = starts[row], starts[row + 1]
-        if end - begin > LONGEST_LINE:
+        if end - begin > most:
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
         return self.files.read(shard, begin, end - begin), begin
 
@@ -226,7 +226,7 @@ class JsonlStore(TextStore):
         return {LINE: np.concatenate(sizes)}
 
     def _line(self, shard: int, row: int) -> bytes:
-        raw, begin = self.raw(shard, row)
+        raw, begin = self.raw(shard, row, LONGEST_LINE)
         line = raw.rstrip(b"\r\n")
         if b"\n" in line:  # lines of spaces follow
             line = line.partition(b"\n")[0].rstrip(b"\r")

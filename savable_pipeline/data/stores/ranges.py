@@ -208,7 +208,7 @@ def _with_media(
 ) -> FileFormat:
     """The format of folders of such tables with the files that their rows name; `constant` is its name here.
 
-    Tables elsewhere than below a folder have rows, but no samples.
+    Of a set whose tables have samples below one folder, those elsewhere have rows alone, and an epoch reads all files.
     """
 
     def read(file: ByteSource, name: str) -> ShardTable:
@@ -231,7 +231,7 @@ def _with_media(
         import_path=f"{__name__}:{constant}",
         read=read,
         is_as_indexed=is_as_indexed,
-        all_used=False,  # of long files
+        all_used=bool(samples_below),  # of long files, rows name some ranges
     )
 
 

@@ -20,8 +20,8 @@ from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.stage_settings import SettingRule
 
 log = logging.getLogger(__name__)
 

@@ -155,7 +155,7 @@ class OfSource(NamedTuple):
     stage: str
     tag: int
     what: str
-    """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see source_counts.py."""
+    """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see `SourceCounts`."""
 
     @classmethod
     def of(cls, name: str) -> OfSource | None:

@@ -27,7 +27,6 @@ from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import (
     ItemStage,
     SampleStage,
@@ -40,6 +39,7 @@ from savable_pipeline.stages.stage import (
     saved_refs,
 )
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)

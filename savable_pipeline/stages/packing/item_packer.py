@@ -27,10 +27,10 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]

@@ -21,10 +21,10 @@ from savable_pipeline.stages.packing.packing_policies import (
     make_packing,
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
-from savable_pipeline.stages.setting_rules import check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)

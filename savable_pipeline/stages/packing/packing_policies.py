@@ -25,7 +25,7 @@ from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Costing
 from savable_pipeline.stages.item_ref import Element
-from savable_pipeline.stages.setting_rules import function_name
+from savable_pipeline.stages.stage_settings import function_name
 
 Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]

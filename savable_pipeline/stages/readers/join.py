@@ -23,10 +23,10 @@ from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import SampleStage, State, TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
 Found: TypeAlias = dict[str, Sample | None]  # by the name of the store

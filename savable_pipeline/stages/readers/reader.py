@@ -32,9 +32,9 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
-from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
 from savable_pipeline.stages.stage import Stage, State, TakesRefs, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
+from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Names: TypeAlias = str | tuple[str, ...]
 

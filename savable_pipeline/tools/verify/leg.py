@@ -4,7 +4,8 @@
             ◀── its answer, as a line of JSON ── stdout     the user's own prints go to stderr
 
 A batch passes from the uninterrupted run's interpreter to the other's by `Keep` and `Explain`, as a pickle in a
-temporary folder of the command. A state passes by `torch.save` and `torch.load(weights_only=True)`.
+temporary folder of the command. A state passes by `torch.save` and `torch.load(weights_only=True)`. Of two images that
+should be equal, `draw_difference` leaves a picture.
 """
 
 from __future__ import annotations

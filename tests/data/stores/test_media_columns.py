@@ -12,7 +12,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores.arrow_columns import NamedFile
+from savable_pipeline.data.stores.arrow_columns import BrokenColumnError, MediaListColumn, NamedFile
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
 from tests.data.stores.test_columnar_store import STORES, every_store, parts_of, write
 
@@ -111,6 +111,19 @@ def test_a_list_of_images_is_a_part_for_each(tmp_path: Path, name: str, kind: An
     assert [store.nulls(0, row) for row in range(4)] == [[], [], ["image"], ["image"]]
     with pytest.raises(KeyError, match=r"no part 'image'; the sample has 0\.PNG, 1\.gif, caption"):
         store.read(0, 0, "image")
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [2, 1], [-1, 1]])
+def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
+    items = pa.array([named("a.png", b"a"), named("b.png", b"b")], MEDIA)
+    offsets = bytearray(8)
+    buffers = [None, pa.py_buffer(offsets)]
+    column = MediaListColumn(pa.Array.from_buffers(pa.list_(MEDIA), 1, buffers, children=[items]))
+    offsets[:] = b"".join(end.to_bytes(4, "little", signed=True) for end in ends)  # pyarrow has looked at it before
+    with pytest.raises(BrokenColumnError, match="is said to be the elements"):
+        column.elements(0)
+    with pytest.raises(BrokenColumnError, match="lies outside"):
+        column.elements(1)
 
 
 @every_store

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.data.stores import jsonl
 from savable_pipeline.errors import ShardError
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.draws import examples
@@ -200,6 +201,16 @@ def test_a_row_of_another_width_is_a_fault_of_this_row_alone(tmp_path: Path) -> 
         samples[1].json()
     kept = sp.read(tmp_path / "a.csv", shuffle=False, on_error="skip").map(lambda sample: sample.json()).take(2)
     assert [each["a"] for each in kept] == ["1", "4"]
+
+
+def test_only_lines_of_jsonl_are_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 20)
+    row = {"text": "a" * 30}
+    for name, text in {"a.jsonl": json.dumps(row), "a.json": json.dumps([row]), "a.csv": "text\n" + "a" * 30}.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert [sp.open_dataset(tmp_path / name)[0].json()["text"] for name in ("a.json", "a.csv")] == ["a" * 30] * 2
+    with pytest.raises(sp.ShardError, match=r"a\.jsonl: .*a line of 43"):
+        sp.open_dataset(tmp_path / "a.jsonl")[0].json()
 
 
 def test_a_folder_of_tables_alone_is_one_dataset(tmp_path: Path) -> None:

@@ -61,6 +61,28 @@ def laid_out(
     return packs
 
 
+@few(50)
+@given(SIZES, st.integers(12, 30), st.integers(3, 6), st.integers(1, 5), st.sampled_from(POLICIES))
+def test_every_piece_is_in_one_pack_and_no_pack_is_over_either_budget(
+    sizes: list[tuple[int, int]], max_length: int, max_images: int, open_packs: int, policy: Policy
+) -> None:
+    bounds = {"max_length": max_length, "max_images": max_images, "open_packs": open_packs}
+    packs = laid_out(sizes, make_packing(policy, key=1, **bounds))
+    placed: dict[int, list[tuple[int, int]]] = {}
+    for pack in packs:
+        assert pack.pieces
+        assert pack.room == max_length - sum(piece.length for piece in pack.pieces) >= 0
+        assert pack.images == max_images - sum(piece.images for piece in pack.pieces) >= 0
+        for piece in pack.pieces:
+            placed.setdefault(piece.ref, []).append((piece.start, piece.length))
+    assert placed.keys() == set(range(len(sizes)))
+    for number, (length, _) in enumerate(sizes):
+        starts = sorted(placed[number])
+        assert [start for start, _ in starts] == [sum(n for _, n in starts[:i]) for i in range(len(starts))]
+        assert sum(n for _, n in starts) == length
+        assert policy == "sequential" or len(starts) == 1
+
+
 def test_first_fit_decreasing_lays_the_longest_out_first_and_keeps_the_last_pack() -> None:
     packing = make_packing("first_fit_decreasing", max_length=10, max_images=0, open_packs=2, key=1)
     for number, length in enumerate([3, 8, 2, 6, 4, 5, 5]):  # 33 of 30 are enough

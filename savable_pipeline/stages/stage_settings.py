@@ -1,7 +1,7 @@
-"""`SettingRule`: how a setting of a stage is compared with that of a saved state, where equal or allowed is not enough.
+"""The settings of stages: how they are compared with those of a saved state, kept of a function, and printed.
 
-A setting without a rule must be equal, unless `allow` names it. `Stage.setting_rules` has the rules. Here is, too, what
-a fingerprint keeps of a function, and how stages and settings are printed.
+A setting must be equal, unless `allow` names it, or a `SettingRule` says how else it is compared: `Stage.setting_rules`
+has them. Of a function a state keeps its name and its own settings. `tree` prints the stages of a lane.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tree(stage: str, sources: Iterable[str] = ()) -> str:
     """A stage above the trees of its sources.
 
     Example:
-        >>> from savable_pipeline.stages.setting_rules import tree
+        >>> from savable_pipeline.stages.stage_settings import tree
         >>> print(tree("Batcher(size=4)", [tree("Encode()")]))
         └─ Batcher(size=4)
            └─ Encode()
@@ -90,7 +90,7 @@ def called(name: str, settings: Mapping[str, Any]) -> str:
     """A stage with its settings but for those that are None: "Batcher(size=4)".
 
     Example:
-        >>> from savable_pipeline.stages.setting_rules import called
+        >>> from savable_pipeline.stages.stage_settings import called
         >>> called("Batcher", {"size": 4, "drop_last": None})
         'Batcher(size=4)'
     """
