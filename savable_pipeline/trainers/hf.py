@@ -24,7 +24,7 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.forms import from_json, to_json
+from savable_pipeline.run.state.json_form import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
 from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting
 
@@ -32,7 +32,6 @@ __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
 
-DATA_FILE = "savable_loader.json"
 _BEGUN = "checkpoint-is-incomplete.txt"  # what the trainer marks a folder with that it makes on SIGTERM
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 
@@ -447,7 +446,7 @@ def begin(folder: Path, state: Mapping[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of one that was saved here before
-    replace_file(folder / DATA_FILE, [json.dumps(to_json(state)).encode()], sync=True)
+    replace_file(folder / JSON_FILE, [json.dumps(to_json(state)).encode()], sync=True)
 
 
 def take_away(folder: Path) -> None:
@@ -504,7 +503,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"{folder} is not whole: its {lacks}. Resume from another (resume_from_checkpoint=True takes the newest "
             "whole one), or load a state that you saved yourself into the loader and pass the trainer no checkpoint"
         )
-    file = folder / DATA_FILE
+    file = folder / JSON_FILE
     try:
         return from_json(json.loads(file.read_bytes()))
     except ValueError as error:
@@ -513,8 +512,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _lacks(folder: Path) -> str | None:
     """What a checkpoint lacks, in words that follow "whose"; None if it is complete."""
-    if not (folder / DATA_FILE).exists():
-        return f"{DATA_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
+    if not (folder / JSON_FILE).exists():
+        return f"{JSON_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_bytes())
     except FileNotFoundError:

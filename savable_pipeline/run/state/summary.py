@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import SLOTS, read_flights
+from savable_pipeline.run.state.json_form import JSON_FILE, from_json
 from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
 from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers, read_facts
 
+_MISSING = "missing"  # in place of a field that one state does not have
 _MARKS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
 
 
@@ -33,27 +36,42 @@ class StateSummary:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The loader's state in a file that `torch.save` wrote; it may be anywhere in nested dicts and lists.
+    """The loader's state in a file that `torch.save` wrote, where it may be anywhere in nested dicts and lists.
 
-    Raises `StateError` if there is no such file, or if it cannot be read or does not hold exactly one state.
+    Or in one that `to_json` made, or in a trainer's folder with such a file. Raises `StateError` if there is no such
+    file, or if it cannot be read or does not hold exactly one state.
     """
-    import torch
-
+    if (path / JSON_FILE).is_file():
+        path = path / JSON_FILE
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"
-        raise StateError(f"{path}: {what}; expected a file that torch.save wrote, with the loader's state in it")
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise StateError(
-            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "
-            "torch.save, is damaged, or holds more than plain values and tensors"
-        ) from error
+        raise StateError(f"{path}: {what}; expected a file with the loader's state in it, of torch.save or to_json")
+    loaded = _loaded_json(path) if path.suffix == ".json" else _loaded(path)
     found = list(_find(loaded))
     if len(found) != 1:
         content = "no state of a SavableLoader" if not found else f"{len(found)} states; save each in its own file"
         raise StateError(f"{path}: holds {content}")
     return found[0]
+
+
+def _loaded_json(path: Path) -> Any:
+    try:
+        loaded = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise StateError(f"{path}: this is no JSON ({error}); use another copy of the checkpoint") from error
+    return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _MARKS else None
+
+
+def _loaded(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "
+            "torch.save, is damaged, or holds more than plain values and tensors"
+        ) from error
 
 
 def _find(value: Any) -> Iterator[dict[str, Any]]:
@@ -169,9 +187,9 @@ def _differing(
         return [(where.strip(), *shown_sides)]  # type: ignore[list-item]
     names = list(dict.fromkeys([*left, *right]))
     return [
-        (where + name, *_pair(name, left.get(name), right.get(name)))
+        (where + name, *_pair(name, left.get(name, _MISSING), right.get(name, _MISSING)))
         for name in names
-        if left.get(name) != right.get(name)
+        if left.get(name, _MISSING) != right.get(name, _MISSING)
     ]
 
 
@@ -184,11 +202,11 @@ def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
                 return tuple(f"{len(s)} refs, [{i}] = index {r['index']} epoch {r['epoch']}" for s, r in
                              ((mine, one), (theirs, other)))  # type: ignore[return-value]  # fmt: skip
     sides = shown(name, left), shown(name, right)
-    if sides[0] == sides[1]:
+    if sides[0] == sides[1] or isinstance(left, list) or isinstance(right, list):
         return _short(left), _short(right)
     return sides
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = value if value == _MISSING else repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -199,7 +199,7 @@ def _listed(words: list[str]) -> str:
 
 
 def state(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint that holds one.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint (of Hugging Face: the folder) with one.")],
     other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
 ) -> None:
     """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.
@@ -211,7 +211,7 @@ def state(
     with errors_as_lines():
         summary = summarize(read_checkpoint(file))
         if other is None:
-            _print_state(summary, file.stat().st_size)
+            _print_state(summary)
             return
         found = differences(summary, summarize(read_checkpoint(other)))
     _print_differences(found, file.name, other.name)
@@ -219,14 +219,14 @@ def state(
         raise typer.Exit(1)
 
 
-def _print_state(state: StateSummary, size: int) -> None:
+def _print_state(state: StateSummary) -> None:
     """Where a saved run stands: its settings, then a table of the lanes that have begun."""
     begun = {lane: row for lane, row in state.lanes.items() if row}
     epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
     epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
     out.print(
         f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
-        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(size)}"
+        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(sum(state.lane_bytes.values()))}"
     )
     settings = Table("setting", "value", title="the run", title_justify="left")
     for name, value in {**state.settings, **state.environment}.items():
@@ -240,8 +240,8 @@ def _setting(name: str, value: object) -> str:
     if name.endswith("Reader.shards") and isinstance(value, list | dict):
         from savable_pipeline.data.dataset.shard_digests import count, sample_count
 
-        return f"{count(value):,} shards, {sample_count(value):,} samples"
-    return " → ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return f"{counted(count(value), 'shard')}, {counted(sample_count(value), 'sample')}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Table:
@@ -271,7 +271,7 @@ def _print_differences(found: list[tuple[str, str, str]], left: str, right: str)
         Column("where", overflow="fold"),
         printable(left),
         printable(right),
-        title=f"{len(found)} differences",
+        title=counted(len(found), "difference"),
         title_justify="left",
     )
     for row in found:
