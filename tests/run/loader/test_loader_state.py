@@ -380,6 +380,12 @@ def test_ranks_that_saved_at_different_steps_are_told_so(pipeline: Any) -> None:
             loader(pipeline).load_state_dict(mixed)
 
 
+def test_lanes_that_were_exchanged_are_found(pipeline: Any) -> None:
+    state = loader(pipeline).state_dict()
+    with pytest.raises(sp.CheckpointMismatchError, match=r"lane_00001: its batch 0 of epoch 0 \(lane 2\)"):
+        loader(pipeline).load_state_dict({**state, "lane_00001": state["lane_00002"]})
+
+
 def test_saving_asks_no_worker_anything(make_shards: Any) -> None:
     """With all workers dead the state is the one before."""
     pipeline = partial(number_pipeline, str(make_shards([60])))
