@@ -30,10 +30,10 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline": 395,
     "savable_pipeline/core": 1016,
     "savable_pipeline/data": 12939,
-    "savable_pipeline/run": 7765,
+    "savable_pipeline/run": 7806,
     "savable_pipeline/stages": 6028,
     "savable_pipeline/tools": 6413,
-    "savable_pipeline/trainers": 2603,
+    "savable_pipeline/trainers": 2580,
     "task_encoders": 2096,
 }
 MOST_LINES_OF_TOOLS = 5946  # of the repository's own: quickstart, benchmarks, soaks, trials

@@ -68,8 +68,8 @@ class ColumnarStore(GroupedStore):
         """What to do about rows that name files without their bytes."""
         source = self.where(0) if len(self.entries) == 1 else self.address
         return (
-            f"no file is opened that a row names: `savable convert {source} DST --files FOLDER` writes their bytes "
-            "into shards; or leave the column out (columns=, --only)"
+            f"no file is opened that a row names: `savable convert {source} DST --files-from FOLDER` writes their "
+            "bytes into shards; or leave the column out (columns=, --only)"
         )
 
     @abstractmethod

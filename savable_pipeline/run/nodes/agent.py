@@ -21,7 +21,7 @@ from multiprocessing.context import SpawnProcess
 from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, begin_interpreter
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, REPLY_BYTES, Wanted, answered, new_hello
 from savable_pipeline.run.nodes.session import run_session
-from savable_pipeline.run.nodes.wire import Secret
+from savable_pipeline.run.nodes.wire import Secret, said
 from savable_pipeline.run.transport.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,10 @@ class Agent:
             raise ValueError(f"workers must be at least 1, not {workers}")
         host, port = read_address(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise OSError(f"{listen}: {said(error)}; give an address of this machine, and a free port") from error
         self._listener.setblocking(False)
         self._key, self._workers = key, workers
         self._half_open: list[HalfOpen] = []  # the oldest first

@@ -188,8 +188,8 @@ class ParquetReader(_TableReader, kind="parquet"):
 
     Raises:
         ValueError: A setting is wrong, or there is no such column.
-        ShardError: A file is damaged; a row names a file without its bytes (`savable convert --files` writes them into
-            shards).
+        ShardError: A file is damaged; a row names a file without its bytes (`savable convert --files-from` writes
+            them into shards).
         RemoteError: A server cannot be reached.
 
     Example:

@@ -124,7 +124,6 @@ FilesFromOption: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--files-from",
-        "--files",
         help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
         "the files are that rows name by a path, without their bytes.",
     ),

@@ -86,8 +86,8 @@ def convert(
     In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
     others. Tables and JSON may be compressed (.gz, .zst).
     In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
-    In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files FOLDER the files below it
-    that rows name by a path are read.
+    In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files-from FOLDER the files
+    below it that rows name by a path are read.
     Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones. Tars
     with links, which are no parts of samples, are not written anew: pack their files with tar --dereference.
 
@@ -139,8 +139,9 @@ def convert(
         print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
         if not report.samples:
             lost = files_from is None and {reject.reason for reject in report.rejected} == {"missing file"}
-            hint = f": --files-from FOLDER says where the files are; remove {target} before" if lost else ""
-            raise ValueError(f"{target} has no shard: everything in {source} was rejected{hint}")
+            hint = "--files-from FOLDER says where the files are; " if lost else ""
+            cure = f"{hint}remove {target} before another try"
+            raise ValueError(f"{target} has no shard: everything in {source} was rejected; {cure}")
     if report.rejected and not skip_bad:
         raise typer.Exit(1)
 

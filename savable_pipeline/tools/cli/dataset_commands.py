@@ -89,17 +89,17 @@ def info(
 
     with errors_as_lines():
         settings = _settings(key_end, classes, key_field, columns, file_field, files_from)
-        _print_info(dataset_info(path, **settings), as_json=as_json)
+        _print_info(path, dataset_info(path, **settings), as_json=as_json)
 
 
-def _print_info(info: Info, *, as_json: bool) -> None:
-    """A dataset in tables, or as one JSON object."""
+def _print_info(path: str, info: Info, *, as_json: bool) -> None:
+    """The dataset at `path` in tables, or as one JSON object."""
     if as_json:
         out.print(json.dumps(_info_object(info), indent=2), markup=False)
         return
     smallest, largest = _extremes(info)
     facts = Table("", "", show_header=False, box=None)
-    facts.add_row("dataset", printable(info.root))
+    facts.add_row("dataset", printable(path))
     facts.add_row("shards", f"{len(info.shards):,}")
     facts.add_row("samples", f"{info.samples:,}")
     facts.add_row("size", human_bytes(info.size))

@@ -199,7 +199,7 @@ def _listed(words: list[str]) -> str:
 
 
 def state(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint (of Hugging Face: the folder) with one.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state; a checkpoint with one, a file or a folder.")],
     other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
 ) -> None:
     """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.

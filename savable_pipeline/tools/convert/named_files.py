@@ -1,7 +1,7 @@
 """Files that rows of a table name by a path, without their bytes: found below one folder, and read beside the rows.
 
-{bytes: null, path: "cats/1.png"}   --files /data   ─▶   /data/cats/1.png
-{bytes: null, path: "/data/1.png"}  --files /data   ─▶   /data/1.png
+{bytes: null, path: "cats/1.png"}   --files-from /data   ─▶   /data/cats/1.png
+{bytes: null, path: "/data/1.png"}  --files-from /data   ─▶   /data/1.png
 
 Nothing outside of the folder is read, wherever a path or a link leads.
 """
@@ -41,7 +41,7 @@ def file_part(folder: str, named: NamedFile) -> Part:
     path = str(PurePosixPath(folder, named.path))
     try:
         if ".." in PurePosixPath(named.path).parts or outside(folder, path):
-            raise FaultError(f"outside the folder of the files: {where}, and --files {folder}")
+            raise FaultError(f"outside the folder of the files: {where}, and --files-from {folder}")
         status = Path(path).stat()
     except (ValueError, OSError) as error:  # not there, or no name for a file
         raise FaultError(f"missing file: {where}, and there is no {path}"[:400]) from error
@@ -114,13 +114,13 @@ class RowColumns:
                 found.source_id or source_id(Path(found.root)), [source_id(Path(self._folder))]
             )
             if not self._named:
-                found.warnings.append("no row names a file without its bytes: --files is not needed")
+                found.warnings.append("no row names a file without its bytes: --files-from is not needed")
         elif self._named:
             counts = "; ".join(
                 f"the column {column!r}: {count:,} of {dataset.count:,} rows have a path and no bytes"
                 for column, count in sorted(self._named.items())
             )
             raise ValueError(
-                f"{dataset.address}: {counts}: give --files FOLDER, the folder that the files lie in; or take other "
-                "parts alone with --only"
+                f"{dataset.address}: {counts}: give --files-from FOLDER, the folder that the files lie in; or take "
+                "other parts alone with --only"
             )

@@ -324,7 +324,7 @@ def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -
         raise ValueError(
             f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
             f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
-            "add --files FOLDER for structs of bytes and path, else write them as JSONL and convert that"
+            "add --files-from FOLDER for structs of bytes and path, else write them as JSONL and convert that"
         )
 
 

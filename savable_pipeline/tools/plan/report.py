@@ -112,7 +112,7 @@ def _choice(plan: RunPlan, choice: LanesChoice) -> Fact:
     name = f"lanes={choice.lanes}{marks}"
     if not choice.fits:
         return Fact(name, f"not for {plan.ranks} ranks; {worlds}", "counted")
-    parts = [f"up to {choice.workers} workers a rank", worlds]
+    parts = [f"up to {counted(choice.workers, 'worker')} a rank", worlds]
     if choice.steps is not None and choice.left_share is not None and plan.steps.how != "unknown":
         parts.append(f"{choice.steps:,.0f} steps, {choice.left_share:.2%} left")
     return Fact(name, "; ".join(parts), _how(plan.steps))

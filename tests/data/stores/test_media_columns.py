@@ -32,7 +32,7 @@ def table(images: list[Any], kind: Any = MEDIA, column: str = "image") -> Any:
 def test_a_row_with_a_path_and_no_bytes_is_an_error_by_column_that_names_the_command(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, table([named(f"{i}.png") for i in range(6)]))
     said = r"row 0: the column 'image' holds '0.png' and no bytes \(6 of 6 rows have a path and no bytes\); .*"
-    said += rf"`savable convert {path} DST --files FOLDER`"
+    said += rf"`savable convert {path} DST --files-from FOLDER`"
     with pytest.raises(sp.ShardError, match=said) as error:
         list(next(READERS[name](path, sp.Lane(), shuffle=False)))
     assert error.value.reason == "path without bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline import errors
+from savable_pipeline.run.state.json_form import JSON_FILE, to_json
 from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
 from savable_pipeline.tools.cli.main import app
 from tests.support.toy_pipelines import toy_pipeline
@@ -76,6 +79,25 @@ def test_the_first_ref_that_differs_is_named() -> None:
     assert differences(left, right) == [
         ("lane 3 ShuffleBuffer.refs", "1 refs, [0] = index 5 epoch 0", "1 refs, [0] = index 7 epoch 1")
     ]
+
+
+def test_a_state_in_json_is_read_as_such_and_in_a_folder_of_a_trainer(checkpoints: list[Path], tmp_path: Path) -> None:
+    state = read_checkpoint(checkpoints[0])
+    for name in ("mine.json", JSON_FILE):
+        (tmp_path / name).write_text(json.dumps(to_json(state)))
+        assert read_checkpoint(tmp_path / name) == state
+    assert read_checkpoint(tmp_path) == state
+    for raw, said in (("[1]", "holds no state"), ("{", "this is no JSON")):
+        (tmp_path / "mine.json").write_text(raw)
+        with pytest.raises(errors.StateError, match=said):
+            read_checkpoint(tmp_path / "mine.json")
+
+
+def test_a_setting_that_one_state_lacks_is_missing_and_not_none(checkpoints: list[Path]) -> None:
+    one, other = (summarize(read_checkpoint(path)) for path in (checkpoints[0], checkpoints[0]))
+    other.settings.pop("Encode.mean", None)
+    one.settings["Encode.mean"] = [0.5, None]
+    assert differences(one, other) == [("Encode.mean", "[0.5, None]", "missing")]
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,11 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["check", "empty"], "` writes shards there of the files or the table SRC"),
         (["info", "table.csv"], "/table.csv: no row below the names of its columns"),
         (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
-        (["state", "gone"], "gone: no such file; expected a file that torch.save wrote"),
-        (["state", "in"], "in: a folder; expected a file that torch.save wrote"),
+        (
+            ["state", "gone"],
+            "gone: no such file; expected a file with the loader's state in it",
+        ),
+        (["state", "in"], "in: a folder; expected a file with the loader's state in it, of torch.save or to_json"),
         (["info", "bad.tar"], "bad.tar"),
     ],
 )

@@ -64,7 +64,7 @@ def taken(source: Path, target: Path, files: Path, **options: Any) -> Report:
 def test_without_their_folder_rows_that_name_files_are_an_error_by_column(tmp_path: Path, name: str) -> None:
     source = write(tmp_path / name, [*named(*range(5)), *with_bytes("5.png")])
     with pytest.raises(
-        ValueError, match="the column 'image': 5 of 6 rows have a path and no bytes: give --files FOLDER"
+        ValueError, match="the column 'image': 5 of 6 rows have a path and no bytes: give --files-from FOLDER"
     ):
         run_conversion(source, tmp_path / "out", Options())
     assert not (tmp_path / "out").exists()
@@ -172,9 +172,11 @@ def test_nothing_rejected_is_said_only_where_every_column_of_every_row_arrived(t
     assert "nothing rejected" not in text
     assert "nothing rejected" in said([*whole, None], "--only", "caption")
     assert "image in 1 sample" in said([*whole, None], "--only", "caption,png")
-    assert "nothing rejected" in said(named("cats/0.png"), "--files", str(pictures))
-    assert "no row names a file without its bytes: --files is not needed" in said(whole, "--files", str(pictures))
-    assert "no such folder, in which the files are" in said(whole, "--files", str(tmp_path / "gone"))
+    assert "nothing rejected" in said(named("cats/0.png"), "--files-from", str(pictures))
+    assert "no row names a file without its bytes: --files-from is not needed" in said(
+        whole, "--files-from", str(pictures)
+    )
+    assert "no such folder, in which the files are" in said(whole, "--files-from", str(tmp_path / "gone"))
 
 
 def test_info_and_check_count_nulls_and_empty_parts_and_name_the_command(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_info_and_check_count_nulls_and_empty_parts_and_name_the_command(tmp_pat
             told,
             "null: image in 1 sample",
             "empty: raw in 1 sample",
-            f"convert {source} DST --files FOLDER",
+            f"convert {source} DST --files-from FOLDER",
         ):
             assert words in text, (command, words)
 
