@@ -59,9 +59,10 @@ def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeli
     before = held()
     own = loader(pipeline, num_workers)
     take(own, 5)
-    assert len(set(descendants(os.getpid())) - set(before)) == (num_workers + 1 if num_workers else 0)  # and a server
+    begun = [pid for pid in descendants(os.getpid()) if pid not in before]
+    assert len(begun) == (num_workers + 1 if num_workers else 0)  # and a server
     own.close()
-    assert held() <= before
+    assert held() <= before and not alive(begun)  # a worker whose server has ended is no child any more
     with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
         for _batch in own:
             _ = 1 / 0
@@ -96,9 +97,11 @@ def test_closing_does_not_wait_for_batches_that_are(make_shards: Any, tmp_path: 
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), workers=sp.Workers(prefetch=4))
     next(own)
     time.sleep(0.2)
+    begun = workers(own)
     start = time.monotonic()
     own.close()
     assert time.monotonic() - start < 30  # not the minute that a batch takes
+    assert begun and not alive(begun)
 
 
 def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
