@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from tests.support.processes import alive, descendants, wait_until_gone, workers
+from savable_pipeline.run.engine import process_host
+from tests.support.processes import alive, descendants, kill, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
@@ -102,6 +103,19 @@ def test_closing_does_not_wait_for_batches_that_are(make_shards: Any, tmp_path: 
     own.close()
     assert time.monotonic() - start < 30  # not the minute that a batch takes
     assert begun and not alive(begun)
+
+
+def test_a_worker_that_does_not_end_is_killed(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_host, "_LOOK_S", 0.2)
+    own = loader(pipeline)
+    next(own)
+    begun = workers(own)
+    os.kill(begun[0], signal.SIGSTOP)
+    own.close()
+    left = alive(begun)
+    for pid in left:
+        kill(pid)
+    assert begun and not left
 
 
 def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
