@@ -111,6 +111,8 @@ def test_a_worker_that_does_not_end_is_killed(pipeline: Any, monkeypatch: pytest
     next(own)
     begun = workers(own)
     os.kill(begun[0], signal.SIGSTOP)
+    while Path(f"/proc/{begun[0]}/stat").read_text().rsplit(")")[-1].split()[0] != "T":  # it stops a little later
+        time.sleep(0.001)
     own.close()
     left = alive(begun)
     for pid in left:
