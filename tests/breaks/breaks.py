@@ -62,7 +62,7 @@ STAGES = [
         "            self.avoid(sample.index, sample.epoch, reason_of(error))\n            self._forget_before",
         "            self._forget_before",
         ("tests/stages/test_on_error.py", "tests/stages/test_encode.py", "tests/run/engine/test_avoided_samples.py"),
-        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered",
+        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered[missing shard]",
     ),
     Break(
         "fan-out-seed-of-the-first",
@@ -550,7 +550,7 @@ DATA = [
         _DATA + "remote/object_store.py",
         "        if pin and version != pin:\n            raise _other_version(root, name)\n        done = start\n",
         "        done = start\n",
-        ("tests/data/remote/test_object_store.py", "tests/data/remote"),
+        ("tests/data/remote/test_index_parts.py", "tests/data/remote/test_object_store.py", "tests/data/remote"),
         caught_by="tests/data/remote/test_index_parts.py::test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on[version-raise]",
     ),
     Break(

@@ -67,6 +67,17 @@ def test_restored_at_any_position_it_goes_on_exactly(count: int, size: int, cut:
     assert drained(after, chunk) == expected[cut:]
 
 
+def test_a_resume_of_a_resume_of_a_resume_goes_on_exactly() -> None:
+    expected, stage, given = first(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
+    for chunk in itertools.cycle([1, 0, 7, 40]):
+        given += first(stage, chunk)
+        if len(given) > 250:
+            break
+        state, stage = stage.save_state(), buffer(50, 20, epochs=None)
+        stage.restore_state(state)
+    assert given == expected[: len(given)]
+
+
 def test_the_state_holds_the_refs_in_order_twelve_bytes_each() -> None:
     stage = buffer(100, 10)
     given = first(stage, 25)

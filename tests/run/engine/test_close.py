@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from tests.support.processes import alive, descendants, wait_until_gone, workers
+from savable_pipeline.run.engine import process_host
+from tests.support.processes import alive, descendants, kill, wait_until_gone, workers
 from tests.support.streams import take
 from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
@@ -59,9 +60,10 @@ def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeli
     before = held()
     own = loader(pipeline, num_workers)
     take(own, 5)
-    assert len(set(descendants(os.getpid())) - set(before)) == (num_workers + 1 if num_workers else 0)  # and a server
+    begun = [pid for pid in descendants(os.getpid()) if pid not in before]
+    assert len(begun) == (num_workers + 1 if num_workers else 0)  # and a server
     own.close()
-    assert held() <= before
+    assert held() <= before and not alive(begun)  # a worker whose server has ended is no child any more
     with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
         for _batch in own:
             _ = 1 / 0
@@ -96,9 +98,26 @@ def test_closing_does_not_wait_for_batches_that_are(make_shards: Any, tmp_path: 
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), workers=sp.Workers(prefetch=4))
     next(own)
     time.sleep(0.2)
+    begun = workers(own)
     start = time.monotonic()
     own.close()
     assert time.monotonic() - start < 30  # not the minute that a batch takes
+    assert begun and not alive(begun)
+
+
+def test_a_worker_that_does_not_end_is_killed(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_host, "_LOOK_S", 0.2)
+    own = loader(pipeline)
+    next(own)
+    begun = workers(own)
+    os.kill(begun[0], signal.SIGSTOP)
+    while Path(f"/proc/{begun[0]}/stat").read_text().rsplit(")")[-1].split()[0] != "T":  # it stops a little later
+        time.sleep(0.001)
+    own.close()
+    left = alive(begun)
+    for pid in left:
+        kill(pid)
+    assert begun and not left
 
 
 def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:

@@ -68,6 +68,14 @@ def test_of_all_starts_the_last_slot_and_the_last_state_are_named(make: Any) -> 
     expect_forgotten(make(), 5, 8)
 
 
+def test_in_epochs_of_so_many_slots_a_saved_slot_is_counted_from_the_beginning(make: Any) -> None:
+    own = make(epoch_slots=12)
+    take(own, 1000), take(own, 2)
+    own.state_dict()
+    take(own, 1)
+    expect_forgotten(make(epoch_slots=12), 14, 14)
+
+
 def test_what_a_trainer_saved_counts(make: Any) -> None:
     batches = TrainerLoader(make())
     ahead = iter(batches)
