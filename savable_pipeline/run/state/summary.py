@@ -57,7 +57,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def _loaded_json(path: Path) -> Any:
     try:
         loaded = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: this is no JSON ({error}); use another copy of the checkpoint") from error
     return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _MARKS else None
 
@@ -189,7 +189,7 @@ def _differing(
     return [
         (where + name, *_pair(name, left.get(name, _MISSING), right.get(name, _MISSING)))
         for name in names
-        if left.get(name, _MISSING) != right.get(name, _MISSING)
+        if (name in left, left.get(name)) != (name in right, right.get(name))
     ]
 
 
@@ -202,7 +202,7 @@ def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
                 return tuple(f"{len(s)} refs, [{i}] = index {r['index']} epoch {r['epoch']}" for s, r in
                              ((mine, one), (theirs, other)))  # type: ignore[return-value]  # fmt: skip
     sides = shown(name, left), shown(name, right)
-    if sides[0] == sides[1] or isinstance(left, list) or isinstance(right, list):
+    if sides[0] == sides[1] or _MISSING in (left, right):
         return _short(left), _short(right)
     return sides
 

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.tools.cli.console import (
     ClassesOption,
     FileFieldOption,
@@ -99,7 +99,7 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
         return
     smallest, largest = _extremes(info)
     facts = Table("", "", show_header=False, box=None)
-    facts.add_row("dataset", printable(path))
+    facts.add_row("dataset", printable(clean_address(path)))
     facts.add_row("shards", f"{len(info.shards):,}")
     facts.add_row("samples", f"{info.samples:,}")
     facts.add_row("size", human_bytes(info.size))

@@ -13,6 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.nodes import handshake, wire
+from savable_pipeline.run.nodes.agent import Agent as NodeAgent
 from savable_pipeline.run.nodes.agent import read_address
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, agents, remote
@@ -164,6 +165,11 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: byte
 def test_an_agent_binds_to_an_address_that_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="no HOST:PORT"):
         read_address(address)
+
+
+def test_an_address_of_another_machine_is_an_error_that_says_what_to_give() -> None:
+    with pytest.raises(OSError, match=r"^192\.0\.2\.1:0: .*; give an address of this machine, and a free port"):
+        NodeAgent("192.0.2.1:0", b"k" * 32, 1)
 
 
 def test_an_interrupt_while_a_frame_arrives_ends_the_connection() -> None:

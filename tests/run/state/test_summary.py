@@ -87,7 +87,7 @@ def test_a_state_in_json_is_read_as_such_and_in_a_folder_of_a_trainer(checkpoint
         (tmp_path / name).write_text(json.dumps(to_json(state)))
         assert read_checkpoint(tmp_path / name) == state
     assert read_checkpoint(tmp_path) == state
-    for raw, said in (("[1]", "holds no state"), ("{", "this is no JSON")):
+    for raw, said in (("[1]", "holds no state"), ("{", "this is no JSON"), ("[" * 100_000, "this is no JSON")):
         (tmp_path / "mine.json").write_text(raw)
         with pytest.raises(errors.StateError, match=said):
             read_checkpoint(tmp_path / "mine.json")
@@ -96,8 +96,9 @@ def test_a_state_in_json_is_read_as_such_and_in_a_folder_of_a_trainer(checkpoint
 def test_a_setting_that_one_state_lacks_is_missing_and_not_none(checkpoints: list[Path]) -> None:
     one, other = (summarize(read_checkpoint(path)) for path in (checkpoints[0], checkpoints[0]))
     other.settings.pop("Encode.mean", None)
-    one.settings["Encode.mean"] = [0.5, None]
-    assert differences(one, other) == [("Encode.mean", "[0.5, None]", "missing")]
+    for value, said in (([0.5, None], "[0.5, None]"), (None, "None"), ("missing", "missing")):
+        one.settings["Encode.mean"] = value
+        assert differences(one, other) == [("Encode.mean", said, "missing")]
 
 
 @pytest.mark.parametrize(
