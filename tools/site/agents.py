@@ -8,6 +8,7 @@ skills/savable-pipeline/SKILL.md     sections of pages: training loop, settings,
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 import sys
@@ -63,14 +64,20 @@ def _line(page: str) -> str:
 
 
 def _section(page: str, title: str) -> str:
-    """A section of a page, up to the next heading of its level; a heading is not looked for in code."""
+    """A section of a page, with links relative to docs/."""
     lines, inside, code = [], False, False
     for line in (DOCS / page).read_text().splitlines():
         code ^= line.startswith("```")
         if line.startswith("## ") and not code:
             inside = line == f"## {title}"
         lines += [line] if inside else []
-    return "\n" + "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip()
+    folder = posixpath.dirname(page)
+    return (
+        "\n"
+        + re.sub(r"(?<=\]\()[\w./-]+\.md", lambda link: posixpath.normpath(f"{folder}/{link[0]}").lstrip("/"), text)
+        + "\n"
+    )
 
 
 def copy_pages(site: Path) -> None:
