@@ -14,6 +14,7 @@ import numpy as np
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
 
@@ -40,6 +41,7 @@ class ColumnSettings(TypedDict, total=False):
     blocks: DecodedBlocks[Any] | None
     partial: bool
     needed: tuple[str, ...]
+    unpacked_bytes: int
 
 
 class ColumnarStore(GroupedStore):
@@ -47,8 +49,8 @@ class ColumnarStore(GroupedStore):
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
     names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
-    of it. Columns that are `needed` beside these must be there. Raises ValueError for a column that the first file does
-    not have.
+    of it. Columns that are `needed` beside these must be there. A row group may become `unpacked_bytes`, or
+    some times its bytes in the file. Raises ValueError for a column that the first file does not have.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
@@ -56,6 +58,7 @@ class ColumnarStore(GroupedStore):
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
         self.partial = settings.get("partial", False)
         self.needed = settings.get("needed", ())
+        self.unpacked_bytes = settings.get("unpacked_bytes", UNPACKED_BYTES)
         if self.columns is not None or self.key_column is not None or self.needed:
             self._check_columns_of_first()
 
