@@ -84,10 +84,10 @@ def read_footer(file: ByteSource) -> bytes:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file has the footer that it had."""
+    """Whether a file has the footer that it had. Raises OSError."""
     try:
         return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
-    except (ParquetFooterError, OSError):
+    except ParquetFooterError:
         return False
 
 

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.files import regular_file, with_handles
+from savable_pipeline.core.patience import patiently
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
@@ -115,8 +116,12 @@ class TableStore(TextStore):
                 return self.body(shard, raw, begin).strip()
             except RecordError as error:
                 raise self._row_error(shard, row, begin, error) from error
-        with self.open(shard, row, extension) as file:
-            return file.read()
+
+        def read() -> bytes:
+            with self.open(shard, row, extension) as file:
+                return file.read()
+
+        return patiently(Path(self.root_of(shard)), read)
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`."""
@@ -216,7 +221,7 @@ class TableStore(TextStore):
             leaves = path.is_absolute() or ".." in path.parts or outside(root, f"{root}/{name}")
             if leaves and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}; --allow-outside takes it")
-            status = Path(root, name).stat()
+            status = patiently(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
@@ -229,7 +234,7 @@ class TableStore(TextStore):
     def _open(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
-            descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+            descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
         except OSError as error:
             raise ShardError(
                 f"{path}: {error.strerror}; {self.where(shard)} names it", reason="missing file"
