@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
+from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
@@ -95,6 +97,19 @@ class ColumnarStore(GroupedStore):
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return found
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        """See `RecordStore.array`: numbers, and lists of lists of them, as they are stored. Raises TypeError for what
+        is neither numbers nor text nor bytes.
+        """
+        found = self._of_row(shard, row, lambda rows, position: rows.numbers(position, extension))
+        if isinstance(found, TypeError):
+            raise found
+        if found is None:
+            return super().array(shard, row, extension)
+        array: NDArray[Any] = empty_bytes(found.nbytes).view(found.dtype).reshape(found.shape)
+        array[...] = found
+        return array
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
