@@ -48,6 +48,7 @@ Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index
 
 MAGIC = b"SAVIDX05"
 TAR = "tar"
+_LFS = b"version https://git-lfs.github.com/spec/"
 _FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
 _BLOCK = 1 << 22  # bytes copied at a time
@@ -374,6 +375,8 @@ class FileFormat:
             nonlocal size
             with opened(root / name) as file:
                 size = file.size
+                if file.head(len(_LFS)) == _LFS:
+                    return self.unreadable(name, size, "a pointer of Git LFS, not the file; `git lfs pull` fetches it")
                 return self.read(file, name)
 
         try:

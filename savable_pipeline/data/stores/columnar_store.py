@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
 
 T = TypeVar("T")
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
+_NO_COLUMN = "missing column"
 
 
 class DecodedGroup(NamedTuple):
@@ -146,14 +147,17 @@ class ColumnarStore(GroupedStore):
         return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have.
-
-        Raises `ShardError` if one that is used is there twice.
+        """Raises `ShardError` that names the columns asked for that a file with the columns `known` does not have, and
+        if one that is used is there twice.
         """
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         absent = [name for name in (*wanted, *self.needed) if name not in known]
         if absent:
-            raise ValueError(f"{self.where(shard)}: no column {listed(absent)}; it has {listed(known)}")
+            raise ShardError(
+                f"{self.where(shard)}: no column {listed(absent)}; it has {listed(known)}. Write it as the other files "
+                "are, or ask for what all have (columns=)",
+                reason=_NO_COLUMN,
+            )
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
         if twice is not None:  # either could be meant
@@ -178,7 +182,12 @@ class ColumnarStore(GroupedStore):
         except ShardError:  # it is raised, or skipped, when a sample of the file is read
             return
         if shard is not None and known is not None:
-            self.check_columns(shard, known)
+            try:
+                self.check_columns(shard, known)
+            except ShardError as error:
+                if error.reason == _NO_COLUMN:
+                    raise ValueError(str(error)) from None
+                raise
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         """See `GroupedStore.decoded`."""
@@ -191,6 +200,12 @@ class ColumnarStore(GroupedStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
+        except KeyError as error:  # pyarrow's, the number of the type
+            raise ShardError(
+                f"{self.where(shard)}: a column of a type that pyarrow does not read, such as interval[months]; write "
+                "it as integers, or leave it out with columns=",
+                reason="unknown type",
+            ) from error
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

@@ -218,7 +218,7 @@ class TableStore(TextStore):
         if len(path.suffix) < 2:
             raise RecordError(f"no extension: {where}")
         try:
-            leaves = path.is_absolute() or ".." in path.parts or outside(root, f"{root}/{name}")
+            leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}; --allow-outside takes it")
             status = patiently(Path(root, name), Path(root, name).stat)
@@ -240,7 +240,8 @@ class TableStore(TextStore):
                 f"{path}: {error.strerror}; {self.where(shard)} names it", reason="missing file"
             ) from error
         found = os.fdopen(descriptor, "rb")
-        if self._newest_ns is not None and os.fstat(found.fileno()).st_mtime_ns > self._newest_ns:
+        status = os.fstat(found.fileno())  # a file may be dated in the future, but its inode cannot
+        if self._newest_ns is not None and min(status.st_mtime_ns, status.st_ctime_ns) > self._newest_ns:
             found.close()
             if not self.found.tolerant:
                 self.found.index_path.unlink(missing_ok=True)
