@@ -388,10 +388,8 @@ def _credentials() -> dict[str, Any]:
     except Exception as error:  # of boto3, any
         if not profile:
             return {}
-        raise RemoteError(
-            f"AWS_PROFILE is {profile!r}, and its credentials cannot be read: {short_error(error)}. Install boto3, and "
-            "see that the profile is there and logged in (aws sts get-caller-identity)"
-        ) from error
+        fault = f"AWS_PROFILE is {profile!r}, and its credentials cannot be read: {short_error(error)}"
+        raise RemoteError(f"{fault}. Install boto3, and see that the profile is there and logged in") from error
 
 
 def _is_final(error: Exception) -> bool:

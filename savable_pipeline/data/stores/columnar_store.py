@@ -153,11 +153,8 @@ class ColumnarStore(GroupedStore):
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         absent = [name for name in (*wanted, *self.needed) if name not in known]
         if absent:
-            raise ShardError(
-                f"{self.where(shard)}: no column {listed(absent)}; it has {listed(known)}. Write it as the other files "
-                "are, or ask for what all have (columns=)",
-                reason=_NO_COLUMN,
-            )
+            fault = f"no column {listed(absent)}; it has {listed(known)}. Ask for columns= that all files have"
+            raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
         if twice is not None:  # either could be meant
@@ -201,11 +198,10 @@ class ColumnarStore(GroupedStore):
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
         except KeyError as error:  # pyarrow's, the number of the type
-            raise ShardError(
-                f"{self.where(shard)}: a column of a type that pyarrow does not read, such as interval[months]; write "
-                "it as integers, or leave it out with columns=",
-                reason="unknown type",
-            ) from error
+            fault = (
+                "a column of a type that pyarrow does not read, such as interval[months]; leave it out with columns="
+            )
+            raise ShardError(f"{self.where(shard)}: {fault}", reason="unknown type") from error
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

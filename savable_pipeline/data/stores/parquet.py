@@ -273,21 +273,17 @@ class ParquetStore(ColumnarStore):
         rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # buffers are copied as they grow
 
         def decoded() -> Iterator[Any]:
-            self._check_size(sum(column.total_uncompressed_size for column in used), most)
-            size = 0
-            for batch in file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+            few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+            size, said = 0, sum(column.total_uncompressed_size for column in used)
+            while max(size, said) <= most and (batch := next(few, None)) is not None:
                 size += batch.nbytes
-                self._check_size(size, most)
                 yield batch
+            if max(size, said) > most:
+                what = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
+                more = f"write smaller row groups, or give a larger {what}"
+                raise ValueError(f"it decodes to more than {human_bytes(most)}: {more}")
 
         return rows, decoded()
-
-    def _check_size(self, size: int, most: int) -> None:
-        if size > most:
-            raise ValueError(
-                f"it decodes to more than {human_bytes(most)}: write smaller row groups, or give a larger "
-                f"{'cache_bytes' if most == self.most_decoded else 'unpacked_bytes'}"
-            )
 
     def _dictionary_bytes(self, shard: int, column: Any) -> int:
         """The bytes of a column's dictionary, whose values any number of rows may repeat; 0 without one.
