@@ -159,12 +159,15 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def array(self, extension: str) -> NDArray[Any]:
         """Return the bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
 
-        Tokens of a `TokenReader` are numbers of their own type, (tokens,). In a worker it is read directly into the
-        memory of the batch: `sp.stack` of such arrays as tensors (`torch.from_numpy`) need not copy them, if their size
-        in bytes is a multiple of 64.
+        Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
+        numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
+        tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
 
         Args:
             extension: The name of the part.
+
+        Raises:
+            TypeError: The part is a column of other values, or of lists of several lengths: `json` reads it.
         """
         return self.origin.array(self._shard, self._row, extension)
 

@@ -39,6 +39,8 @@ _MAGIC, _LAST = b"OggS", 0x04  # how a page begins; the flag of a stream's last 
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CRC_AT = 22
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
+_NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
+_NOT_HERE = "is not read here; convert it, as by `ffmpeg -i FILE FILE.flac`"
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
@@ -165,6 +167,10 @@ def media_errors(name: str, doing: str) -> Iterator[None]:
 
 def open_container(file: BinaryIO, name: str) -> Any:
     """A file as PyAV's container; nothing of it is decoded. Raises `MediaError`, ImportError without PyAV."""
+    with kept_place(file):
+        head = file.read(16)
+    if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
+        raise MediaError(f"{name}: {kind} {_NOT_HERE}")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with media_errors(name, "cannot be opened"):
         return pyav().open(file, container_options=options, buffer_size=_READ_BYTES, metadata_errors="replace")
@@ -278,6 +284,9 @@ class MediaStream:
         check_sums(stream)
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         self._stream, self.codec = stream, stream.codec_context.name
+        if self.codec.startswith("wma"):
+            self.close()
+            raise MediaError(f"{self.name}: Windows Media audio {_NOT_HERE}")
         self._at_start = True  # nothing was decoded so far
 
     @property

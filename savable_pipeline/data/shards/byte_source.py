@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from savable_pipeline.core.files import regular_file, with_handles
+from savable_pipeline.core.patience import again, patiently
 
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 
@@ -113,14 +114,27 @@ class ByteSource:
 
 
 class LocalFile(ByteSource):
-    """A file on a disk that is open: to be used as long as its descriptor is."""
+    """A file on a disk that is open: to be used as long as its descriptor is. Reads also raise `RemoteError`."""
 
-    __slots__ = ("_descriptor", "_path")
+    __slots__ = ("_descriptor", "_path", "_version")
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
-        size = os.fstat(descriptor).st_size
-        super().__init__(lambda offset, wanted: os.pread(descriptor, wanted, offset), size, path.name)
+        self._version = FileVersion.of(os.fstat(descriptor))
+        super().__init__(self._pread, self._version.size, path.name)
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            return again(self._path, error, lambda: self._pread_anew(offset, size))
+
+    def _pread_anew(self, offset: int, size: int) -> bytes:
+        """The bytes by a descriptor of its own. Raises OSError where another file has taken its place."""
+        with open(self._path, "rb", opener=regular_file) as file:
+            if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
+                raise OSError(f"{self._path}: it was replaced while it was read; start again")
+            return os.pread(file.fileno(), size, offset)
 
     def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `ByteSource.beside`."""
@@ -135,7 +149,7 @@ class LocalFile(ByteSource):
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalFile]:
     """A file on a disk, open meanwhile. Raises OSError."""
-    descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+    descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
     try:
         yield LocalFile(path, descriptor)
     finally:

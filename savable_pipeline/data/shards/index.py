@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import is_out_of_handles, with_handles
+from savable_pipeline.core.patience import patiently
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
@@ -47,6 +48,7 @@ Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index
 
 MAGIC = b"SAVIDX05"
 TAR = "tar"
+_LFS = b"version https://git-lfs.github.com/spec/"
 _FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
 _BLOCK = 1 << 22  # bytes copied at a time
@@ -364,12 +366,21 @@ class FileFormat:
         return self.index(path, self.name)
 
     def scan(self, root: Path, name: str) -> ShardTable:
-        """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
+        """What the index says of a file on a disk. Raises OSError where the process may open no more files, and
+        `RemoteError` of a network disk.
+        """
         size = 0
-        try:
+
+        def read() -> ShardTable:
+            nonlocal size
             with opened(root / name) as file:
                 size = file.size
+                if file.head(len(_LFS)) == _LFS:
+                    return self.unreadable(name, size, "a pointer of Git LFS, not the file; `git lfs pull` fetches it")
                 return self.read(file, name)
+
+        try:
+            return patiently(root / name, read)
         except OSError as error:
             if is_out_of_handles(error):
                 raise

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.files import is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.core.patience import again, patiently
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark
@@ -120,8 +121,28 @@ class ShardFiles(OrderedDict[int, int], ABC):
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise self.unreadable(shard, error) from error
+            data = self.read_again(shard, offset, size, error)
         return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
+
+    def read_again(self, shard: int, offset: int, size: int, error: OSError) -> bytes:
+        """What a read that has failed should have given, of the file opened anew; perhaps less. Raises the errors of
+        `read`, and `RemoteError` of a network disk.
+        """
+
+        def act() -> bytes:
+            self.reopen(shard)
+            return os.pread(self[shard], size, offset)
+
+        try:
+            return again(self.path(shard), error, act)
+        except OSError as last:
+            raise self.unreadable(shard, last) from last
+
+    def reopen(self, shard: int) -> None:
+        """Opens a shard again, checked, under the descriptor that it has: another thread may be about to use that."""
+        kept, fresh = self[shard], with_handles(lambda: self.open(shard))
+        os.dup2(fresh, kept, inheritable=False)
+        os.close(fresh)
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
@@ -138,13 +159,14 @@ class ShardFiles(OrderedDict[int, int], ABC):
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
-        parts = []
-        try:
-            while missing and (more := os.pread(self[shard], missing, offset)):
-                parts.append(more)
-                offset, missing = offset + len(more), missing - len(more)
-        except OSError as error:
-            raise self.unreadable(shard, error) from error
+        parts, more = [], b"?"
+        while missing and more:
+            try:
+                more = os.pread(self[shard], missing, offset)
+            except OSError as error:
+                more = self.read_again(shard, offset, missing, error)
+            parts.append(more)
+            offset, missing = offset + len(more), missing - len(more)
         if missing:
             raise ShardError(
                 f"{self.path(shard)}: {missing} bytes at byte {offset} are missing; the file was cut short: put the "
@@ -244,7 +266,7 @@ class LocalFiles(ShardFiles):
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
         path = self.path(shard)
         try:
-            descriptor = _open_without_atime(path)
+            return patiently(path, lambda: self._opened(shard, path))
         except OSError as error:
             if is_out_of_handles(error):
                 raise
@@ -252,6 +274,9 @@ class LocalFiles(ShardFiles):
                 f"{path}: {error.strerror}; it was there when the shards were indexed",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
+
+    def _opened(self, shard: int, path: Path) -> int:
+        descriptor = _open_without_atime(path)
         try:
             self._check(shard, descriptor, path)
         except BaseException as error:
@@ -352,7 +377,7 @@ class LocalFiles(ShardFiles):
                 stat = fstat(descriptor)
             except OSError:
                 if self.get(shard) == descriptor:
-                    raise
+                    self.reopen(shard)  # which compares it with what it was
                 continue
             same = (
                 stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size

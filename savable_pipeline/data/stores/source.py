@@ -172,8 +172,10 @@ class Kind:
 
     def in_order(self) -> dict[str, Any]:
         """Settings for whoever reads all samples once, in their order."""
-        if "unpacked_bytes" not in self.settings:
-            return {"partial": True} if "columns" in self.settings else {}
+        if "columns" in self.settings:
+            return {"partial": True}
+        if "validate_hash" not in self.settings:
+            return {}
         from savable_pipeline.data.stores.grouped_store import DecodedBlocks  # here: other files are not unpacked
 
         return {"blocks": DecodedBlocks(_FEW_BYTES)}
@@ -185,7 +187,7 @@ class Kind:
 
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
-_COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
+_COLUMNS = ("columns", "key", "blocks", "partial", "ranges", "unpacked_bytes")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
 _WINDOWS = ("length", "stride", "dtype")
