@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -56,12 +57,6 @@ class Video(MediaStream):
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
-        if self._container.format.name == "avi" and self.codec == "h264" and self._stream.codec_context.has_b_frames:
-            self.close()
-            raise MediaError(
-                f"{name}: H.264 with frames that refer to later ones in AVI, which does not say when these are shown: "
-                "write it anew, as MP4 or Matroska"
-            )
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
@@ -95,7 +90,7 @@ class Video(MediaStream):
         for time in times_s:
             if not 0 <= time <= self._duration + LATE:
                 raise ValueError(f"{self.name}: no frame at {time} s; the video lasts {self.duration_s} s")
-        return self._frames_at([self._ticks(Fraction(float(time)) + LATE) for time in times_s], size)
+        return self._frames_at([self._nearest_tick(float(time)) for time in times_s], size)
 
     def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode frames by their numbers, from 0 on.
@@ -126,7 +121,7 @@ class Video(MediaStream):
         Returns:
             Its time, in seconds; 0 if it lies before the begin.
         """
-        self._seek(self._ticks(Fraction(float(time_s)) + LATE))
+        self._seek(self._nearest_tick(float(time_s)))
         return max(0.0, float(self._time(self._shown.pts)))
 
     def begin_anew(self, time_s: float) -> None:
@@ -135,7 +130,7 @@ class Video(MediaStream):
         Args:
             time_s: Where it begins, in seconds.
         """
-        point = self._point_at(self._ticks(Fraction(float(time_s)) + LATE))
+        point = self._point_at(self._nearest_tick(float(time_s)))
         if point is None:
             self._open_anew()
         if point is None or point != self._begun:
@@ -150,10 +145,15 @@ class Video(MediaStream):
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """The time of each frame of the range, in ticks."""
-        begin, end = self._ticks(-LATE), None if self._whole else self._ticks(self._duration - LATE)
+        begin, end = self._first_tick(Fraction(0)), None if self._whole else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._shown = iter(()), None
-        return [time for time in ticks if time >= begin and (end is None or time <= end)]
+        return [time for time in ticks if time >= begin and (end is None or time < end)]
+
+    def _first_tick(self, time: Fraction) -> int:
+        """The first tick of a range that begins at this time, or that a little later does."""
+        late = LATE if self._counts_frames else max(LATE, self._stream.time_base / 2)
+        return ceil((self._origin + time - late) / self._stream.time_base)
 
     def _even_ticks(self) -> Sequence[int] | None:
         """The times of all frames where the index lists them all, one as long as the other."""
