@@ -368,7 +368,7 @@ class MediaStream:
     def _counts_frames(self) -> bool:
         """Whether a tick is the number of a frame, as in AVI: such a clock rounds no times."""
         rate = self._stream.average_rate
-        return bool(rate) and self._stream.time_base * rate > _COUNTS
+        return rate is not None and bool(self._stream.time_base * rate > _COUNTS)
 
     def _ticks(self, time_s: float | Fraction) -> int:
         """A time on the stream's own clock, rounded down."""

@@ -153,7 +153,7 @@ class Video(MediaStream):
     def _first_tick(self, time: Fraction) -> int:
         """The first tick of a range that begins at this time, or that a little later does."""
         late = LATE if self._counts_frames else max(LATE, self._stream.time_base / 2)
-        return ceil((self._origin + time - late) / self._stream.time_base)
+        return ceil((self._origin + time - late) / Fraction(self._stream.time_base))
 
     def _even_ticks(self) -> Sequence[int] | None:
         """The times of all frames where the index lists them all, one as long as the other."""
