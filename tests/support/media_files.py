@@ -56,6 +56,7 @@ def video_bytes(
     audio: str = "",
     rotation: int = 0,
     times: list[int] | None = None,
+    numbers_from: int = 0,
     options: dict[str, str] | None = None,
 ) -> bytes:
     """A video of numbered frames. `audio`: a codec, for a tone beside them; `times`: of frames, in 1/1000 s."""
@@ -74,7 +75,7 @@ def video_bytes(
                 made.add_stream(audio, rate=48000 if audio == "libopus" else 16000, layout="mono") if audio else None
             )
             for number in range(frames):
-                frame = av.VideoFrame.from_ndarray(numbered_frame(number, size, noise), "rgb24")
+                frame = av.VideoFrame.from_ndarray(numbered_frame(numbers_from + number, size, noise), "rgb24")
                 frame.pts, frame.time_base = (
                     (number, 1 / Fraction(fps)) if times is None else (times[number], Fraction(1, 1000))
                 )
@@ -97,6 +98,28 @@ def cut_without_decoding(data: bytes, begin_s: float) -> bytes:
                 packet.pts, packet.dts, packet.stream = packet.pts - ticks, packet.dts - ticks, copied
                 made.mux(packet)
     return file.getvalue()
+
+
+def joined_without_decoding(videos: list[bytes]) -> bytes:
+    """Videos after each other as one MP4, by FFmpeg's concat demuxer, as LeRobot joins the files of merged sets."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.mp4" for number in range(len(videos))]
+        for path, video in zip(paths, videos, strict=True):
+            path.write_bytes(video)
+        listed, joined = Path(folder) / "listed", Path(folder) / "joined"
+        listed.write_text("ffconcat version 1.0\n" + "".join(f"file '{path}'\n" for path in paths))
+        with (
+            av.open(str(listed), format="concat", options={"safe": "0"}) as source,
+            av.open(str(joined), "w", format="mp4") as made,
+        ):
+            stream = source.streams.video[0]
+            copied = made.add_stream_from_template(stream)
+            copied.time_base = stream.time_base
+            for packet in source.demux(stream):
+                if packet.dts is not None:
+                    packet.stream = copied
+                    made.mux(packet)
+        return joined.read_bytes()
 
 
 def flac_bytes(

@@ -29,9 +29,16 @@ from savable_pipeline.data.dataset.decoding import (
 )
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
-from savable_pipeline.data.shards.byte_source import seconds_of
+from savable_pipeline.data.shards.byte_source import RangeFile, seconds_of
 from savable_pipeline.data.shards.orientation import to_be_turned, turned
-from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
+from savable_pipeline.data.shards.part_types import (
+    AUDIO_PARTS,
+    IMAGE_PARTS,
+    TEXT_PARTS,
+    VIDEO_PARTS,
+    open_image,
+    part_type,
+)
 from savable_pipeline.errors import SavableError, ShardError
 
 if TYPE_CHECKING:
@@ -254,7 +261,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Open a part as a video, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`). None: the first video.
+            part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`), or of an archive of images,
+                as an episode of LeRobot without videos has. None: the first video.
 
         Raises:
             MediaError: The part is damaged, or no video.
@@ -262,7 +270,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.video import Video
 
-        return self._opened(Video, part or self._first(VIDEO_PARTS))
+        name = part or self._first(VIDEO_PARTS)
+        if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
+            from savable_pipeline.data.media.image_frames import ImageFrames, is_archive
+
+            if is_archive(file):
+                return ImageFrames(file, self._name_of(name))
+        return self._opened(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
         """Open a part as a sound, of which no more is read and decoded than is asked for.

@@ -251,7 +251,7 @@ def origin_of(container: Any) -> Fraction:
 
 def has_no_pts(container: Any, stream: Any) -> bool:
     """Whether a file does not say when frames are shown: AVI, where a frame is shown as long as its chunk lasts."""
-    return container.format.name == "avi" and stream.type == "video"
+    return bool(container.format.name == "avi" and stream.type == "video")
 
 
 def is_reordered(container: Any, stream: Any) -> bool:
@@ -295,6 +295,7 @@ class MediaStream:
         self._open()
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
+        self._is_range = end_s is not None or begin_s > 0
         self._whole = end_s is None  # else what follows in the file is of another range
         if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
@@ -359,16 +360,19 @@ class MediaStream:
         self.close()
 
     def _nearest_tick(self, time_s: float) -> int:
-        """The tick that a time means: a clock of milliseconds says 501 for 12 frames at 24000/1001 Hz, or 500.5 ms."""
+        """The tick that a time means: a clock of milliseconds says 501 for 12 frames at 24000/1001 Hz, or 500.5 ms.
+
+        Where a range begins, a table says, which may be a sum of rounded lengths.
+        """
         tick, time = self._stream.time_base, Fraction(time_s)
-        late = LATE if self._counts_frames else tick / 2
+        late = LATE if self._counts_frames else max(tick / 2, LATE if self._is_range else 0)
         return self._ticks(time + late + min(_FLOAT + time * _FLOAT_SHARE, tick / 4))
 
     @property
     def _counts_frames(self) -> bool:
         """Whether a tick is the number of a frame, as in AVI: such a clock rounds no times."""
-        rate = self._stream.average_rate
-        return rate is not None and bool(self._stream.time_base * rate > _COUNTS)
+        rate: Fraction | None = self._stream.average_rate
+        return bool(rate is not None and rate * self._stream.time_base > _COUNTS)
 
     def _ticks(self, time_s: float | Fraction) -> int:
         """A time on the stream's own clock, rounded down."""

@@ -18,9 +18,9 @@ from savable_pipeline.data.media.container import (
     is_turned,
     kept_place,
     media_errors,
-    origin_of,
     pyav,
 )
+from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
@@ -57,6 +57,8 @@ class Video(MediaStream):
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
+        fps = file.fps if isinstance(file, RangeFile) else None
+        self._listed_fps = None if fps is None else Fraction(fps)  # of an episode, whose row lists each frame
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
@@ -70,8 +72,7 @@ class Video(MediaStream):
     @property
     def frame_count(self) -> int | None:
         """The number of frames, as the header says; None where it does not, or in a range of a file."""
-        is_range = self._origin != origin_of(self._container) or not self._whole
-        return None if is_range else self._stream.frames or None
+        return None if self._is_range else self._stream.frames or None
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode the frame that is on display at each of these times.
@@ -90,6 +91,10 @@ class Video(MediaStream):
         for time in times_s:
             if not 0 <= time <= self._duration + LATE:
                 raise ValueError(f"{self.name}: no frame at {time} s; the video lasts {self.duration_s} s")
+        if (rate := self._listed_fps) is not None:
+            last = round(self._duration * rate) - 1
+            indices = [min(int((Fraction(float(time)) + LATE) * rate), last) for time in times_s]
+            return self.frames_by_index(indices, size=size)
         return self._frames_at([self._nearest_tick(float(time)) for time in times_s], size)
 
     def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
@@ -107,10 +112,14 @@ class Video(MediaStream):
             IndexError: There is no such frame.
             MediaError: The video is damaged.
         """
-        times = self._frame_ticks
-        if not all(0 <= index < len(times) for index in indices):
-            raise IndexError(f"{self.name}: no frame {max(indices)}; there are {len(times)}")
-        return self._frames_at([times[index] for index in indices], size)
+        rate = self._listed_fps
+        count = len(self._frame_ticks) if rate is None else round(self._duration * rate)
+        if not all(0 <= index < count for index in indices):
+            raise IndexError(f"{self.name}: no frame {max(indices)}; there are {count}")
+        if rate is None:
+            return self._frames_at([self._frame_ticks[index] for index in indices], size)
+        # in the middle of its time, since files that were joined have times that are early or late
+        return self._frames_at([self._ticks((index + Fraction(1, 2)) / rate) for index in indices], size)
 
     def keyframe_at(self, time_s: float) -> float:
         """Find the last frame at or before a time from which decoding can begin; the first one if there is none.
@@ -152,7 +161,7 @@ class Video(MediaStream):
 
     def _first_tick(self, time: Fraction) -> int:
         """The first tick of a range that begins at this time, or that a little later does."""
-        late = LATE if self._counts_frames else max(LATE, self._stream.time_base / 2)
+        late = LATE if self._counts_frames else max(self._stream.time_base / 2, LATE)
         return ceil((self._origin + time - late) / Fraction(self._stream.time_base))
 
     def _even_ticks(self) -> Sequence[int] | None:
@@ -185,6 +194,8 @@ class Video(MediaStream):
 
     def _frame_at(self, ticks: int) -> Any:
         """The last frame that begins at or before `ticks`; the first one if none does."""
+        if not self._whole:  # the end of a range shows its last frame, not the first one of what follows
+            ticks = min(ticks, self._first_tick(self._duration) - 1)
         if self._shown is None or self._shown.pts > ticks or self._is_far(ticks):
             self._seek(ticks)
         while self._coming is not None and self._coming.pts <= ticks:
@@ -192,6 +203,9 @@ class Video(MediaStream):
         if self._coming is None:
             lasts = max(self._shown.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
             self._check_end(self._time(self._shown.pts + lasts), self._time(ticks))
+        if (rate := self._listed_fps) and self._time(ticks) - self._time(self._shown.pts) > 1 / rate:
+            listed = f"{round(self._duration * rate)} frames, and the video has {len(self._frame_ticks)}"
+            raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or leave the episode out")
         return self._shown
 
     def _is_far(self, ticks: int) -> bool:

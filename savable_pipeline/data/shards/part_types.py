@@ -105,12 +105,55 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
     except UnidentifiedImageError:
         size = f"{len(data)} bytes" if isinstance(data, bytes) else "the bytes of a file"
         raise UnidentifiedImageError(f"{size} that are no image of {', '.join(formats)}") from None
+    if _has_deep_colours(image):
+        image.info["bits"] = 16  # remembered, since Pillow decodes it to 8
     if image.width * image.height > LARGEST_PIXELS:
         raise Image.DecompressionBombError(
             f"too large an image: {image.width:,} × {image.height:,}, more than {LARGEST_PIXELS:,} pixels; decode the "
             "bytes of the part yourself if it is meant"
         )
     return image
+
+
+def _has_deep_colours(image: Image.Image) -> bool:
+    """Whether an image not decoded yet has colours of 16 bits, for which Pillow has no mode."""
+    arguments = [str(tile.args) for tile in getattr(image, "tile", ()) if not is_deep(image)]
+    return any(";16" in each for each in arguments) or (
+        image.format == "PPM" and any("," in each for each in arguments)
+    )
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Whether channels of an image have more than 8 bits, as its header says."""
+    return image.mode.startswith(("I", "F")) or "bits" in image.info
+
+
+def eight_bits(image: Image.Image, *, shifted: bool = False) -> Image.Image:
+    """An image with 8 bits a channel: if it has 16, v >> 8 where that is asked for.
+
+    Raises ValueError for an image of which this would lose more than is asked for.
+    """
+    if not is_deep(image):
+        return image
+    if image.mode == "F" or image.format == "PPM":
+        raise ValueError(
+            f"an image of {'floats' if image.mode == 'F' else 'colours of 16 bits in PPM'}, which 8 bits cannot hold. "
+            "Use image(mode=None), or decode the bytes of the part yourself"
+        )
+    if not shifted:
+        raise ValueError(
+            "an image of 16 bits a channel, of which 8 would be lost. Use image(bits=8) for v >> 8, or image() without "
+            "mode= for all bits of a gray one"
+        )
+    if "bits" in image.info:
+        return image  # decoded as v >> 8
+    import numpy as np
+    from PIL.Image import fromarray  # here: it takes time and memory
+
+    values = np.asarray(image)
+    if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+        raise ValueError("an image of 32 bits a channel, not of 16. Use image(mode=None), and scale it yourself")
+    return fromarray((values >> 8).astype(np.uint8))
 
 
 def _image_error(data: bytes) -> str:
