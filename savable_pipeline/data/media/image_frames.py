@@ -96,7 +96,7 @@ class ImageFrames(Video):
         """One image, uint8 (3, height, width)."""
         try:
             with open_image(self._images.read(self._names[index])) as image:
-                shown = eight_bits(image).convert("RGB")
+                shown = eight_bits(image, None).convert("RGB")
         except (ValueError, OSError, zipfile.BadZipFile) as error:
             raise MediaError(f"{self.name}: its frame {index} cannot be decoded: {error}") from error
         if size is None and shown.size != self.size:

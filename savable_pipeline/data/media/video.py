@@ -121,6 +121,10 @@ class Video(MediaStream):
         # in the middle of its time, since files that were joined have times that are early or late
         return self._frames_at([self._ticks((index + Fraction(1, 2)) / rate) for index in indices], size)
 
+    def frame_times(self) -> NDArray[np.float64]:
+        """Return when each frame begins, in seconds, ascending; nothing is decoded, but packets may be read."""
+        return np.array([float(self._time(ticks)) for ticks in self._frame_ticks])
+
     def keyframe_at(self, time_s: float) -> float:
         """Find the last frame at or before a time from which decoding can begin; the first one if there is none.
 
@@ -239,6 +243,14 @@ class Video(MediaStream):
         self._shown = frame
 
 
+def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: float) -> int:
+    """How many of the `count` frames of an episode that begins there are at none of the `times`, in seconds."""
+    middles = begin_s + (np.arange(count) + 0.5) / fps
+    before = np.searchsorted(times, middles, side="right")
+    lasts = np.concatenate([[-np.inf], times])[before]
+    return int((middles - lasts > 1 / fps).sum())
+
+
 def frame_rate(stream: Any) -> Fraction | None:
     """The average rate of a stream of video; None where the headers do not say it."""
     return stream.average_rate or stream.guessed_rate or None
@@ -257,6 +269,11 @@ def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
 
 def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
     """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
+    if frame.format.name.startswith("gray") and frame.format.components[0].bits > 8:
+        raise MediaError(
+            f"{name}: a frame of {frame.format.name}, such as depth, of which 8 bits lose the rest. Decode "
+            "sample.open(part) with PyAV"
+        )
     turns = round(frame.rotation / 90) % 4
     width, height = pixels or (None, None)
     if turns % 2:

@@ -55,15 +55,18 @@ _ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in
 
 
 class MediaRange(msgspec.Struct, frozen=True):
-    """A range of a file: its path as the row says it, and seconds; `end_s` None is the file's end.
-
-    `fps` is how many frames each second of it has, where the row says so: a frame that is not there is damage.
-    """
+    """A range of a file: its path as the row says it, and seconds; `end_s` None is the file's end."""
 
     path: str
     begin_s: float = 0.0
     end_s: float | None = None
-    fps: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class EpisodeRange(MediaRange, frozen=True, kw_only=True):
+    """The range of an episode, each of whose `fps` frames in a second is there, or missing."""
+
+    end_s: float
+    fps: float
 
 
 def _digest(file: ByteSource) -> int:
@@ -117,7 +120,7 @@ class Ranges:
         number = self.file_named(shard, row, found.path)
         size, read_on = int(self._store.entries.sizes[number]), self._store.files.read_on
         source = ByteSource(lambda offset, wanted: read_on(number, offset, wanted, size), size)
-        return RangeFile(source, found.begin_s, found.end_s, None if found.fps is msgspec.UNSET else found.fps)
+        return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
         """The number of the file that a row names. Raises `ShardError` for all that is not of the dataset."""
@@ -342,8 +345,8 @@ class LeRobotStore(ParquetStore):
         where = f"videos/{part}/"
         path = self._path(shard, row, self._info.video_path or "", where, part)
         begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
-        found = checked_range(self, shard, row, path, begin_s, end_s)
-        return msgspec.structs.replace(found, fps=self._info.fps)
+        checked_range(self, shard, row, path, begin_s, end_s)
+        return EpisodeRange(path, begin_s=begin_s, end_s=end_s, fps=self._info.fps)
 
     @cached_property
     def _info(self) -> _Info:
