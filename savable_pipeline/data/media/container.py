@@ -47,6 +47,7 @@ _CONTAINERS = (
 _GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers that do not say how long they are
 # In these a point to begin from is estimated from bytes, so that times behind it are not those of a full decode.
 _UNSOUGHT = ("mp3", *_GUESSED)
+_MATROSKA = "matroska,webm"
 _MP3_PADDING = 8192  # samples before and behind the sound, which are left out
 _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: what a range of a file may be late by, since tables round seconds
@@ -207,14 +208,27 @@ def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fractio
     """
     if _is_guessed(container, stream, file):
         return None, False
+    skipped = _opus_skip(container, stream)
     if stream.duration is not None:
-        start = stream.start_time * stream.time_base if stream.start_time is not None else origin
-        return Fraction(start + stream.duration * stream.time_base) - origin, True
+        start = stream.start_time * stream.time_base if stream.start_time is not None and not skipped else 0
+        begin = origin if stream.start_time is not None else 0
+        return Fraction(start + stream.duration * stream.time_base) - skipped - begin, True
     if told := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
-        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]), True
+        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]) - skipped, True
     if container.duration is None:
         return None, False
-    return Fraction(container.duration, 1_000_000), len(container.streams) == 1
+    return Fraction(container.duration, 1_000_000) - skipped, len(container.streams) == 1
+
+
+def _opus_skip(container: Any, stream: Any) -> Fraction:
+    """The seconds that Opus decodes before its sound begins, and that lengths in Ogg and Matroska count; else 0.
+
+    Its header: "OpusHead" │ version u8 │ channels u8 │ samples at 48,000 Hz to skip u16, little-endian (RFC 7845, 5.1).
+    """
+    context = stream.codec_context
+    if container.format.name not in ("ogg", _MATROSKA) or context is None or "opus" not in context.name:
+        return Fraction(0)
+    return Fraction(int.from_bytes((context.extradata or b"")[10:12], "little"), 48_000)
 
 
 def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
@@ -233,8 +247,10 @@ def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end
 def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
     """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
     name = container.format.name
+    if name == _MATROSKA and origin_of(container) > 0:
+        return True  # some programs count from 0 on, and others from the first packet
     if name != "mp3" or stream.duration is None:
-        return name in _GUESSED
+        return name in (*_GUESSED, "mpegts")
     with kept_place(file):
         frames = said_frames(file)
     rate = stream.codec_context.sample_rate
