@@ -141,19 +141,25 @@ def flac_bytes(
 
 
 def audio_bytes(
-    seconds: float = 2.0, *, rate: int = 16000, channels: int = 1, container: str = "flac", codec: str = ""
+    seconds: float = 2.0,
+    *,
+    rate: int = 16000,
+    channels: int = 1,
+    container: str = "flac",
+    codec: str = "",
+    begin_s: float = 0.0,
 ) -> bytes:
-    """A tone. `codec`: by default the container's usual one."""
+    """A tone, whose times begin at `begin_s`. `codec`: by default the container's usual one."""
     usual = {"flac": "flac", "wav": "pcm_s16le", "ogg": "libopus", "mp3": "libmp3lame", "mp4": "aac", "webm": "libopus"}
     file = io.BytesIO()
     with av.open(file, "w", format=container) as made:
         layout = "mono" if channels == 1 else "stereo"
         stream: Any = made.add_stream(codec or usual[container], rate=rate, layout=layout)
-        _encode_tone(made, stream, seconds, rate, channels)
+        _encode_tone(made, stream, seconds, rate, channels, begin_s)
     return file.getvalue()
 
 
-def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: int) -> None:
+def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: int, begin_s: float = 0.0) -> None:
     layout = stream.codec_context.layout.name
     formats = {one.name for one in stream.codec_context.codec.audio_formats or ()}
     format_name = next(name for name in ("s16", "s16p", "flt", "fltp") if name in formats)
@@ -162,7 +168,7 @@ def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: in
     for begin in range(0, pcm.shape[1], 1024):
         block = np.ascontiguousarray(pcm[:, begin : begin + 1024].T).reshape(1, -1)
         frame = av.AudioFrame.from_ndarray(block, "s16", layout)
-        frame.sample_rate, frame.pts, frame.time_base = rate, begin, Fraction(1, rate)
+        frame.sample_rate, frame.pts, frame.time_base = rate, begin + round(begin_s * rate), Fraction(1, rate)
         for converted in resampler.resample(frame):
             made.mux(stream.encode(converted))
     for converted in resampler.resample(None):
