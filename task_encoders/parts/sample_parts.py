@@ -294,6 +294,8 @@ def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
             raise ValueError("no base64")
         raw = base64.b64decode(encoded, validate=True)
         image: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
+        if image.mode.startswith(("I", "F")):
+            raise ValueError("an image of more than 8 bits a channel. Make it one of 8 bits")
         image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")

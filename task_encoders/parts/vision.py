@@ -30,6 +30,7 @@ class Vision(Medium):
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
             same tiles of the same sizes; "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False takes the pixels as they are stored.
+        bits: 8 takes images of 16 bits a channel as v >> 8; None refuses them.
 
     Raises:
         ValueError: `token` is no id, `text` is empty, or `decode` is neither.
@@ -53,6 +54,7 @@ class Vision(Medium):
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
     exif: bool = True
+    bits: int | None = None
 
     kind: ClassVar[str] = "image"
 
@@ -69,9 +71,10 @@ class Vision(Medium):
 
         Raises:
             OSError: The image is damaged.
+            ValueError: It has more than 8 bits a channel, and `bits` is None.
         """
         if self.decode == "exact" or not self.tiles.takes_scaled:
-            return sample.image(part, exif=self.exif)
+            return sample.image(part, mode="RGB", bits=self.bits, exif=self.exif)
         full = (0, 0)
 
         def needed(width: int, height: int) -> tuple[float, float]:
@@ -79,7 +82,7 @@ class Vision(Medium):
             full = width, height
             return self.tiles.at_least(width, height)
 
-        pixels = sample.image(part, at_least=needed, exif=self.exif)
+        pixels = sample.image(part, mode="RGB", bits=self.bits, at_least=needed, exif=self.exif)
         return pixels if pixels.size == full else ScaledImage(*full, pixels)
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:

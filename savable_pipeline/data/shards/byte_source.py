@@ -209,11 +209,11 @@ class SourceFile(io.RawIOBase):
 
 
 class RangeFile(io.BufferedReader):
-    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
+    """A whole file, of which `begin_s` to `end_s` belong to a sample; None for the frames in each second if unknown."""
 
-    def __init__(self, source: ByteSource, begin_s: float, end_s: float | None) -> None:
+    def __init__(self, source: ByteSource, begin_s: float, end_s: float | None, fps: float | None = None) -> None:
         super().__init__(SourceFile(source), _BUFFER)
-        self.begin_s, self.end_s = begin_s, end_s
+        self.begin_s, self.end_s, self.fps = begin_s, end_s, fps
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:

@@ -110,17 +110,26 @@ def kind_behind(url: str, session: Session) -> str:
 
 def stored_in(folder: Path) -> str:
     """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
-    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO))
+    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO), str(folder))
 
 
 def stored_behind(url: str, session: Session) -> str:
     """The same of what lies below a URL. Raises `RemoteError`."""
-    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"")
+    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"", url)
 
 
-def _kind_of_info(info: bytes) -> str:
-    """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
-    return "lerobot" if str(_object(info).get("codebase_version")).startswith("v3.") else ""
+def _kind_of_info(info: bytes, folder: str) -> str:
+    """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else "".
+
+    Raises `ShardError` for another version: its tables without its videos would be half of it.
+    """
+    version = str(_object(info).get("codebase_version", ""))
+    if version and not version.startswith("v3."):
+        raise ShardError(
+            f"{folder} is LeRobot {version}, and v3.0 is read. Convert it by LeRobot's script "
+            "convert_dataset_v21_to_v30, or name the folder data in it to read its frames as rows"
+        )
+    return "lerobot" if version else ""
 
 
 def _read(path: Path) -> bytes:
