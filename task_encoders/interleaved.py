@@ -7,9 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.data_formats import parse_document
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, places
+from task_encoders.parts.medium import MRope
 from task_encoders.parts.token_packing import with_target
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
 
@@ -17,8 +21,8 @@ class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
     Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
-    sample, and videos and sounds where `video` and `audio` take them. Each text is tokenized by itself, between the
-    tokenizer's `bos` and `eos`.
+    sample, and videos and sounds where `video` and `audio` take them. The texts are tokenized as one, with the text of
+    `token` in the place of each image.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -34,6 +38,8 @@ class InterleavedEncoder(MixedEncoder):
             parts are passed over.
         audio: How sounds become tokens. Without it, sounds are passed over.
         rope: Positions in time, height and width as well: `MRope()`.
+        eos: The end of a document, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
+            False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -73,6 +79,30 @@ class InterleavedEncoder(MixedEncoder):
 
     vision: Vision  # never without
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Tokenize | None = None,
+        *,
+        vision: Vision,
+        max_length: int | None = None,
+        part: str = "json",
+        multiple: int = 1,
+        video: VideoTokens | VideoFrames | None = None,
+        audio: AudioTokens | None = None,
+        rope: MRope | None = None,
+        eos: bool | int | str | None = None,
+    ) -> None:
+        super().__init__(
+            as_tokenizer(tokenizer).ending(eos),
+            vision=vision,
+            max_length=max_length,
+            part=part,
+            multiple=multiple,
+            video=video,
+            audio=audio,
+            rope=rope,
+        )
+
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""
         if self.part not in sample:
@@ -80,14 +110,12 @@ class InterleavedEncoder(MixedEncoder):
         document = parse_document(sample.json(self.part), self.media_of(sample))
         if not document:
             return Skip("empty")
-        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
-        mixed.add_ids(self.tokenizer.before, target=False)
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope, is_document=True)
         for part in document:
             if isinstance(part, str):
                 mixed.add_text(part, target=True)
             else:
                 mixed.add(self.pieces(sample, part))
-        mixed.add_ids(self.tokenizer.after, target=True)
         item = mixed.item()
         if self.max_length is None or len(item["tokens"]) <= self.max_length:
             return with_target(item)

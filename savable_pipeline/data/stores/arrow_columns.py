@@ -17,6 +17,7 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,6 +176,10 @@ class ValueColumn:
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._array, self._unread = array, unread
         self._checked = False
+        self._has_json = "arrow.json" in str(array.type) and not isinstance(array.type, pa.JsonType)
+
+    def _plain(self, value: Any) -> Any:
+        return json_inside(value, self._array.type) if self._has_json else value
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON, or as it is if it is text or bytes; None for null. Raises `BrokenColumnError`."""
@@ -183,14 +188,25 @@ class ValueColumn:
                 self._array.validate(full=True)
                 self._checked = True
             if self._unread is None or not 0 <= row < len(self._array):
-                return as_part(self._array[row].as_py())
-            return as_part(self._unread.rows(self._array, row, 1)[0].as_py())
+                return as_part(self._plain(self._array[row].as_py()))
+            return as_part(self._plain(self._unread.rows(self._array, row, 1)[0].as_py()))
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
 
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None. Raises `BrokenColumnError`."""
         return self.value(row) is not None
+
+
+def json_inside(value: Any, kind: Any) -> Any:
+    """A value of a type that has texts of JSON within (`arrow.json`), with these read. Raises ValueError."""
+    if value is None or isinstance(kind, pa.JsonType):
+        return value if value is None else json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: json_inside(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(json_inside(name, kind.key_type), json_inside(each, kind.item_type)) for name, each in value]
+    return [json_inside(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

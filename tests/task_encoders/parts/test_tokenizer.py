@@ -166,8 +166,8 @@ class Framing(Numbers):
     """As those of transformers: adds its own beginning unless told not to."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The numbers in a text, after a 1."""
-        return [1] * add_special_tokens + super().encode(text)
+        """The numbers in a text, 0 for what is none, after a 1."""
+        return [1] * add_special_tokens + [int(word) if word.isdecimal() else 0 for word in text.split()]
 
     def get_vocab(self) -> dict[str, int]:
         """Token to id."""
