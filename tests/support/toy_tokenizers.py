@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -10,7 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tests.support.toy_samples import python_sources
 
 LLAMA3 = (  # the pattern of Llama 3; Qwen2 has single digits
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SENTENCEPIECE = ["<unk>", "<s>", "</s>"]
 TURNS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<start_of_turn>", "<end_of_turn>"]
@@ -24,7 +26,9 @@ def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     special = [*SENTENCEPIECE, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
-    trained.train_from_iterator([text for _, text in python_sources()[:20]] + ["user assistant four USER: A cat."], trainer)
+    trained.train_from_iterator(
+        [text for _, text in python_sources()[:20]] + ["user assistant four USER: A cat."], trainer
+    )
     return trained.get_vocab(), _merges(trained)
 
 
@@ -40,8 +44,6 @@ def _letters() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _merges(trained: Tokenizer) -> list[tuple[str, str]]:
-    import json
-
     return [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
 
 
