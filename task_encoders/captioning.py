@@ -22,6 +22,8 @@ from task_encoders.parts.token_packing import (
 )
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
+_TEXT = Field("txt")
+
 
 class CaptioningEncoder(TaskEncoder):
     """Predicts the tokens of a caption from its image.
@@ -156,7 +158,7 @@ class CaptioningEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
-        return sample.text("txt") if "txt" in sample else self.caption.read_text(sample) or ""
+        return (_TEXT if "txt" in sample else self.caption).read_text(sample) or ""
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:

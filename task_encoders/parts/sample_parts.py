@@ -102,20 +102,22 @@ class Field:
     def read_text(self, sample: Sample) -> str | None:
         """The value, None where the sample has none. Raises ValueError where it is no text."""
         value = self.read(sample)
-        if value is None or (isinstance(value, str) and (self.path or not self._is_json(sample, value))):
+        if isinstance(value, str) and not self.path:
+            value = self._field_of_line(sample, value)
+        if value is None or isinstance(value, str):
             return value
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
 
-    def _is_json(self, sample: Sample, text: str) -> bool:
-        """Whether a part is a field of JSON that is no text, of a line such as {"text": ["x"]}."""
-        if "json" not in sample or self.part == "json" or text[:1] not in "[{-0123456789tfn":
-            return False
+    def _field_of_line(self, sample: Sample, text: str) -> Any:
+        """A part's text; or the value of which it is the JSON, in a line such as {"text": ["x"]}."""
+        if "json" not in sample or self.part == "json" or text[:1] not in "[{-0123456789tf":
+            return text
         try:
             value = json.loads(text)
         except ValueError:
-            return False
+            return text
         record = sample.json("json")
-        return not isinstance(value, str) and isinstance(record, dict) and record.get(self.part) == value
+        return value if isinstance(record, dict) and record.get(self.part) == value else text
 
 
 def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:

@@ -224,11 +224,11 @@ class Tokenizer:
         if eos is None or eos is False:
             if eos is None and self.eos is None and not self._own[1] and (known := self.special_texts()):
                 own = getattr(tokenize, "eos_token", None)
-                ends = [text for text in sorted(known - {own}) if _END.search(text.lower())]
-                named = ", ".join(map(repr, ends[:6])) or "none known"
+                others = [text for text in sorted(known - {own}) if _END.search(text.lower())][:6]
+                ends = [*([f"True ({own!r}, which may end turns)"] if own else []), *map(repr, others), "False"]
                 raise ValueError(
-                    "the tokenizer adds no token behind a document, so that a model would not learn to end. Pass "
-                    f"eos=True for {own!r} (which may end turns), another token ({named}), or eos=False"
+                    "the tokenizer adds no token behind a document, so that a model would not learn to end. Pass eos= "
+                    f"to the encoder: {', '.join(ends)}"
                 )
             return self
         if self.eos is not None:

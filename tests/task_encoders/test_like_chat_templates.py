@@ -80,7 +80,8 @@ TEMPLATES = {
 THINKING = (  # as Qwen3's: only the last answer keeps its reasoning
     LOOP + "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{% set said = m.content.split('</think>') %}{% if loop.last and said | length == 1 %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ (m.content if loop.last else said[-1].lstrip()) + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ (m.content if loop.last else said[-1].lstrip()) + '<|im_end|>\\n' }}{% endgeneration %}"
     "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -272,12 +273,14 @@ def test_a_token_that_no_text_is_read_as_is_refused() -> None:
         ChatEncoder(tokenizer("qwen"), vision=Vision(NativeSize(), 99999))
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
 TOOL_TEMPLATE = (  # as Qwen2.5's
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     + LOOP
     + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
+    "{% for c in m.tool_calls %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -315,7 +318,7 @@ ROWS: dict[str, dict[str, Any]] = {
             {"from": "observation", "value": "3"},
             {"from": "gpt", "value": "It is 3."},
         ],
-        "tools": '[{"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}]',
+        "tools": '[{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]',
     },
     "ms-swift's": {
         "messages": calling({"role": "tool_call", "content": TEXT}, {"role": "tool_response", "content": "3"}),
