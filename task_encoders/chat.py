@@ -17,7 +17,7 @@ from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.medium import MRope, Seen, Unmeasured
 from task_encoders.parts.sample_parts import MediaPart, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import padded_length
-from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
@@ -112,7 +112,7 @@ class ChatEncoder(MixedEncoder):
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
         super().__init__(
-            as_tokenizer(tokenizer),
+            tokenizer,
             vision=vision,
             max_length=max_length,
             part=part,
@@ -120,6 +120,7 @@ class ChatEncoder(MixedEncoder):
             video=video,
             audio=audio,
             rope=rope,
+            eos=False,  # the template writes the ends
         )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers

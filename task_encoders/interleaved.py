@@ -7,13 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
-from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.data_formats import parse_document
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, places
-from task_encoders.parts.medium import MRope
 from task_encoders.parts.token_packing import with_target
-from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
-from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
 
@@ -78,30 +74,6 @@ class InterleavedEncoder(MixedEncoder):
     """
 
     vision: Vision  # never without
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | Tokenize | None = None,
-        *,
-        vision: Vision,
-        max_length: int | None = None,
-        part: str = "json",
-        multiple: int = 1,
-        video: VideoTokens | VideoFrames | None = None,
-        audio: AudioTokens | None = None,
-        rope: MRope | None = None,
-        eos: bool | int | str | None = None,
-    ) -> None:
-        super().__init__(
-            as_tokenizer(tokenizer).ending(eos),
-            vision=vision,
-            max_length=max_length,
-            part=part,
-            multiple=multiple,
-            video=video,
-            audio=audio,
-            rope=rope,
-        )
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""

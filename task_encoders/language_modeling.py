@@ -13,7 +13,7 @@ from task_encoders.parts.token_packing import (
     multiple_setting,
     with_target,
 )
-from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
 class LanguageModelingEncoder(MixedEncoder):
@@ -71,9 +71,7 @@ class LanguageModelingEncoder(MixedEncoder):
         multiple: int = 1,
         eos: bool | int | str | None = None,
     ) -> None:
-        super().__init__(
-            as_tokenizer(tokenizer).ending(eos), vision=None, max_length=max_length, part=part, multiple=multiple
-        )
+        super().__init__(tokenizer, vision=None, max_length=max_length, part=part, multiple=multiple, eos=eos)
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 

@@ -188,8 +188,8 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
 def _call(value: Any, at: str, *, trained: bool = True) -> Message:
     """The answer that calls tools, of one call, or a list of calls, of name and arguments, as JSON text or not."""
     found = _read_json(value, at)
-    listed = found if isinstance(found, list) else [found]
-    return Message("assistant", [], trained=trained, more={"tool_calls": _calls(listed, at)})
+    calls = _calls(found if isinstance(found, list) else [found], at)
+    return Message("assistant", [], trained=trained, more={"tool_calls": calls})
 
 
 def _calls(value: Any, at: str) -> list[dict[str, Any]]:
@@ -197,15 +197,12 @@ def _calls(value: Any, at: str) -> list[dict[str, Any]]:
     calls = []
     for number, each in enumerate(_expect(_read_json(value, at), list, at)):
         call = _expect(_read_json(each, f"{at}[{number}]"), dict, f"{at}[{number}]")
-        call = {"function": call} if "name" in call and "function" not in call else call
-        if "function" not in call:
-            calls.append(call)
-            continue
-        function = _expect(call["function"], dict, f"{at}[{number}].function")
+        call = {"function": call} if "name" in call else call
+        function = _expect(call.get("function"), dict, f"{at}[{number}].function")
         arguments = function.get("arguments")
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            arguments = _read_json(arguments, f"{at}[{number}].function.arguments")
-        calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+            function = {**function, "arguments": _read_json(arguments, f"{at}[{number}].function.arguments")}
+        calls.append({"type": "function", **call, "function": function})
     return calls
 
 

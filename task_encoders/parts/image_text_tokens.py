@@ -36,7 +36,7 @@ from task_encoders.parts.token_packing import (
     pack_tokens,
     padded_length,
 )
-from task_encoders.parts.tokenizer import Ids, Tokenizer, joined
+from task_encoders.parts.tokenizer import Ids, Tokenize, Tokenizer, as_tokenizer, joined
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
@@ -178,7 +178,7 @@ class MixedEncoder(TaskEncoder):
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | Tokenize | None = None,
         *,
         vision: Vision | None,
         max_length: int | None = None,
@@ -187,11 +187,12 @@ class MixedEncoder(TaskEncoder):
         video: VideoTokens | VideoFrames | None = None,
         audio: AudioTokens | None = None,
         rope: MRope | None = None,
+        eos: bool | int | str | None = None,
     ) -> None:
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
         check_multiple(multiple, max_length)
-        self.tokenizer = tokenizer
+        self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.multiple = multiple
         self.vision = vision
         self.max_length = max_length
@@ -203,7 +204,7 @@ class MixedEncoder(TaskEncoder):
         self.media: tuple[Medium, ...] = tuple(medium for medium in own if medium is not None)
         _check_media(self.media, vision, video)
         for medium in self.media:
-            tokenizer.text_of(medium.token)
+            self.tokenizer.text_of(medium.token)
 
     def media_of(self, sample: Sample, *, headers: bool = False) -> SampleMedia:
         """The parts of a sample to which its text may refer; with `headers`, images are `sample.media(part)`."""

@@ -123,12 +123,15 @@ class Tokenizer:
             ValueError: The tokenizer does not say which characters a token has, and reads the text in front of a
                 border otherwise than in the whole.
         """
-        ids, spans = self._spans(text, special) if text and ranges else (self.piece(text, special=special), None)
+        if not text or not ranges:
+            ids = self.piece(text, special=special)
+            return ids, np.zeros(len(ids), np.bool_)
+        ids, spans = self._spans(text, special)
         mask = np.zeros(len(ids), np.bool_)
         for begin, end in ranges:
             if spans is not None:
                 mask |= (spans[:, 0] < end) & (spans[:, 1] > begin)
-            elif text:
+            else:
                 mask[slice(*(self._tokens_before(text, border, ids, special) for border in (begin, end)))] = True
         return ids, mask
 
@@ -142,25 +145,21 @@ class Tokenizer:
             ValueError: The tokenizer has a vocabulary, in which no text is read as it.
         """
         tokenize: Any = self.tokenize
-        texts: list[str] = []
-        if hasattr(tokenize, "special_tokens_set"):  # tiktoken
-            texts = [text for text in tokenize.special_tokens_set if tokenize.encode_single_token(text) == token]
-        else:
-            look_up = [
-                getattr(tokenize, name, None) for name in ("convert_ids_to_tokens", "id_to_token", "id_to_piece")
-            ]
-            if not any(look_up):
-                return None
-            try:
-                texts = [text for find in look_up if find and isinstance(text := find(token), str)]
-            except (IndexError, OverflowError):  # SentencePiece, and ids below 0
-                texts = []
-        if not texts or list(self.piece(texts[0])).count(token) != 1:
+        names = ("convert_ids_to_tokens", "id_to_token", "id_to_piece", "decode_single_token_bytes")
+        finds = [getattr(tokenize, name) for name in names if hasattr(tokenize, name)]
+        if not finds:
+            return None
+        try:
+            found = finds[0](token)
+            text = found.decode() if isinstance(found, bytes) else found or ""
+        except (IndexError, KeyError, OverflowError, UnicodeDecodeError):
+            text = ""
+        if list(self.piece(text)).count(token) != 1:
             raise ValueError(
                 f"{type(tokenize).__name__} reads no text as the token {token}, which stands for an image, video or "
                 "sound. Take the id of a token that was added to it, such as '<image>'"
             )
-        return texts[0]
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with that of special tokens.
@@ -233,9 +232,12 @@ class Tokenizer:
             return self
         if self.eos is not None:
             raise ValueError(f"there are two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
-        token = self._end_token() if eos is True else eos
-        if isinstance(token, str):
-            ids = list(self.piece(token))
+        token: Any = eos
+        if eos is True:  # of transformers, tiktoken or SentencePiece
+            own = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
+            token = next((each() if callable(each) else each for each in own if each is not None), None)
+        elif isinstance(eos, str):
+            ids = list(self.piece(eos))
             token = ids[0] if len(ids) == 1 else None
         if token is None:
             raise ValueError(f"{type(tokenize).__name__} has no token for eos={eos!r}. Pass one by its text or its id")
@@ -245,14 +247,6 @@ class Tokenizer:
         """Return the identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
-
-    def _end_token(self) -> int | None:
-        """The tokenizer's own idea of its end."""
-        tokenize: Any = self.tokenize
-        if hasattr(tokenize, "eos_id"):  # SentencePiece
-            return tokenize.eos_id() if tokenize.eos_id() >= 0 else None
-        found: int | None = getattr(tokenize, "eos_token_id", getattr(tokenize, "eot_token", None))
-        return found
 
     def _added(self) -> tuple[list[int], list[int]]:
         """What a tokenizer of Hugging Face adds in front of a text and behind it."""
