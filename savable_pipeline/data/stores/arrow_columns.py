@@ -18,6 +18,7 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,9 @@ def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
     found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
     return found
+
+
+_JSON: Any = getattr(pa, "JsonType", ())  # pyarrow 19 and later
 
 
 class Validity:
@@ -181,11 +185,12 @@ class ValueColumn:
 
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._array, self._unread = array, unread
-        self._checked, self._timed = False, _is_timed(array.type)
+        self._checked = False
+        self._converts = not isinstance(array.type, _JSON) and _is_converted(array.type)
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON, or as it is if it is text or bytes; None for null. Raises `BrokenColumnError`."""
-        if not self._timed:
+        if not self._converts:
             return as_part(self._of_row(row, lambda rows: rows[0].as_py()))
         found = self._of_row(row, lambda rows: _plain(rows[0]))
         return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
@@ -227,18 +232,21 @@ def _numbers_of(rows: Any) -> NDArray[Any]:
     return found
 
 
-def _is_timed(kind: Any) -> bool:
-    """Whether there are moments or spans in a type: where pandas is installed, pyarrow makes its objects of them."""
+def _is_converted(kind: Any) -> bool:
+    """Whether a type contains moments or spans, which pyarrow returns as objects of pandas, or texts of JSON."""
     if kind.num_fields:
-        return any(_is_timed(kind.field(i).type) for i in range(kind.num_fields))
-    return bool(pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind))
+        return any(_is_converted(kind.field(i).type) for i in range(kind.num_fields))
+    timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
+    return bool(timed or isinstance(kind, _JSON))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds."""
+    """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds, parsed texts of JSON. Raises ValueError."""
     kind = value.type
-    if not value.is_valid or not _is_timed(kind):
+    if not value.is_valid or not _is_converted(kind):
         return value.as_py()
+    if isinstance(kind, _JSON):
+        return json.loads(value.as_py())
     if pa.types.is_duration(kind):
         return value.value / _UNITS[kind.unit]
     if pa.types.is_struct(kind):
