@@ -23,6 +23,7 @@ class NodeWorkers(Workers):
     max_restarts: int = field(default=100, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)
     allow: Collection[str] = field(default=(), kw_only=True)
+    trusted_network: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.count not in (None, 1):
@@ -44,11 +45,14 @@ class SocketWorkers(NodeWorkers):
         max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
         prefetch: Batches that a worker may be ahead.
         allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
+        trusted_network: Whether only machines that you trust can change what passes. Batches then have no code against
+            it, and the package cryptography is not needed.
         count: Not to be given: the agents say how many there are.
         start_method: Not to be given.
 
     Raises:
-        ValueError: An address or a number is none, or the file is no secret.
+        ValueError: An address or a number is none, or the file is no secret; with the loader, if the package
+            cryptography is not installed.
 
     Example:
         >>> workers = sp.SocketWorkers(["cpu1:7000", "cpu2:7000"], key_file="nodes.key")  # doctest: +SKIP
@@ -76,4 +80,4 @@ class SocketWorkers(NodeWorkers):
             share: The loader's rank and the number of ranks.
         """
         addresses = self._addresses()
-        return SocketHost(job, lambda: addresses, share, sorted(self.allow))
+        return SocketHost(job, lambda: addresses, share, sorted(self.allow), trusted=self.trusted_network)
