@@ -52,7 +52,8 @@ class RayWorkers(NodeWorkers):
         start_method: Not to be given.
 
     Raises:
-        ValueError: A number is out of range; with the loader, if Ray is not installed or there is no cluster.
+        ValueError: A number is out of range, or the package cryptography is not installed; with the loader, if Ray is
+            not installed or there is no cluster.
 
     Example:
         >>> sp.RayWorkers(nodes=(2, 8), num_cpus=16, resources={"cpu_node": 1}).nodes

@@ -31,7 +31,7 @@ from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import manifest
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, can_authenticate_bodies, read_answer, said
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer, said
 
 log = logging.getLogger(__name__)
 
@@ -260,11 +260,6 @@ class SocketHost(Host):
         trusted: bool = False,
     ) -> None:
         check_main_is_guarded()
-        if not trusted and not can_authenticate_bodies():
-            raise ValueError(
-                "nodes need the package cryptography, as does this machine: pip install 'savable_pipeline[nodes]', "
-                "or pass trusted_network=True on a network where nobody else can change what passes"
-            )
         self._addresses, self._trusted = addresses, trusted
         self._rank, self._ranks = share
         self._job = _sent_job(job, allow)

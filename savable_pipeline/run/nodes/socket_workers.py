@@ -11,6 +11,7 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.nodes.handshake import read_key
 from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
+from savable_pipeline.run.nodes.wire import can_authenticate_bodies
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class NodeWorkers(Workers):
     def __post_init__(self) -> None:
         if self.count not in (None, 1):
             raise ValueError(f"count={self.count}: how many workers there are is said where they run, on the nodes")
+        if not self.trusted_network and not can_authenticate_bodies():
+            raise ValueError(
+                "nodes need the package cryptography, as does this machine: pip install 'savable_pipeline[nodes]', "
+                "or pass trusted_network=True on a network where nobody else can change what passes"
+            )
         object.__setattr__(self, "count", 1)
         super().__post_init__()
 
@@ -51,8 +57,7 @@ class SocketWorkers(NodeWorkers):
         start_method: Not to be given.
 
     Raises:
-        ValueError: An address or a number is none, or the file is no secret; with the loader, if the package
-            cryptography is not installed.
+        ValueError: An address or a number is none, the file is no secret, or the package cryptography is not installed.
 
     Example:
         >>> workers = sp.SocketWorkers(["cpu1:7000", "cpu2:7000"], key_file="nodes.key")  # doctest: +SKIP

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.nodes import socket_host
+from savable_pipeline.run.nodes import socket_host, socket_workers
 from savable_pipeline.run.nodes.socket_host import AgentAddress
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, agents, new_key, remote
@@ -307,15 +307,14 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
     proxy.close()
 
 
-def test_a_loader_needs_cryptography_or_a_trusted_network(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket_host, "can_authenticate_bodies", lambda: False)
-    pipeline = partial(number_pipeline, shards)
-    for trusted in (False, True):
-        workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path), trusted_network=trusted)
-        with contextlib.nullcontext() if trusted else pytest.raises(ValueError, match=r"savable_pipeline\[nodes\]"):
-            sp.SavableLoader(pipeline, seed=3, workers=workers).close()
+def test_such_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_workers, "can_authenticate_bodies", lambda: False)
+    key_file = new_key(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install 'savable_pipeline\[nodes\]'"):
+        sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file)
+    with pytest.raises(ValueError, match=r"pip install 'savable_pipeline\[nodes\]'"):
+        sp.RayWorkers(1, num_cpus=1)
+    assert sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file, trusted_network=True).trusted_network
 
 
 def test_when_no_agent_answers_each_is_named_with_its_reason(
