@@ -1,18 +1,17 @@
-"""A TCP proxy between loaders and an agent that delays, drops, doubles, swaps and halves frames, or falls silent."""
+"""A TCP proxy between loaders and an agent that delays, drops, doubles, swaps, halves or alters frames, or is mute."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
-import struct
 import threading
 import time
 
 from savable_pipeline.run.nodes import handshake, wire
 
-TROUBLES = ("delay", "drop", "half", "twice", "swapped", "silent")
-_HEADER = struct.Struct("<4sBxxxI8sQIQ16s")  # as wire.py has it, with the code
+TROUBLES = ("delay", "drop", "half", "twice", "swapped", "changed", "silent")
+_HEADER_BYTES = wire.HEADER.size + wire.CODE_BYTES
 _CHUNK = 1 << 20
 _PIECE = 1 << 16  # on a slow link
 
@@ -45,7 +44,10 @@ class FaultyProxy:
                 far.settimeout(None)
                 self._ends += [near, far]
                 pair = (near, far)
-                for source, target, before in ((near, far, [85]), (far, near, [36, 32])):
+                for source, target, before in (
+                    (near, far, [handshake.REPLY_BYTES]),
+                    (far, near, [handshake.HELLO_BYTES, 32]),
+                ):
                     threading.Thread(target=self._carry, args=(pair, source, target, before), daemon=True).start()
 
     def _carry(
@@ -57,16 +59,18 @@ class FaultyProxy:
                 target.sendall(_exactly(source, size))
             kept = b""
             while True:
-                header = _exactly(source, _HEADER.size)
-                *_, head, body, _ = _HEADER.unpack(header)
-                kept = self._pass_on(pair, header + _exactly(source, head + body), kept, target)
+                header = _exactly(source, _HEADER_BYTES)
+                _, _, head, _, body, _, _ = wire.HEADER.unpack_from(header)
+                kept = self._pass_on(pair, header + _exactly(source, head + body), body, kept, target)
         except OSError:
             pass
         finally:
             if id(pair) not in self._silent:
                 _shut(pair)
 
-    def _pass_on(self, pair: tuple[socket.socket, ...], frame: bytes, kept: bytes, target: socket.socket) -> bytes:
+    def _pass_on(
+        self, pair: tuple[socket.socket, ...], frame: bytes, body: int, kept: bytes, target: socket.socket
+    ) -> bytes:
         """Send a frame as the troubles have it; returns one that comes after the next."""
         self.frames += 1
         often = 0.05 if frame[4] in (wire.PING, wire.PONG) else 1.0
@@ -82,6 +86,9 @@ class FaultyProxy:
         elif trouble == "half":
             target.sendall(frame[: self.draw.randrange(len(frame))])
             raise OSError
+        elif trouble == "changed" and body:
+            at = len(frame) - 1 - self.draw.randrange(body)
+            frame = frame[:at] + bytes([frame[at] ^ 1 << self.draw.randrange(8)]) + frame[at + 1 :]
         elif trouble == "twice":
             frame += frame
         elif trouble == "silent":
@@ -126,6 +133,3 @@ def _shut(ends: list[socket.socket] | tuple[socket.socket, ...]) -> None:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
         end.close()
-
-
-assert (handshake.HELLO_BYTES, handshake.REPLY_BYTES) == (36, 85)

@@ -10,7 +10,8 @@
                                                  Python's lock, by an idle trainer and by a busy one
     python tools/bench/workers.py scaling        N workers against one, on lanes that N does and does not divide
     python tools/bench/workers.py cost           processor time of state a batch, and of the trainer's thread a batch
-    python tools/bench/workers.py nodes          two workers of this machine, and two of an agent on it
+    python tools/bench/workers.py nodes          two workers of this machine, and two of an agent on it,
+                                                 with and without a code over the bodies of batches
     python tools/bench/workers.py first          seconds from `iter()` to the first batch, by start method
 
 Two workers, unless it says otherwise. This module imports no torch, since spawned workers import it. Without a word,
@@ -360,6 +361,7 @@ def nodes(bench: Bench) -> None:
         ways = {
             "local": sp.Workers(WORKERS, start_method="forkserver"),
             "agent": sp.SocketWorkers([address], key_file=key_file),
+            "agent, trusted network": sp.SocketWorkers([address], key_file=key_file, trusted_network=True),
         }
         for size, collate, count in (("9.6 MB", filled, 200), ("10 kB", short, 5000)):
             run = partial(pipeline, tars, FunctionEncoder(nothing, collate), 1, 0)

@@ -2,13 +2,14 @@
 
     trainer ── TCP ──▶ agent ── the descriptor ──▶ session, a process for each loader (session.py)
 
-It unpickles nothing. Before the key is proved a connection can send 85 bytes, within a few seconds, and there are only
+It unpickles nothing. Before the key is proved a connection can send 82 bytes, within a few seconds, and there are only
 so many of them at a time: the oldest goes first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import pickle
 import selectors
@@ -75,6 +76,8 @@ class Agent:
         except OSError as error:
             raise OSError(f"{listen}: {said(error)}; give an address of this machine, and a free port") from error
         self._listener.setblocking(False)
+        if ipaddress.ip_address(self._listener.getsockname()[0]).is_unspecified:
+            log.warning("%s is every network of this machine. Give the address of the one that trainers use", listen)
         self._key, self._workers = key, workers
         self._half_open: list[HalfOpen] = []  # the oldest first
         self._sessions: dict[bytes, BegunSession] = {}
@@ -148,7 +151,7 @@ class Agent:
         with caller.end as end, contextlib.suppress(OSError):  # the trainer is gone, or the session
             end.send(proof)
             begun = known or self._begin(wanted.session)
-            begun.channel.send(pickle.dumps(tuple(secret)), [end.fileno()])
+            begun.channel.send(pickle.dumps(secret), [end.fileno()])
 
     def _begin(self, session: bytes) -> BegunSession:
         ours, theirs = socket.socketpair()

@@ -21,23 +21,21 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from savable_pipeline.core.state_numbers import ORDER, STATE
+from savable_pipeline.run.state.fingerprint import LIBRARIES
 
 Manifest: TypeAlias = dict[str, str]
 
 MAIN = "module __main__"
 _NONE = "none"
 _OURS = Path(__file__).resolve().parents[2]
-_LIBRARIES = (  # that make pixels, samples or numbers
-    "numpy", "torch", "torchvision", "torchaudio", "torchcodec", "pillow", "pillow-simd", "simplejpeg", "av", "decord",
-    "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "scipy", "soundfile", "librosa",
-    "pyarrow", "tokenizers", "transformers", "tiktoken", "sentencepiece", "msgspec", "xxhash", "zstandard",
-)  # fmt: skip
+_CHOSEN = "simplejpeg"  # decodes in place of Pillow where it is installed, so that a node must lack it where we do
 _FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
 
 
 def manifest(pickled: bytes, main: dict[str, Any]) -> Manifest:
     """What a node must have in common with this process, whose pickled job and main module are these."""
-    found = {**_releases(), **{name: build for name in _LIBRARIES if (build := _build(name)) != _NONE}}
+    builds = {name: _build(name) for name in LIBRARIES}
+    found = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _CHOSEN}}
     files = {
         f"module {name}": _source(name) for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")
     }

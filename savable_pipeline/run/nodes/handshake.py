@@ -1,11 +1,11 @@
 """How a trainer and an agent prove to each other that they have the key, which never travels.
 
     agent   ── magic │ 32 random bytes ──▶ trainer
-    agent   ◀── 32 random bytes │ what for │ session │ generation │ proof of all that was said ── trainer
+    agent   ◀── 32 random bytes │ what for │ session │ trusted network? │ proof of all that was said ── trainer
     agent   ── proof of all that was said ──▶ trainer
 
-The proofs are HMAC-SHA256; what was said is never said again, so that who has listened cannot repeat it. Both derive
-the keys of the connection's frames from it (wire.py).
+The proofs are HMAC-SHA256. They contain the random bytes of both, so that a recorded handshake cannot be used again.
+Both derive the keys of each direction of the connection (wire.py) from all that was said, by HMAC-SHA512.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from savable_pipeline.run.nodes.wire import MAGIC, Secret
 FOR_SESSION, FOR_WORKER = 1, 2
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
-_WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16sI")
+_WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
 HELLO_BYTES = len(MAGIC) + _RANDOM_BYTES
 REPLY_BYTES = _WANTED.size + _PROOF_BYTES
 _LEAST_KEY = 16  # bytes
@@ -34,21 +34,28 @@ class Wanted(NamedTuple):
 
     purpose: int
     session: bytes  # 16 random bytes, by which connections of a session find it
-    generation: int  # the number of the connection in its session
+    trusted: bool  # whether nobody else can change what passes, so that bodies need no code
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
     """The key in a file, without white space around it. Raises ValueError if it is no secret."""
     file = Path(path)
     try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            key = opened.read(1 << 16).strip()
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+            found = os.fstat(opened.fileno())
+            key = opened.read(1 << 16).strip() if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise ValueError(
             f"{file}: {error.strerror}; a key is made by: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
         ) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{file} is a pipe or a device, and a key is read more than once. Write it into a file")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ValueError(
+            f"{file} belongs to user {found.st_uid}, who could run code as you. Make a key of your own: "
+            f"chown {os.geteuid()} {file}, or (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
+        )
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(f"{file} can be read by others, so that they could run code as you: chmod 600 {file}")
     if len(key) < _LEAST_KEY:
         raise ValueError(
@@ -69,9 +76,9 @@ def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Sec
     if not hmac.compare_digest(_proof(key, b"trainer", said), reply[_WANTED.size :]):
         return None
     _, *wanted = _WANTED.unpack_from(reply)
-    whole = hello + reply
-    secret = Secret(_proof(key, b"to trainer", whole), _proof(key, b"to agent", whole), *_names(key, whole, wanted[-1]))
-    return _proof(key, b"agent", whole), Wanted(*wanted), secret
+    whole, found = hello + reply, Wanted(*wanted)
+    secret = Secret(_keys(key, b"to trainer", whole), _keys(key, b"to agent", whole), found.trusted)
+    return _proof(key, b"agent", whole), found, secret
 
 
 def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
@@ -84,16 +91,15 @@ def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
     end.sendall(whole[len(hello) :])
     if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
         raise ConnectionError("the agent has not proved that it has the key of key_file=")
-    to_agent, to_trainer = _proof(key, b"to agent", whole), _proof(key, b"to trainer", whole)
-    return Secret(to_agent, to_trainer, *_names(key, whole, wanted.generation))
+    return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
 
 
 def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
     return hmac.digest(key, who + b"\0" + said, "sha256")
 
 
-def _names(key: bytes, whole: bytes, generation: int) -> tuple[bytes, int]:
-    return _proof(key, b"nonce", whole)[:8], generation
+def _keys(key: bytes, direction: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, direction + b"\0" + said, "sha512")
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:

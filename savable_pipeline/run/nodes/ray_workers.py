@@ -46,11 +46,14 @@ class RayWorkers(NodeWorkers):
         max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
         prefetch: Batches that a worker may be ahead.
         allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
+        trusted_network: Whether only machines that you trust can change what passes. Batches then have no code against
+            it, and the package cryptography is not needed.
         count: Not to be given.
         start_method: Not to be given.
 
     Raises:
-        ValueError: A number is out of range; with the loader, if Ray is not installed or there is no cluster.
+        ValueError: A number is out of range, or the package cryptography is not installed; with the loader, if Ray is
+            not installed or there is no cluster.
 
     Example:
         >>> sp.RayWorkers(nodes=(2, 8), num_cpus=16, resources={"cpu_node": 1}).nodes
@@ -81,7 +84,7 @@ class RayWorkers(NodeWorkers):
         """
         nodes = RayNodes(self)
         nodes.wait()
-        return SocketHost(job, nodes.addresses, share, sorted(self.allow))
+        return SocketHost(job, nodes.addresses, share, sorted(self.allow), trusted=self.trusted_network)
 
 
 class NodeAgent:

@@ -27,7 +27,14 @@ from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.worker_main import be_quiet
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import differences
-from savable_pipeline.run.nodes.wire import Frame, Link, Secret, WrittenAnswer, WrittenAnswerReader
+from savable_pipeline.run.nodes.wire import (
+    Frame,
+    Link,
+    Secret,
+    WrittenAnswer,
+    WrittenAnswerReader,
+    can_authenticate_bodies,
+)
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 
@@ -154,6 +161,7 @@ class NodeSession:
         self._channel = channel
         self._count = workers
         self._control: Link | None = None
+        self._trusted = False  # the network
         self._relays: list[Relay] = []
         self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
         self._selector.register(channel.fileno(), selectors.EVENT_READ, channel)
@@ -172,7 +180,7 @@ class NodeSession:
             for key, _ in ready:
                 if key.data is self._channel:
                     for message, descriptors in self._channel.receive():
-                        self._connected(socket.socket(fileno=descriptors[0]), Secret(*pickle.loads(message)))
+                        self._connected(socket.socket(fileno=descriptors[0]), pickle.loads(message))
                 elif key.data is self._control:
                     self._obey()
             self._see_to_relays({key.data for key, _ in ready})
@@ -180,7 +188,7 @@ class NodeSession:
     def _connected(self, end: socket.socket, secret: Secret) -> None:
         link = Link(end, secret)
         if self._control is None:
-            self._control = link
+            self._control, self._trusted = link, secret.trusted
             self._watch(link, link)
         elif self.host is not None:
             self._relays.append(Relay(link, self.host))
@@ -207,7 +215,10 @@ class NodeSession:
         """Begin what begins workers, if this machine is as the trainer's."""
         assert self._control is not None
         sys.path += [folder for folder in path if folder not in sys.path]
-        if found := differences(manifest, main, allow):
+        found = differences(manifest, main, allow)
+        if not self._trusted and not can_authenticate_bodies():
+            found.append("cryptography: none there, and needed unless trusted_network=True")
+        if found:
             self._control.send(wire.REFUSED, "\n".join(found).encode())
             return
         self.host = ProcessHost(SealedJob.of(raw, main), get_context("forkserver"), WrittenAnswerReader)

@@ -43,7 +43,7 @@ _RETRY_S = 2.0  # between two tries at an agent that does not answer
 _FIRST_S = 30.0  # until some agent has answered for the first time,
 _ALONE_S = 240.0  # and later, until one answers again: as long as a network may be away
 _STACK_S = 2.0
-_MOST_FAILED = 4  # links to a node lost in a row before their workers have started: then the node is
+_MOST_FAILED = 4  # links to a node lost in a row before their workers have answered: then the node is
 
 
 class AgentAddress(NamedTuple):
@@ -62,14 +62,14 @@ class AgentAddress(NamedTuple):
 class Node:
     """An agent, as a loader sees it."""
 
-    def __init__(self, address: AgentAddress) -> None:
+    def __init__(self, address: AgentAddress, *, trusted: bool = False) -> None:
         self.address = address
+        self.trusted = trusted
         self.name = f"{address.host}:{address.port}"
         self.session = b""
         self.link: Link | None = None  # once trainer and node have agreed, until it is lost
         self.workers = 0  # that it runs for all ranks of a loader
-        self.begun = 0  # connections of workers
-        self.failed = 0  # links lost in a row before their workers had started
+        self.failed = 0  # links lost in a row before their workers had answered
         self.error = ""  # why it does not answer
         self.differs: list[str] = []  # why it was refused
         self.tried_at = 0.0
@@ -80,9 +80,7 @@ class Node:
         """A connection of its session. Raises OSError or EOFError."""
         end = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
-            self.begun += 1
-            secret = greet(end, self.address.key, Wanted(purpose, self.session, self.begun))
-            return Link(end, secret, memory)
+            return Link(end, greet(end, self.address.key, Wanted(purpose, self.session, self.trusted)), memory)
         except BaseException:
             end.close()
             raise
@@ -90,7 +88,7 @@ class Node:
     def try_once(self, job: bytes) -> None:
         """In a thread: begin a session, and ask the node whether it is as this machine."""
         try:
-            self.session, self.begun = os.urandom(16), 0
+            self.session = os.urandom(16)
             link = self.connect(FOR_SESSION)
             answer = link.exchange(wire.JOB, job, _BEGIN_S)
             if answer.kind == wire.AGREED:
@@ -114,6 +112,7 @@ class SocketConnection:
         self.node: Node | None = None
         self.link: Link | None = None
         self.end: Ended | None = None
+        self.answered = False  # a request
         self.why = ""  # its link is gone
         self.answers: list[tuple[int, Answer]] = []
         self._host = host
@@ -172,8 +171,8 @@ class SocketConnection:
                 self._pid = answer
             elif number == STARTED and isinstance(answer, Failure) and answer.error is not None and self.node:
                 answer.error.add_note(f"on the node {self.node.name}")
-            if self.node is not None:
-                self.node.failed = 0
+            if self.node is not None and number != STARTED:
+                self.answered, self.node.failed, self.node.error = True, 0, ""
             self.answers.append((number, answer))
         elif kind == wire.FAULT:
             self._fault = head.decode()
@@ -257,9 +256,11 @@ class SocketHost(Host):
         addresses: Callable[[], Sequence[AgentAddress]],
         share: tuple[int, int],
         allow: Sequence[str] = (),
+        *,
+        trusted: bool = False,
     ) -> None:
         check_main_is_guarded()
-        self._addresses = addresses
+        self._addresses, self._trusted = addresses, trusted
         self._rank, self._ranks = share
         self._job = _sent_job(job, allow)
         self._memory = ReusedMemory()
@@ -278,7 +279,9 @@ class SocketHost(Host):
         known = self._addresses()
         gone = [node for node in self._nodes if node.address not in known and not node.link and not node.trying]
         new = [address for address in known if all(node.address != address for node in self._nodes)]
-        self._nodes = [node for node in self._nodes if node not in gone] + [Node(address) for address in new]
+        self._nodes = [node for node in self._nodes if node not in gone] + [
+            Node(each, trusted=self._trusted) for each in new
+        ]
         for node in self._nodes:
             if node.trying is not None and not node.trying.is_alive():
                 node.trying = None
@@ -295,7 +298,7 @@ class SocketHost(Host):
         """Take what a try at a node has found. Raises `WorkerError` for one that differs, before the first batch."""
         node.tried_at = time.monotonic()
         if node.arrived is not None:
-            (node.link, node.workers), node.arrived, node.error, node.failed = node.arrived, None, "", 0
+            (node.link, node.workers), node.arrived = node.arrived, None
             log.info("%s has answered: %d workers", node.name, node.workers)
         elif node.differs:
             message = (
@@ -370,7 +373,7 @@ class SocketHost(Host):
         self._check_alone()
         ended = [each for each in self._connections if each.end is not None]
         for each in ended:
-            if each.why and each.node is not None and not each.started:
+            if each.why and each.node is not None and not each.answered:
                 each.node.failed += 1
                 if each.node.failed >= _MOST_FAILED:
                     self._lose(each.node, each.why)
@@ -399,7 +402,7 @@ class SocketHost(Host):
         """Raise `WorkerError` if no agent has answered for too long."""
         now = time.monotonic()
         since, self._waited_at = now - self._waited_at, now
-        if any(node.link is not None for node in self._nodes):
+        if any(node.link is not None and node.failed < _MOST_FAILED for node in self._nodes):
             self._alone_s = 0.0
             return
         self._alone_s += min(since, 2 * _ASK_S)

@@ -11,6 +11,7 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.nodes.handshake import read_key
 from savable_pipeline.run.nodes.socket_host import AgentAddress, SocketHost
+from savable_pipeline.run.nodes.wire import can_authenticate_bodies
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,16 @@ class NodeWorkers(Workers):
     max_restarts: int = field(default=100, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)
     allow: Collection[str] = field(default=(), kw_only=True)
+    trusted_network: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.count not in (None, 1):
             raise ValueError(f"count={self.count}: how many workers there are is said where they run, on the nodes")
+        if not self.trusted_network and not can_authenticate_bodies():
+            raise ValueError(
+                "nodes need the package cryptography, as does this machine: pip install 'savable_pipeline[nodes]', "
+                "or pass trusted_network=True on a network where nobody else can change what passes"
+            )
         object.__setattr__(self, "count", 1)
         super().__post_init__()
 
@@ -44,11 +51,13 @@ class SocketWorkers(NodeWorkers):
         max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
         prefetch: Batches that a worker may be ahead.
         allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
+        trusted_network: Whether only machines that you trust can change what passes. Batches then have no code against
+            it, and the package cryptography is not needed.
         count: Not to be given: the agents say how many there are.
         start_method: Not to be given.
 
     Raises:
-        ValueError: An address or a number is none, or the file is no secret.
+        ValueError: An address or a number is none, the file is no secret, or the package cryptography is not installed.
 
     Example:
         >>> workers = sp.SocketWorkers(["cpu1:7000", "cpu2:7000"], key_file="nodes.key")  # doctest: +SKIP
@@ -76,4 +85,4 @@ class SocketWorkers(NodeWorkers):
             share: The loader's rank and the number of ranks.
         """
         addresses = self._addresses()
-        return SocketHost(job, lambda: addresses, share, sorted(self.allow))
+        return SocketHost(job, lambda: addresses, share, sorted(self.allow), trusted=self.trusted_network)

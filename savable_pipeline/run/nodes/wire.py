@@ -1,11 +1,14 @@
 """`Link`: one authenticated TCP connection between a trainer and an agent; it carries frames, in one order, each once.
 
-    a frame   magic │ kind │ generation │ nonce │ sequence number │ bytes of the head │ of the body │ code ┃ head ┃ body
+    a frame   header ┃ head ┃ body
+    a header  magic │ kind │ bytes of the head │ sequence number │ bytes of the body
+              │ SHA-256 of the head │ AES-GMAC of the body │ HMAC-SHA256 of all this
 
-The head is small, and the code authenticates header and head by a key that only this direction of this connection has:
-nothing else is ever unpickled. The body is the memory of a batch's tensors: it is sent from where the worker wrote it,
-and received into memory that is used again when the trainer has let go of the batch. A frame that is not the next one
-of this connection ends the connection, and nothing connects it anew: what replaces it is another one, with other keys.
+Each direction of each connection has keys of its own. The header is checked before memory is taken for the rest, so
+that nobody else decides how much. Head and body are checked before they are unpickled. The nonce of the GMAC is the
+sequence number. The body is the memory of a batch's tensors: it is sent from where the worker wrote it, and received
+into memory that is used again when the trainer has let go of the batch. On a trusted network, bodies have no GMAC. A
+frame that is not the next one of this connection ends the connection. Another one replaces it, with other keys.
 
 The answer of a worker travels as the worker wrote it, without being unpickled on its way (`WrittenAnswer`):
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import importlib.util
 import mmap
 import pickle
 import select
@@ -26,6 +30,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +42,10 @@ from savable_pipeline.run.transport.batch_pickle import Buffer
 from savable_pipeline.run.transport.channel import closed_in_children
 from savable_pipeline.run.transport.segments import ALIGN
 
-MAGIC = b"SvP1"  # another number for another layout of frames, or of the messages before them
-_HEADER = struct.Struct("<4sBxxxI8sQIQ")
-_CODE_BYTES = 16
+MAGIC = b"SvP2"  # another number for another layout of frames, or of the messages before them
+HEADER = struct.Struct("<4sBxxxIQQ32s16s")
+CODE_BYTES = 16
+_GMAC_BYTES = 1 << 30  # in one call: OpenSSL counts in 32 bits
 MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes of a frame; more is no frame of ours
 _SMALL = 1 << 16  # bodies of up to so many bytes do not use memory again
 _FREE_BLOCKS = 8  # at most
@@ -61,12 +67,14 @@ class WireError(ConnectionError):
 
 
 class Secret(NamedTuple):
-    """What the two ends of a connection have proved to share: a key for each direction, and names for its frames."""
+    """What the two ends of a connection have proved to share: 64 bytes for each direction.
+
+    The first half authenticates headers, the second half bodies, unless the network is `trusted`.
+    """
 
     sends: bytes
     receives: bytes
-    nonce: bytes  # 8
-    generation: int
+    trusted: bool = False
 
 
 class Frame(NamedTuple):
@@ -148,11 +156,11 @@ class Link:
     def send(self, kind: int, head: Buffer = b"", body: Sequence[Buffer] = ()) -> None:
         """Send a frame, or keep what does not fit into the socket for `flush`."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
-        secret = self._secret
-        length = sum(map(len, views))
-        header = _HEADER.pack(MAGIC, kind, secret.generation, secret.nonce, self._sent, len(head), length)
+        key, number = self._secret.sends, self._sent
+        codes = hashlib.sha256(head).digest(), self._body_code(key, number, views)
+        header = HEADER.pack(MAGIC, kind, len(head), number, sum(map(len, views)), *codes)
         self._sent += 1
-        self._unsent.append(memoryview(header + _code(secret.sends, header, head)))
+        self._unsent.append(memoryview(header + header_code(key, header)))
         if len(head):
             self._unsent.append(memoryview(head).cast("B"))
         self._unsent.extend(views)
@@ -214,26 +222,41 @@ class Link:
 
     def _parsed(self) -> Iterator[memoryview]:
         """Ask for the memory of header, head and body in turn, and put each whole frame among those that arrived."""
-        header = memoryview(bytearray(_HEADER.size + _CODE_BYTES))
+        header, key = memoryview(bytearray(HEADER.size + CODE_BYTES)), self._secret.receives
         while True:
             yield header
-            magic, kind, generation, nonce, number, head_bytes, body_bytes = _HEADER.unpack_from(header)
-            if magic != MAGIC or (generation, nonce) != (self._secret.generation, self._secret.nonce):
-                raise WireError("what arrived is no frame of this connection")
+            magic, kind, head_bytes, number, body_bytes, head_hash, code = HEADER.unpack_from(header)
+            wanted = header_code(key, header[: HEADER.size])
+            if magic != MAGIC or not hmac.compare_digest(wanted, header[HEADER.size :]):
+                raise WireError(f"in place of frame {self._received} came bytes that the other end did not send")
             if number != self._received:
                 raise WireError(f"frame {number} arrived in place of {self._received}: one is lost, or came twice")
             if head_bytes > MOST_HEAD or body_bytes > MOST_BODY:
                 raise WireError(f"a frame of {head_bytes} + {body_bytes} bytes is longer than any can be")
             head = bytearray(head_bytes)
             yield memoryview(head)
-            code = _code(self._secret.receives, header[: _HEADER.size], head)
-            if not hmac.compare_digest(code, header[_HEADER.size :]):
-                raise WireError(f"frame {number} was changed on its way")
+            if not hmac.compare_digest(hashlib.sha256(head).digest(), head_hash):
+                raise WireError(f"the head of frame {number} was changed on its way")
             body = self._memory.take(body_bytes, self.viewed)
             yield body
+            if not hmac.compare_digest(self._body_code(key, number, [body]), code):
+                raise WireError(f"the body of frame {number} was changed on its way")
             self._received += 1
             self._arrived.append(Frame(kind, head, body))
             del body, head  # nothing of a frame is viewed from here
+
+    def _body_code(self, key: bytes, number: int, body: Sequence[memoryview]) -> bytes:
+        """The AES-GMAC of a body; zeros where there is none, or on a trusted network."""
+        if self._secret.trusted or not any(map(len, body)):
+            return bytes(CODE_BYTES)
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        gmac = Cipher(algorithms.AES(key[32:]), modes.GCM(number.to_bytes(12, "little"))).encryptor()
+        for view in body:
+            for at in range(0, len(view), _GMAC_BYTES):
+                gmac.authenticate_additional_data(view[at : at + _GMAC_BYTES])
+        gmac.finalize()
+        return gmac.tag
 
     def exchange(self, kind: int, head: Buffer, seconds: float) -> Frame:
         """Send a frame and wait so long for the answer. Raises OSError or EOFError if none comes."""
@@ -258,12 +281,14 @@ def said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _code(key: bytes, header: Buffer, head: Buffer) -> bytes:
-    if len(head) <= _SMALL:
-        return hmac.digest(key, b"".join((header, head)), "sha256")[:_CODE_BYTES]
-    whole = hmac.new(key, header, hashlib.sha256)
-    whole.update(head)
-    return whole.digest()[:_CODE_BYTES]
+def can_authenticate_bodies() -> bool:
+    """Whether the package that does is installed."""
+    return importlib.util.find_spec("cryptography") is not None
+
+
+def header_code(key: bytes, header: Buffer) -> bytes:
+    """The code after a header."""
+    return hmac.digest(key[:32], header, "sha256")[:CODE_BYTES]
 
 
 def be_live(end: socket.socket) -> None:
@@ -311,12 +336,15 @@ class WrittenAnswerReader(AnswerReader):
 
 
 def read_answer(frame: Frame) -> tuple[int, Answer]:
-    """The number and the answer of a frame."""
+    """The number and the answer of a frame. Raises `WireError` if the lengths in it are not those of its parts."""
     head = memoryview(frame.head)
-    number, count = _NUMBERS.unpack_from(head)
-    sizes = struct.unpack_from(f"<{count}Q", head, _NUMBERS.size)
-    buffers, at = [], 0
-    for size in sizes:
-        buffers.append(frame.body[at : at + size])
-        at += size + -size % ALIGN
+    try:
+        number, count = _NUMBERS.unpack_from(head)
+        sizes = struct.unpack_from(f"<{count}Q", head, _NUMBERS.size)
+    except struct.error as error:
+        raise WireError(f"an answer has a head of {len(head)} bytes, too few for its numbers") from error
+    starts = list(accumulate((size + -size % ALIGN for size in sizes), initial=0))
+    if starts[-1] != len(frame.body):
+        raise WireError(f"answer {number} has buffers of {starts[-1]} bytes in a body of {len(frame.body)}")
+    buffers = [frame.body[at : at + size] for at, size in zip(starts, sizes, strict=False)]
     return number, batch_pickle.loads(head[_NUMBERS.size + 8 * count :], buffers)

@@ -7,6 +7,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,8 +28,11 @@ log = logging.getLogger(__name__)
 
 _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
-_PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
-_OPTIONAL_LIBRARIES = ("simplejpeg", "av")  # written where it is installed
+LIBRARIES = (  # whose releases decide pixels, sound, tokens or the text of rows; recorded where they are installed
+    "numpy", "scipy", "torch", "torchvision", "torchaudio", "torchcodec", "pillow", "pillow-simd", "simplejpeg", "av",
+    "decord", "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "soundfile", "librosa",
+    "pyarrow", "pandas", "tokenizers", "transformers", "jinja2", "tiktoken", "sentencepiece",
+)  # fmt: skip
 _FIXED = {
     "lanes": SettingRule(fixed="the number of lanes is a setting of the run: pass the saved one"),
     "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
@@ -45,7 +49,7 @@ _LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
-    """Settings that change the data, by field name; and versions of libraries that may change pixels.
+    """Settings that change the data, by field name; and versions of libraries that may change batches.
 
     `addresses`: where the data of a field lay, which is shown where the field differs, and never compared.
     """
@@ -175,7 +179,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
 
     "TarShardReader.shuffle" in `allow` also covers that field inside a source of a `Blend`, such as
     "web/TarShardReader.shuffle". Of a source that only one side has, only the name is compared. Other libraries or
-    another processor, which may change pixels, are a warning.
+    another processor, which may change batches, are a warning.
 
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
@@ -205,10 +209,13 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
             name,
             _difference(name, before, after, here),
         )
-    for name in saved.environment.keys() | here.environment.keys():
-        old, new = saved.environment.get(name, "none"), here.environment.get(name, "none")
-        if old != new:
-            log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
+    before, after = saved.environment, here.environment
+    others = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if others:
+        log.warning(
+            "the state was saved with %s. Batches that these make may differ: install the saved ones, or go on",
+            ", ".join(f"{name} {before.get(name, 'none')} (here {after.get(name, 'none')})" for name in others),
+        )
     return differing
 
 
@@ -329,12 +336,9 @@ def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
 def _environment() -> dict[str, str]:
     """Read once a process: the metadata of installed packages take some milliseconds."""
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
-    for name in (*_PIXEL_LIBRARIES, *_OPTIONAL_LIBRARIES):
-        try:
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            if name in _PIXEL_LIBRARIES:
-                found[name] = "none"
     return found
 
 

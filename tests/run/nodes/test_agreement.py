@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +15,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.engine.sealed_job import main_module
-from savable_pipeline.run.nodes import agreement
+from savable_pipeline.run.nodes import agreement, session, wire
+from savable_pipeline.run.transport.channel import Channel
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, new_key
 from tests.support.toy_faults import number_pipeline
@@ -97,6 +99,50 @@ def test_none_of_these_may_differ_unless_it_is_allowed(here: tuple[agreement.Man
     told = [f"{name}: {manifest[name]} there, another here" for name in names]
     assert sorted(agreement.differences(others, main, [])) == sorted(told)
     assert agreement.differences(others, main, names[1:]) == told[:1]
+
+
+@pytest.mark.parametrize("library", ["pyarrow", "av", "tokenizers", "transformers", "torch"])
+def test_a_library_that_decides_bytes_must_be_of_one_release_on_both(
+    here: tuple[agreement.Manifest, dict[str, Any]], library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, main = here
+    build = agreement._build
+    monkeypatch.setattr(agreement, "_build", lambda name: "0.1" if name == library else build(name))
+    assert agreement.differences(manifest, main, []) == [f"{library}: 0.1 there, {manifest[library]} here"]
+
+
+def test_a_decoder_that_is_used_where_it_is_installed_must_be_missing_on_both(
+    here: tuple[agreement.Manifest, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = here[1]
+    build = agreement._build
+    missing = {"simplejpeg", "pandas", "scipy"}
+    monkeypatch.setattr(agreement, "_build", lambda name: "none" if name in missing else build(name))
+    manifest = agreement.manifest(pickle.dumps(None), main)
+    assert manifest["simplejpeg"] == "none" and not manifest.keys() & {"pandas", "scipy"}
+    monkeypatch.setattr(agreement, "_build", lambda name: "2.0" if name == "simplejpeg" else build(name))
+    assert agreement.differences(manifest, main, []) == ["simplejpeg: 2.0 there, none here"]
+
+
+def test_a_node_without_cryptography_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session, "can_authenticate_bodies", lambda: False)
+    found: list[tuple[int, bytes]] = []
+    for trusted in (False, True):
+        ours, theirs = socket.socketpair()
+        node = session.NodeSession(Channel(ours, waits=False), 1)
+        secret = wire.Secret(b"a" * 64, b"a" * 64, trusted)
+        control = socket.socketpair()
+        node._connected(control[0], secret)
+        node._agree({}, [], [], b"", {})
+        node._channel.close()
+        theirs.close()
+        found += [(frame.kind, bytes(frame.head)) for frame in wire.Link(control[1], secret).receive()]
+        if node.host is not None:
+            node.host.close()
+    assert found == [
+        (wire.REFUSED, b"cryptography: none there, and needed unless trusted_network=True"),
+        (wire.AGREED, b"1"),
+    ]
 
 
 def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:

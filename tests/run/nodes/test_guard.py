@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import random
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 import savable_pipeline as sp
 from savable_pipeline.run.nodes import handshake, wire
@@ -32,7 +38,7 @@ def connected(agent: Agent) -> socket.socket:
 
 def greeted(agent: Agent, key: bytes, purpose: int = handshake.FOR_SESSION) -> tuple[socket.socket, wire.Secret]:
     end = connected(agent)
-    return end, handshake.greet(end, key, handshake.Wanted(purpose, os.urandom(16), 1))
+    return end, handshake.greet(end, key, handshake.Wanted(purpose, os.urandom(16), False))
 
 
 def is_refused(end: socket.socket) -> bool:
@@ -53,10 +59,10 @@ def test_a_wrong_key_is_refused_by_either_side(guarded: tuple[Agent, Path]) -> N
     ours, theirs = socket.socketpair()
     theirs.sendall(handshake.new_hello() + bytes(32))  # no agent, but who wants a trainer to unpickle
     with pytest.raises(ConnectionError, match="has not proved that it has the key"):
-        handshake.greet(ours, b"a key of ours, a secret", handshake.Wanted(1, bytes(16), 1))
+        handshake.greet(ours, b"a key of ours, a secret", handshake.Wanted(1, bytes(16), False))
 
 
-HUGE = struct.pack("<4sBxxxI8sQIQ", b"SvP1", 1, 1, bytes(8), 0, 9, 1 << 60) * 3
+HUGE = wire.HEADER.pack(wire.MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16)) * 3
 
 
 @pytest.mark.parametrize(
@@ -92,37 +98,161 @@ def test_what_was_heard_cannot_be_said_again(guarded: tuple[Agent, Path]) -> Non
 
     with Heard() as end:
         end.connect(("127.0.0.1", guarded[0].port))
-        handshake.greet(end, key, handshake.Wanted(handshake.FOR_SESSION, os.urandom(16), 1))
+        handshake.greet(end, key, handshake.Wanted(handshake.FOR_SESSION, os.urandom(16), False))
     with connected(guarded[0]) as again:
         again.sendall(said[0])
         assert is_refused(again)
 
 
-@pytest.mark.parametrize("forged", ["kind", "nonce", "generation", "number", "length", "head", "key"])
-def test_a_frame_that_is_not_the_next_of_its_connection_ends_it(forged: str) -> None:
+SECRET = wire.Secret(b"a" * 64, b"b" * 64)
+OTHER_END = wire.Secret(SECRET.receives, SECRET.sends)
+BODY = bytes(range(256)) * 40
+
+
+def sent(secret: wire.Secret, *heads: bytes, body: bytes = BODY) -> list[bytearray]:
+    """What passes when these frames are sent."""
     ours, theirs = socket.socketpair()
-    secret = wire.Secret(b"a" * 32, b"b" * 32, b"nonce...", 7)
-    mine = wire.Link(ours, wire.Secret(secret.receives, secret.sends, secret.nonce, 7))
-    sends = secret._replace(
-        nonce=b"another." if forged == "nonce" else secret.nonce,
-        generation=8 if forged == "generation" else 7,
-        sends=b"c" * 32 if forged == "key" else secret.sends,
-    )
-    caught, relayed = socket.socketpair()
-    wire.Link(caught, sends).send(wire.REQUEST, b"a pickle")
-    frame = bytearray(relayed.recv(4096))
-    places = {"kind": 4, "number": 20, "head": len(frame) - 1}
-    if forged in places:
-        frame[places[forged]] ^= 1
-    if forged == "length":
-        frame[28:44] = struct.pack("<IQ", 8, 1 << 60) + frame[40:44]
-    theirs.sendall(frame)
-    with pytest.raises(wire.WireError):
-        mine.receive()
-    good = socket.socketpair()
-    wire.Link(good[0], secret).send(wire.REQUEST, b"a pickle")
-    taker = wire.Link(good[1], wire.Secret(secret.receives, secret.sends, secret.nonce, 7))
-    assert [bytes(each.head) for each in taker.receive()] == [b"a pickle"]
+    link, found = wire.Link(ours, secret), []
+    for head in heads:
+        link.send(wire.REQUEST, head, [body] if body else [])
+        found.append(bytearray(theirs.recv(1 << 20)))
+    return found
+
+
+def received(passed: bytes, secret: wire.Secret = OTHER_END) -> tuple[list[bytes], str]:
+    """The heads of the frames that arrive, and why no more do."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(passed)
+    ours.close()
+    link, found = wire.Link(theirs, secret), []
+    with contextlib.closing(link):
+        while True:
+            try:
+                frames = link.receive()
+            except (wire.WireError, EOFError) as error:
+                return found, str(error)
+            assert all(bytes(each.body) in (b"", BODY) for each in frames)
+            found += [bytes(each.head) for each in frames]
+
+
+def test_no_changed_byte_of_a_frame_is_taken() -> None:
+    frame = sent(SECRET, b"a pickle")[0]
+    assert received(frame)[0] == [b"a pickle"]
+    header = wire.HEADER.size + wire.CODE_BYTES
+    for at in [*range(header + 8), *random.Random(7).sample(range(header + 8, len(frame)), 40), len(frame) - 1]:
+        changed = bytearray(frame)
+        changed[at] ^= 1 << at % 8
+        found, why = received(changed)
+        assert not found and "frame 0" in why
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_no_mutated_stream_gives_another_frame(trusted: bool) -> None:
+    """On a trusted network, the bodies alone may be others."""
+    draw = random.Random(f"streams {trusted}")
+    here, there = SECRET._replace(trusted=trusted), OTHER_END._replace(trusted=trusted)
+    frames = sent(here, b"0", b"1", b"2", b"3", body=b"" if trusted else BODY)
+    foreign = sent(here._replace(sends=b"c" * 64), b"4") + sent(there, b"5")  # another connection's; the other end's
+    for _ in range(300):
+        stream = [bytes(each) for each in frames]
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(stream))
+            how = draw.choice(["cut", "twice", "swap", "lose", "foreign", "flip", "insert"])
+            if how == "cut":
+                stream[at] = stream[at][: draw.randrange(len(stream[at]) + 1)]
+            elif how == "twice":
+                stream.insert(at, stream[at])
+            elif how == "swap":
+                other = draw.randrange(len(stream))
+                stream[at], stream[other] = stream[other], stream[at]
+            elif how == "lose":
+                del stream[at]
+                stream.append(b"")
+            elif how == "foreign":
+                stream.insert(at, bytes(draw.choice(foreign)))
+            elif how == "flip" and stream[at]:
+                raw = bytearray(stream[at])
+                raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+                stream[at] = bytes(raw)
+            else:
+                stream.insert(at, draw.randbytes(draw.randint(1, 200)))
+        found, _ = received(b"".join(stream), there)
+        assert found == [b"0", b"1", b"2", b"3"][: len(found)]
+
+
+def test_a_forged_header_takes_no_memory() -> None:
+    ours, theirs = socket.socketpair()
+    header = wire.HEADER.pack(wire.MAGIC, wire.ANSWER, 1 << 30, 0, 1 << 36, bytes(32), bytes(16))
+    ours.sendall(header + bytes(wire.CODE_BYTES))
+    link = wire.Link(theirs, OTHER_END)
+    tracemalloc.start()
+    try:
+        with pytest.raises(wire.WireError, match="the other end did not send"):
+            link.receive()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("at_once", [wire._GMAC_BYTES, 100])
+def test_the_code_of_a_body_is_that_of_aes_gcm(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's other interface is the oracle; the pieces of a body count as one."""
+    monkeypatch.setattr(wire, "_GMAC_BYTES", at_once)
+    ours, theirs = socket.socketpair()
+    link = wire.Link(ours, SECRET)
+    for number, body in enumerate([[BODY], [BODY[:1], b"", BODY[1:77], BODY[77:]]]):
+        link.send(wire.ANSWER, b"", body)
+        *_, code = wire.HEADER.unpack_from(theirs.recv(1 << 20))
+        assert code == AESGCM(SECRET.sends[32:]).encrypt(number.to_bytes(12, "little"), b"", BODY)
+
+
+def test_keys_differ_by_connection_and_by_direction() -> None:
+    key, secrets = b"a key of ours, a secret", []
+    for _ in range(2):
+        ours, theirs = socket.socketpair()
+        hello = handshake.new_hello()
+        theirs.sendall(hello)
+        with ThreadPoolExecutor(1) as pool:
+            greeted = pool.submit(handshake.greet, ours, key, handshake.Wanted(1, bytes(16), False))
+            found = handshake.answered(key, hello, theirs.recv(4096))
+            assert found is not None
+            theirs.sendall(found[0])
+            assert greeted.result() == (found[2].receives, found[2].sends, False)
+        secrets.append(found[2])
+    parts = [raw[at : at + 32] for each in secrets for raw in each[:2] for at in (0, 32)]
+    assert len(set(parts)) == 8
+
+
+def test_no_mutated_handshake_is_let_in() -> None:
+    key, draw = b"a key of ours, a secret", random.Random(7)
+    for _ in range(500):
+        hello = handshake.new_hello()
+        ours, theirs = socket.socketpair()
+        theirs.sendall(hello + bytes(32))
+        with pytest.raises(ConnectionError, match="has not proved"):
+            handshake.greet(ours, key, handshake.Wanted(1, bytes(16), False))
+        reply = bytearray(theirs.recv(4096))
+        assert handshake.answered(key, hello, reply) is not None
+        assert handshake.answered(key, handshake.new_hello(), reply) is None  # it was for another connection
+        reply[draw.randrange(len(reply))] ^= 1 << draw.randrange(8)
+        assert handshake.answered(key, hello, reply) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"", b""),
+        (struct.pack("<QI", 5, 1 << 31), b""),
+        (struct.pack("<QIQ", 5, 1, 65), bytes(64)),
+        (struct.pack("<QIQ", 5, 1, 64), bytes(128)),
+        (struct.pack("<QI2Q", 5, 2, 64, (1 << 64) - 64), bytes(64)),
+    ],
+    ids=["no numbers", "more buffers than numbers", "a short body", "a long body", "a sum beyond 64 bits"],
+)
+def test_an_answer_with_other_lengths_than_its_parts_is_not_unpickled(head: bytes, body: bytes) -> None:
+    frame = wire.Frame(wire.ANSWER, bytearray(head + pickle.dumps(None)) if head else bytearray(), memoryview(body))
+    with pytest.raises(wire.WireError, match="answer"):
+        wire.read_answer(frame)
 
 
 def test_two_hundred_that_say_nothing_keep_nobody_out(guarded: tuple[Agent, Path], tmp_path: Path) -> None:
@@ -161,6 +291,31 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: byte
         handshake.read_key(tmp_path / "none")
 
 
+def test_a_key_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        handshake.read_key(tmp_path / "pipe")
+
+
+def test_a_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"x" * 32)
+    file.chmod(0o600)
+    if os.geteuid() == 0:
+        assert handshake.read_key(file) == b"x" * 32
+        os.chown(file, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.raises(ValueError, match=r"belongs to user \d+, who could run code as you"):
+        handshake.read_key(file)
+
+
+@pytest.mark.parametrize(("listen", "warns"), [("0.0.0.0:0", True), ("0:0", True), ("127.0.0.1:0", False)])
+def test_an_agent_on_every_network_warns(listen: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    NodeAgent(listen, b"k" * 32, 1).close()
+    assert ("is every network of this machine" in caplog.text) is warns
+
+
 @pytest.mark.parametrize("address", ["7000", ":7000", "cpu1:", "cpu1:70000", "cpu1:http"])
 def test_an_agent_binds_to_an_address_that_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="no HOST:PORT"):
@@ -174,8 +329,7 @@ def test_an_address_of_another_machine_is_an_error_that_says_what_to_give() -> N
 
 def test_an_interrupt_while_a_frame_arrives_ends_the_connection() -> None:
     ours, theirs = socket.socketpair()
-    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
-    sender, taker = wire.Link(ours, secret), wire.Link(theirs, secret)
+    sender, taker = wire.Link(ours, SECRET), wire.Link(theirs, OTHER_END)
     sender.send(wire.REQUEST, b"a pickle")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(wire.hmac, "compare_digest", interrupted)
@@ -190,17 +344,6 @@ def interrupted(*_: object) -> None:
 
 @pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)], ids=["twice", "swapped", "one lost"])
 def test_whole_frames_that_come_twice_or_in_another_order_end_the_connection(order: tuple[int, int]) -> None:
-    caught, relayed = socket.socketpair()
-    secret = wire.Secret(b"a" * 32, b"a" * 32, b"nonce...", 7)
-    sender = wire.Link(caught, secret)
-    frames = []
-    for number in range(3):
-        sender.send(wire.REQUEST, b"request %d" % number)
-        frames.append(relayed.recv(4096))
-    ours, theirs = socket.socketpair()
-    ours.sendall(b"".join(frames[number] for number in order))
-    taker, found = wire.Link(theirs, secret), []
-    with pytest.raises(wire.WireError, match="one is lost, or came twice"):
-        for _ in range(4):
-            found += [bytes(each.head) for each in taker.receive()]
-    assert found == [b"request 0"][: 1 - order[0]]
+    frames = sent(SECRET, b"0", b"1", b"2")
+    found, why = received(b"".join(frames[number] for number in order))
+    assert found == [b"0"][: 1 - order[0]] and "one is lost, or came twice" in why

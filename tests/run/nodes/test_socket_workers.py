@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.nodes import socket_host
+from savable_pipeline.run.nodes import socket_host, socket_workers
 from savable_pipeline.run.nodes.socket_host import AgentAddress
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, agents, new_key, remote
@@ -252,6 +253,68 @@ def test_a_slow_link_is_not_taken_for_a_lost_one(
             proxy.bytes_per_s = None
     proxy.close()
     assert "lost" not in caplog.text
+
+
+class ArrowEncoder(LargeEncoder):
+    """Batches as Arrow tables, whose offsets a changed byte would let point anywhere."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        import pyarrow as pa
+
+        return pa.table({"text": [str(item) for item in items * 5000]})
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_changed_body_of_a_table_is_never_a_batch(
+    shards: str, one: tuple[list[Agent], Path], caplog: pytest.LogCaptureFixture, trusted: bool
+) -> None:
+    proxy = FaultyProxy(one[0][0].port)
+    pipeline = partial(number_pipeline, shards, encoder=ArrowEncoder())
+    expected = sp.SavableLoader(pipeline, seed=3, lanes=LANES)
+    workers = sp.SocketWorkers([proxy.address], key_file=one[1], trusted_network=trusted)
+    proxy.troubles = {} if trusted else {"changed": 0.3}
+    try:
+        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
+            for _ in range(12):
+                batch = next(loader)
+                batch.validate(full=True)
+                assert batch.equals(next(expected))
+            assert loader.stats()["restarts"] == 0
+    finally:
+        proxy.close()
+    assert trusted or proxy.seen["changed"]
+    assert trusted or re.search(rf"with its link to {proxy.address} \(the body of frame \d+ was changed", caplog.text)
+
+
+@pytest.mark.landing
+def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection(
+    shards: str, one: tuple[list[Agent], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_host, "_RETRY_S", 0.1)
+    monkeypatch.setattr(socket_host, "_ALONE_S", 0.5)
+    monkeypatch.setattr(socket_host, "_MOST_FAILED", 1)
+    proxy = FaultyProxy(one[0][0].port)
+    proxy.troubles = {"changed": 1.0}
+    pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
+    workers = sp.SocketWorkers([proxy.address], key_file=one[1])
+    changed = rf"no agent has answered in 0.5 s: {proxy.address}: the body of frame \d+ was changed on its way"
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
+        with pytest.raises(sp.WorkerError, match=changed):
+            next(loader)
+        proxy.troubles = {}
+        monkeypatch.setattr(socket_host, "_ALONE_S", 120.0)
+        assert bool((next(loader) == next(sp.SavableLoader(pipeline, seed=3, lanes=LANES))).all())
+    proxy.close()
+
+
+def test_such_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_workers, "can_authenticate_bodies", lambda: False)
+    key_file = new_key(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install 'savable_pipeline\[nodes\]'"):
+        sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file)
+    with pytest.raises(ValueError, match=r"pip install 'savable_pipeline\[nodes\]'"):
+        sp.RayWorkers(1, num_cpus=1)
+    assert sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file, trusted_network=True).trusted_network
 
 
 def test_when_no_agent_answers_each_is_named_with_its_reason(
