@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import is_out_of_handles
+from savable_pipeline.core.files import Descriptor, is_out_of_handles
 from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.lookup import RemoteFolder
@@ -80,9 +80,7 @@ class DownloadedFiles(ShardFiles):
         """
         right = self._cached.is_right(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
-            fresh = self.open(shard)
-            os.dup2(fresh, self[shard], inheritable=False)
-            os.close(fresh)
+            self[shard] = Descriptor(self.open(shard))
         return right
 
     def entry(self, shard: int) -> tuple[str, int]:
