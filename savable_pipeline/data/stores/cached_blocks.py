@@ -10,7 +10,6 @@ that were announced, so that each byte is downloaded once an epoch whatever else
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable

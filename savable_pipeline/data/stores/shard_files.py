@@ -341,7 +341,7 @@ class LocalFiles(ShardFiles):
             return
         raise ShardError(
             f"{self._path_of(self._changed[0])}: it was overwritten while this run read from it; the batches of the "
-            f"slots {_numbers(sorted(list(self._slots)))} may hold bytes of both{not_given}. Put the old shard back, "
+            f"slots {_numbers(sorted(self._slots))} may hold bytes of both{not_given}. Put the old shard back, "
             "and start again from a state before them",
             reason="changed shard",
         )
