@@ -94,9 +94,9 @@ class PurityCheck:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
     def _compare(self, sample: Sample, before: list[tuple[str, Any]], second: Any) -> None:
-        difference = None
+        difference, after = None, _leaves(second)
         with contextlib.suppress(Exception):  # of whatever class a value is: it may not be printed or compared
-            difference = difference_of_leaves(before, _leaves(second), has_a_value) if before else None
+            difference = difference_of_leaves(before, after, has_a_value) if before and after else None
         if difference is not None:
             raise self._differs(sample, str(difference))
 
