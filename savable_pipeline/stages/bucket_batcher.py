@@ -292,13 +292,13 @@ class BucketBatcher(EncoderBatches):
     ) -> None:
         if type(hold) is not int or hold < 1:
             raise ValueError(f"BucketBatcher: hold must be an integer of at least 1, not {hold!r}")
-        self._sizes = BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
+        self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
         self.bounds = self._sizes.bounds
         self.size = size
         self.max_tokens = max_tokens
-        self.group = group
+        self.group = source.lane.own(group)
         self._check_group(group)
         self._buckets: dict[Bucket, HeldItems] = {}  # those that hold items, in the order in which they began
         self._taken = HeldItems(self)  # an item of the source that is in no bucket yet

@@ -387,8 +387,8 @@ class KeyedEncoder:
 def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
     """The check of some samples, by default of the first ones that all lanes of a process encode."""
     if share is None:
-        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None))
-    return PurityCheck(encoder, share) if share else None
+        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, in_threads=lane.in_thread))
+    return PurityCheck(encoder, share, in_threads=lane.in_thread) if share else None
 
 
 class FanOut:

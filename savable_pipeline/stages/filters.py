@@ -143,7 +143,7 @@ class ItemFilter(PassThrough, ItemStage):
         super().__init__(source)
         check_mapped(".filter", keep, most=1)
         check_on_error("filter", on_error)
-        self.keep, self.on_error = keep, on_error
+        self.keep, self.on_error = source.lane.own(keep), on_error
         self._in_vain = _InVain(self, keep)
 
     def __next__(self) -> Any:

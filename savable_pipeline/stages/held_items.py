@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.containers import named_parts
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
@@ -389,11 +390,11 @@ class MemoryBudget:
 class BudgetShare:
     """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
 
+    _bytes = count = 0
+
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget = budget
         self._max_bytes = max_bytes
-        self._bytes = 0
-        self.count = 0
 
     def keep(self, element: Element, value: Any) -> None:
         """Give an unmade element this value, if that does not exceed the limit."""
@@ -415,8 +416,9 @@ class BudgetShare:
             self.count -= 1
 
     def __del__(self) -> None:
-        with self._budget.lock:
-            self._budget.used -= self._bytes
+        if self._bytes:  # 0 where Ctrl-C has ended `__init__`, and perhaps no `_budget`
+            with self._budget.lock:
+                self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:
@@ -433,7 +435,7 @@ def size_of(item: Any) -> int:
         return 64 + _sum_of(list(item))
     if (named := named_parts(item)) is not None:
         return 64 + size_of(list(named)) + size_of(list(named.values()))
-    pillow = sys.modules.get("PIL.Image")  # if nothing has imported Pillow, no item is an image
+    pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
     if pillow is not None and isinstance(item, pillow.Image):
         return int(item.width * item.height * len(item.getbands()))
     if hasattr(item, "__dict__"):

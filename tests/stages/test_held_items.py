@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.held_items import BudgetShare, size_of
 from savable_pipeline.stages.item_ref import Element
 
 
@@ -186,3 +187,13 @@ def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
 
     assert size_of([Part() for _ in range(100_000)]) == pytest.approx(100_000 * 116, rel=0.2)
     assert len(looked_at) == 16
+
+
+def test_a_share_of_memory_whose_making_ctrl_c_has_ended_is_let_go_of_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    BudgetShare.__new__(BudgetShare)  # as far as `__init__` may have come: not at all
+    gc.collect()
+    assert not ignored

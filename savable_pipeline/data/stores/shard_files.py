@@ -18,7 +18,6 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
@@ -26,7 +25,7 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.core.files import Descriptor, is_out_of_handles, keep_below, most_kept, register, with_handles
 from savable_pipeline.core.patience import again, patiently
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
@@ -54,11 +53,12 @@ class MemberReader(Protocol):
     def span(self, shard: int, row: int, extent: tuple[int, int], /) -> bytes: ...
 
 
-class ShardFiles(OrderedDict[int, int], ABC):
-    """The open files of some shards: `files[shard]` is a descriptor, to be used at once.
+class ShardFiles(dict[int, Descriptor], ABC):
+    """The open files of some shards: `files[shard]` is a descriptor, open as long as the caller refers to it.
 
     A shard that is not open is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process
-    together keep no more than the system permits it (see `open_files`); the one that was opened first is closed first.
+    together keep no more than the system permits it (see core/files.py); the one that was opened first is closed first.
+    Any thread may open and close shards, so an iteration is over a `copy()`.
     (A plain dict look-up for an open shard: a method call would cost a tenth of a read.)
     """
 
@@ -68,21 +68,21 @@ class ShardFiles(OrderedDict[int, int], ABC):
         super().__init__()
         register(self)
 
-    def __missing__(self, shard: int) -> int:
+    def __missing__(self, shard: int) -> Descriptor:
         keep_below(most_kept() - 1)
-        descriptor = with_handles(lambda: self.open(shard))
-        self[shard] = descriptor
+        descriptor = self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
         while len(self) > OPEN_SHARDS:
             self.close_oldest()
         return descriptor
 
     def close_oldest(self) -> None:
-        """Closes the shard that was opened first."""
-        os.close(self.popitem(last=False)[1])
+        """Closes the shard that was opened first, once no thread reads it any more."""
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread has just opened or closed a shard
+            self._close(next(iter(self)))
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone before
-        for descriptor in self.values():
-            close(descriptor)
+    def _close(self, shard: int) -> Descriptor | None:
+        """No longer keeps a shard open; its descriptor, None if another thread was first."""
+        return self.pop(shard, None)
 
     @property
     def prefetch_refs(self) -> int:
@@ -139,10 +139,8 @@ class ShardFiles(OrderedDict[int, int], ABC):
             raise self.unreadable(shard, last) from last
 
     def reopen(self, shard: int) -> None:
-        """Opens a shard again, checked, under the descriptor that it has: another thread may be about to use that."""
-        kept, fresh = self[shard], with_handles(lambda: self.open(shard))
-        os.dup2(fresh, kept, inheritable=False)
-        os.close(fresh)
+        """Open a shard again, checked. A thread that reads from it keeps the old descriptor for as long as it reads."""
+        self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
@@ -250,7 +248,7 @@ class LocalFiles(ShardFiles):
         self._pins: dict[int, FileVersion] = {}
         self._changed: list[int] = []
         self._told: set[int] = set()  # of which there was a warning
-        self._slots: list[int] = []  # of the batches since the last look
+        self._slots: dict[int, None] = {}  # of the batches since the last look
         self._look_at = 0.0
         self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
 
@@ -327,15 +325,16 @@ class LocalFiles(ShardFiles):
                 reason="changed shard",
             )
 
-    def close_oldest(self) -> None:
-        """Closes the shard that was opened first, after a last look at it."""
-        self._look_at_open([next(iter(self.items()))])
-        super().close_oldest()
+    def _close(self, shard: int) -> Descriptor | None:
+        """No longer keeps a shard open, and takes a last look at it."""
+        descriptor = super()._close(shard)
+        if descriptor is not None:
+            self._look_at_open([(shard, descriptor)])
+        return descriptor
 
     def verify(self, slot: int) -> None:
         """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
-        if slot not in self._slots[-1:]:
-            self._slots.append(slot)
+        self._slots[slot] = None
         if self._changed or time.monotonic() >= self._look_at:
             self._look(f", of which that of slot {slot} was not given")
 
@@ -350,39 +349,40 @@ class LocalFiles(ShardFiles):
         Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
         shards, and note slots, meanwhile.
         """
-        noted, began = len(self._slots), time.monotonic()
+        noted, began = list(self._slots), time.monotonic()
         if not self._changed:
-            self._look_at_open(list(self.items()))
+            self._look_at_open(self.copy().items())
             for number, path in list(self._viewed.items()):
                 with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._look_closer(number, stat, None)
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
         if not self._changed:
-            del self._slots[:noted]
+            for slot in noted:  # alone: another thread may have noted more, or looked too
+                self._slots.pop(slot, None)
             return
         raise ShardError(
             f"{self._path_of(self._changed[0])}: it was overwritten while this run read from it; the batches of the "
-            f"slots {_numbers(sorted(set(self._slots)))} may hold bytes of both{not_given}. Put the old shard back, "
+            f"slots {_numbers(sorted(self._slots))} may hold bytes of both{not_given}. Put the old shard back, "
             "and start again from a state before them",
             reason="changed shard",
         )
 
-    def _look_at_open(self, shards: Iterable[tuple[int, int]]) -> None:
-        """Looks at some of the open shards: pairs of shard and descriptor, which another thread may have closed."""
+    def _look_at_open(self, shards: Iterable[tuple[int, Descriptor]]) -> None:
+        """Looks at some of the open shards: pairs of shard and descriptor."""
         fstat, pins = os.fstat, self._pins
         for shard, descriptor in shards:
             was = pins[shard]
             try:
                 stat = fstat(descriptor)
             except OSError:
-                if self.get(shard) == descriptor:
-                    self.reopen(shard)  # which compares it with what it was
+                if self.get(shard) is descriptor:
+                    self.reopen(shard)  # which compares the file with its pin
                 continue
             same = (
                 stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
             )
-            if not same and self.get(shard) == descriptor:
+            if not same:
                 self._look_closer(shard, stat, descriptor)
 
     def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:

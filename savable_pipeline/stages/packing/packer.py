@@ -111,14 +111,14 @@ class OnlinePacker(TakesItems):
                 raise ValueError(f"OnlinePacker: {name} must be one of {', '.join(choices)}, not {value!r}")
         if (max_cost is None) != (cost is None):
             raise ValueError("OnlinePacker: max_cost and cost, such as sp.attention_cost(hidden=2048), go together")
-        self._costing = None if cost is None else Costing("OnlinePacker", cost)
-        if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
-            raise ValueError(f"OnlinePacker: max_cost must be at least the cost of one token, {least}, not {max_cost}")
         self._check_source(source, ItemStage)
         super().__init__(source)
+        self._costing = None if cost is None else Costing("OnlinePacker", source.lane.own(cost))
+        if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
+            raise ValueError(f"OnlinePacker: max_cost must be at least the cost of one token, {least}, not {max_cost}")
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
         self.max_length = max_length
-        self.policy: Policy | PackingFunction = policy
+        self.policy: Policy | PackingFunction = source.lane.own(policy)
         self.open_packs = open_packs
         self.max_images = max_images
         self.max_cost = max_cost
