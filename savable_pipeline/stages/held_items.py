@@ -424,11 +424,12 @@ class MemoryBudget:
 class BudgetShare:
     """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
 
+    _bytes = 0  # of the class, since Ctrl-C may end `__init__` before its first line
+    count = 0
+
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget = budget
         self._max_bytes = max_bytes
-        self._bytes = 0
-        self.count = 0
 
     def keep(self, element: Element, value: Any) -> None:
         """Give an unmade element this value, if that does not exceed the limit."""
@@ -450,8 +451,9 @@ class BudgetShare:
             self.count -= 1
 
     def __del__(self) -> None:
-        with self._budget.lock:
-            self._budget.used -= self._bytes
+        if self._bytes:
+            with self._budget.lock:
+                self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:

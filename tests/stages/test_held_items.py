@@ -15,7 +15,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.held_items import BudgetShare, size_of
 from savable_pipeline.stages.item_ref import Element
 
 
@@ -89,6 +89,10 @@ def test_a_state_of_anything_but_refs_and_sizes_is_a_mismatch(shards: str, saved
     stage, _ = holder(shards)
     with pytest.raises(sp.CheckpointMismatchError, match="the state has"):
         stage.held.restore(saved)
+
+
+def test_a_share_of_the_budget_that_ctrl_c_kept_from_its_values_is_let_go_of_silently() -> None:
+    BudgetShare.__new__(BudgetShare).__del__()
 
 
 def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
