@@ -445,18 +445,18 @@ class BucketBatcher(EncoderBatches):
         self._buckets.setdefault(key, HeldItems(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
-        """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
+        """`buckets`: refs and sizes of the items in each bucket; `count`: batches given so far.
 
-        `taken`: the ref of an item that an error kept from its bucket; else None. With groups `keys`: group and number
-        of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`: group
-        and number of each bucket, and the items that came to it.
+        `taken`: the same of an item that an error kept from its bucket, if there is one. With groups `keys`: group and
+        number of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`:
+        group and number of each bucket, and the items that came to it.
         """
         keys: list[Bucket] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
             keys = list(self._buckets)
         state: State = {
-            "buckets": [self._buckets[key].refs() if key in self._buckets else [] for key in keys],
-            "taken": next(iter(self._taken.refs()), None),
+            "buckets": [self._buckets[key].save() if key in self._buckets else [] for key in keys],
+            "taken": self._taken.save(),
             "count": self._count,
             "source": self.source.save_state(),
         }
@@ -474,12 +474,12 @@ class BucketBatcher(EncoderBatches):
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         self._buckets = {}
-        for key, refs in zip(keys, saved.buckets, strict=True):
+        for key, elements in zip(keys, saved.buckets, strict=True):
             held = HeldItems(self)
-            held.restore(refs)
+            held.restore(elements)
             if held:
                 self._buckets[key] = held
-        self._taken.restore([] if saved.taken is None else [saved.taken])
+        self._taken.restore(saved.taken)
         self._count = saved.count
         if self._rule is not None:
             self._rule.restore(came)

@@ -379,12 +379,20 @@ Mapping.register(Sample)
 class JoinedParts(msgspec.Struct, eq=False):
     """The parts of one sample. `others` has the joined samples by name; None: there is none with this key.
 
-    `fault` is what kept the key from being read: raised where a joined part is asked for.
+    `fault` is what kept the key from being read: raised where a joined part is asked for. `skips`: whether samples that
+    lack one are skipped.
     """
 
     own: SampleSource
     others: Mapping[str, Sample | None]
     fault: SavableError | None = None
+    skips: bool = False
+
+    @property
+    def absent(self) -> str:
+        """Why the sample is skipped; "" if it is not. A stage may have taken it before it was joined."""
+        lacking = [name for name, other in self.others.items() if other is None]
+        return f"no such key in {lacking[0]}" if lacking and self.skips and self.fault is None else ""
 
     @property
     def source(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import Descriptor, is_out_of_handles
+from savable_pipeline.core.files import is_out_of_handles
 from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.lookup import RemoteFolder
