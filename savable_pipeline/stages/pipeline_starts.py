@@ -57,7 +57,7 @@ def read(
     files_from: str | os.PathLike[str] | None = None,
     per_sample: Sequence[Any] = (),
     replace: Mapping[Any, Any] | None = None,
-) -> Any:
+) -> SamplePipeline:
     """Begin a pipeline: the samples of tars, of tables (Parquet, Arrow, JSONL, CSV, lists of JSON), of token files, of
     folders of MDS or LitData, or of a folder of photos or other files as they are.
 
@@ -108,7 +108,8 @@ def read(
         from savable_pipeline.stages.webdataset_chain import read_webdataset
 
         chosen = unlike_defaults(read, options)
-        return read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
+        made: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
+        return made  # type: ignore[no-any-return]
     named: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
     return SamplePipeline(PipelineStep("read", _read, (named,), unlike_defaults(read, options)))
 
