@@ -2,8 +2,8 @@
 
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
 process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
-closed once more before that: a batch is given only if nothing that it may have been read from had changed a second ago.
-What was given since is looked at where a run pauses or ends.
+closed once more before that: a batch is given only if nothing that it may have been read from had changed a second
+ago. What was given since is looked at where a run pauses or ends. So is an index too large to be read into memory.
 
     size, or time of the last write      another: the shard was overwritten
     time of the last change of the inode another: explained by mode, owner or links that changed with it; else some
@@ -246,7 +246,7 @@ class LocalFiles(ShardFiles):
         self._found = found
         self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
         self._pins: dict[int, FileVersion] = {}
-        self._changed: list[int] = []
+        self._changed: list[Path] = []
         self._told: set[int] = set()  # of which there was a warning
         self._slots: dict[int, None] = {}  # of the batches since the last look
         self._look_at = 0.0
@@ -262,6 +262,7 @@ class LocalFiles(ShardFiles):
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
+        self._found.index.file.check()
         path = self.path(shard)
         try:
             return patiently(path, lambda: self._opened(shard, path))
@@ -356,13 +357,15 @@ class LocalFiles(ShardFiles):
                 with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._look_closer(number, stat, None)
+            if not self._found.index.file.is_unchanged():
+                self._changed.append(self._found.index_path)
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
         if not self._changed:
             for slot in noted:  # alone: another thread may have noted more, or looked too
                 self._slots.pop(slot, None)
             return
         raise ShardError(
-            f"{self._path_of(self._changed[0])}: it was overwritten while this run read from it; the batches of the "
+            f"{self._changed[0]}: it was overwritten while this run read from it; the batches of the "
             f"slots {_numbers(sorted(self._slots))} may hold bytes of both{not_given}. Put the old shard back, "
             "and start again from a state before them",
             reason="changed shard",
@@ -387,7 +390,7 @@ class LocalFiles(ShardFiles):
 
     def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
         if not self._is_same(number, FileVersion.of(stat), descriptor):
-            self._changed.append(number)
+            self._changed.append(self._path_of(number))
 
     def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
         """Remembers a file that was opened; False if it is another than when it was opened before."""

@@ -304,9 +304,10 @@ def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> st
 
 def _checked_kind(files: Shards, name: str, session: Session | None) -> str:
     """The kind of files that are of the kind `name`, or of folders that hold such files and are read as another."""
-    if not isinstance(files, str | os.PathLike):
+    specs = spelled_out(files)
+    if not isinstance(files, str | os.PathLike) or len(specs) > 1:
         return name
-    spec, also = spelled_out(files)[0].rstrip("/"), STORES[name].also
+    spec, also = specs[0].rstrip("/"), STORES[name].also
     named = _kind_of_name(spec)
     if named not in ("", name) and (session or not Path(spec).is_dir()):
         raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")
