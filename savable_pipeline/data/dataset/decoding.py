@@ -89,7 +89,7 @@ def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exi
     if kind in JSON_PARTS:
         return decoded_json(data)
     if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
-        return data.decode()
+        return data.decode("utf-8-sig")
     if kind in IMAGE_PARTS:
         opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
         pixels = jpeg_pixels(opened, data)

@@ -215,14 +215,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
-        """Decode a part as UTF-8.
+        """Decode a part as UTF-8, without the mark U+FEFF with which some editors begin a file.
 
         Args:
             extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
                 the first of txt, text, caption and md that the sample has.
         """
         part = extension or self._first(TEXT_PARTS)
-        return unpacked(part, self[part], self.origin.unpacked_bytes).decode()
+        return unpacked(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
 
     def image(
         self,

@@ -477,7 +477,10 @@ class MediaStream:
                 f"{self.name}: its {self.kind} has no times, as raw {self.codec} has none. Put it into a container: "
                 "ffmpeg -i FILE -c copy FILE.mkv"
             )
-        return self._time(times[-1][0] + times[-1][1])
+        rate = getattr(
+            self._stream, "average_rate", None
+        )  # of video, where the last packet does not say how long it lasts
+        return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
 
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:

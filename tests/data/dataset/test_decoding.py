@@ -37,6 +37,15 @@ def saved(array: Any, **how: Any) -> bytes:
     return file.getvalue()
 
 
+def test_a_text_begins_behind_the_mark_of_an_editor() -> None:
+    """As Python's own "utf-8-sig" reads it; a mark further on is a character."""
+    text = "\ufeffgrößer \ufeff."
+    marked = sample(txt=text.encode("utf-8-sig"), srt="1\n".encode("utf-8-sig"), json="[1]".encode("utf-8-sig"))
+    assert marked.text() == text and sample(txt=text.encode()).text() == text[1:] == "größer \ufeff."
+    assert (marked.decoded()["txt"], marked.text("srt"), marked.json()) == (text, "1\n", [1])
+    assert marked["txt"].startswith(b"\xef\xbb\xbf")
+
+
 def test_each_part_is_decoded_by_the_last_word_of_its_extension() -> None:
     archive = io.BytesIO()
     np.savez_compressed(archive, a=np.arange(3), b=np.eye(2))
