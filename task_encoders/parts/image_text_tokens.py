@@ -158,11 +158,11 @@ _OF_TOKENS = ("tokens", "labels", "mrope_ids")
 
 
 def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
-    """Where the tokens of each image, video or sound begin, and where they end."""
+    """Where the tokens of each image, video or sound begin, and where they end, with texts between its tiles."""
     tokens = (item["tokens"] == medium.token).nonzero().flatten().tolist()
     found, seen = [], 0
     for count in medium.token_counts(item):
-        found.append((tokens[seen], tokens[seen] + count))
+        found.append((tokens[seen], tokens[seen + count - 1] + 1))
         seen += count
     return found
 

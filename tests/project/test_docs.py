@@ -31,10 +31,10 @@ NOT_RUN = {
     "docs/read-in-place.md": 2,
     "docs/trainers/accelerate.md": 2,
     "docs/trainers/composer.md": 1,
-    "docs/trainers/hf.md": 2,
+    "docs/trainers/hf.md": 3,
     "docs/trainers/lightning.md": 2,
     "docs/trainers/megatron.md": 1,
-    "docs/trainers/torch.md": 3,
+    "docs/trainers/torch.md": 4,
     "docs/trainers/trl.md": 4,
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
