@@ -13,7 +13,7 @@ import savable_pipeline as sp
 from tests.conftest import write_tar
 from tests.project.pages import ROOT, name_of
 
-PAGES = [ROOT / "docs/coming-from.md", *sorted((ROOT / "docs/coming-from").glob("*.md"))]
+PAGES = [ROOT / "docs/migrate/index.md", ROOT / "docs/migrate/energon.md"]
 _CLAIM = re.compile(r"^\| .+ \| none\b.*|(?:[^.|]|\.\b)*\b(?:there\s+and\s+not\s+here|do\s+not\s+load)\b", re.MULTILINE)
 
 
@@ -41,12 +41,12 @@ def opens(path: str) -> Callable[[], bool]:
 
 # Every claim that something is not here, by words of it, with what would be true if it were.
 NOT_HERE = {
-    "coming-from/energon.md": {
+    "migrate/energon.md": {
         "`cookers`": named("TaskEncoder.cookers", "TaskEncoder.cook", "Cooker"),
         "`current_batch_index`": named("Rng.index", "TaskEncoder.current_batch_index", "Rng.batch_index"),
         "`cache`": named("TaskEncoder.cache", "Encode(cache)", "Cache"),
     },
-    "coming-from.md": {
+    "migrate/index.md": {
         "ArrayRecord files do not load": named("ArrayRecordReader"),
         "Random access into a whole pipeline": named("Stage.__getitem__", "Batcher.__getitem__", "MapDataset"),
         "Scripts of a repository": named("load_dataset", "read(script)"),
@@ -62,7 +62,7 @@ NOT_HERE = {
 
 # What is here, and what those who come from there look for.
 HERE = {
-    "coming-from.md": [
+    "migrate/index.md": [
         "sp.open_dataset",
         "sp.join",
         "sp.ShardWriter",
@@ -70,7 +70,7 @@ HERE = {
         "A sample here is a document",
         "own-stage.md",
     ],
-    "coming-from/energon.md": ["sp.open_dataset", "sp.join"],
+    "migrate/energon.md": ["sp.open_dataset", "sp.join"],
 }
 
 
@@ -128,7 +128,7 @@ def test_a_blend_ends_as_the_strategy_of_interleave_datasets_that_it_stands_for(
     assert counts in [near, (near[0] + 1, near[1]), (near[0], near[1] + 1)]  # in which turn it ends is drawn
     ended = "small" if theirs == "first_exhausted" else "large"
     assert len({key for key in keys if key.startswith(ended)}) == counts[list(readers).index(ended)], "each once"
-    row = next(line for line in (ROOT / "docs/coming-from.md").read_text().split("\n") if f'"{theirs}"' in line)
+    row = next(line for line in (ROOT / "docs/migrate/index.md").read_text().split("\n") if f'"{theirs}"' in line)
     assert f'until="{until}"' in row and "epochs=1" in row
 
 

@@ -226,7 +226,7 @@ def _name_columns(found: Input, store: CsvStore, name: str) -> None:
     if urls:
         raise ValueError(
             f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
-            f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
+            f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
         )
     store.name_files(fields)
     found.reader = with_settings(found.reader, file_fields=tuple(fields))
@@ -318,7 +318,7 @@ def _refuse_urls(name: str, found: Input) -> None:
         return
     raise ValueError(
         f"{name}: its records name URLs, not files, such as {named}; download them first, into tars that are read as "
-        f"they are, with img2dataset: see docs/bring-your-data.md. {_NO_FILES}"
+        f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
     )
 
 

@@ -130,7 +130,7 @@ def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tm
 def test_what_the_cache_holds_is_fetched_again_once_for_an_index_with_more_shards(
     server: ToyServer, tmp_path: Path
 ) -> None:
-    """A limit that docs/growing-and-joining.md tells of: the cache belongs to a version of the index."""
+    """A limit that docs/add-data.md tells of: the cache belongs to a version of the index."""
     two, three = (f"{server.url}/shards/{{0000..{last}}}.tar" for last in ("0001", "0002"))
     bytes_of_two = sum((tmp_path / "shards" / f"{shard:04d}.tar").stat().st_size for shard in (0, 1))
     open_any(two), open_any(three)
