@@ -10,7 +10,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.stages.blending.mixture import Mixture
 from savable_pipeline.stages.blending.mixture_file import read_mixture
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
@@ -34,7 +34,7 @@ __all__ = [
     "BucketBatcher",
     "CsvReader",
     "FolderReader",
-    "HeldItems",
+    "ItemBuffer",
     "ItemPacker",
     "ItemRef",
     "ItemStage",

@@ -62,7 +62,7 @@ class Rollouter(fully_async_rollouter.FullyAsyncRollouter.__ray_metadata__.modif
         await super()._process_single_sample_streaming(rollout_sample)
 
     def done(self, uids: list[str]) -> None:
-        self.train_dataloader.done(torch.cat([self.receipts.pop(uid) for uid in uids]))
+        self.train_dataloader.acknowledge(torch.cat([self.receipts.pop(uid) for uid in uids]))
 
 
 class Trainer(fully_async_trainer.FullyAsyncTrainer.__ray_metadata__.modified_class):
@@ -83,7 +83,7 @@ class OneStepOff(one_step_off.OneStepOffRayTrainer):
 
     def _fit_update_actor(self, batch: Any) -> Any:
         batch = super()._fit_update_actor(batch)
-        self.train_dataloader.done(batch.batch["receipts"].unique(dim=0))
+        self.train_dataloader.acknowledge(batch.batch["receipts"].unique(dim=0))
         return batch
 
 

@@ -20,7 +20,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, skip_counters
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
@@ -204,7 +204,7 @@ class Batcher(EncoderBatches):
             raise ValueError(f"Batcher: size must be at least 1, not {size}")
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
-        self._held = HeldItems(self)  # of the next batch
+        self._held = ItemBuffer(self)  # of the next batch
         self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
         source.set_batch_size(size, aligned=True)
 

@@ -24,7 +24,7 @@ from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
@@ -37,8 +37,8 @@ BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket,
 
 FIRST = 4  # full batches to hold before the first one is given
 STEPS = 32  # of the shared ranks
-WIDER = 16  # times `hold`: a bucket is wider by 1 / (WIDER · hold) of all for each batch that it holds
-COUNTED = 256  # times `hold`: when so many batches have come, all counts are halved
+WIDER = 16  # times `candidates`: a bucket is wider by 1 / (WIDER · candidates) of all for each batch that it holds
+COUNTED = 256  # times `candidates`: when so many batches have come, all counts are halved
 _BATCH = 1 << 20  # parts of a batch, in which batches are counted
 
 
@@ -155,24 +155,24 @@ def plain_group(group: Any) -> Group:
 
 
 class BucketRule:
-    """The choice of a lane that holds up to `hold` full batches; `key` is the same in all lanes of a run."""
+    """The choice of a lane that holds up to `candidates` full batches; `key` is the same in all lanes of a run."""
 
-    def __init__(self, *, key: int, hold: int, sizes: BucketSizes) -> None:
+    def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
-        self._hold = hold
+        self._candidates = candidates
         self._sizes = sizes
         self._came: dict[Bucket, int] = {}  # items that came to each bucket
         self._total = 0  # parts of batches that these are
 
     def room(self, n: int) -> int:
         """How many full batches to hold before batch n: few at first, so that the first one does not wait long."""
-        return min(self._hold, FIRST + n)
+        return min(self._candidates, FIRST + n)
 
     def came(self, bucket: Bucket) -> None:
         """Count an item that came to a bucket."""
         self._came[bucket] = self._came.get(bucket, 0) + 1
         self._total += self._parts(bucket)
-        if self._total >= COUNTED * self._hold * _BATCH:
+        if self._total >= COUNTED * self._candidates * _BATCH:
             self.restore([(bucket, count // 2) for bucket, count in self._came.items()])
 
     def _parts(self, bucket: Bucket) -> int:
@@ -193,7 +193,7 @@ class BucketRule:
 
     def _widths(self, held: Mapping[Bucket, int]) -> dict[Bucket, int]:
         """The share of each bucket that has or had items, of the sum."""
-        scale = WIDER * self._hold
+        scale = WIDER * self._candidates
         widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._came.items()}
         for bucket, count in held.items():
             widths[bucket] = widths.get(bucket, 0) + self._total * count // self._sizes.of(*bucket)
@@ -247,7 +247,7 @@ class BucketBatcher(EncoderBatches):
             the function's name, and `settings()` of an object.
         drop_last: Drop these rests. None: False.
         same_bucket: Whether the ranks of a step take batches of the same bucket, as far as they have them.
-        hold: Full batches that a lane holds for that: 4 at first, then one more each batch.
+        candidates: Full batches that a lane holds for that: 4 at first, then one more each batch.
         encoder: Measures items and makes the batches. None: the encoder upstream.
 
     Raises:
@@ -274,7 +274,7 @@ class BucketBatcher(EncoderBatches):
     """
 
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "hold": SettingRule(follows=("same_bucket",)),
+        "candidates": SettingRule(follows=("same_bucket",)),
     }
 
     def __init__(
@@ -287,11 +287,11 @@ class BucketBatcher(EncoderBatches):
         group: Callable[[Any], Group] | str | None = None,
         drop_last: bool | None = None,
         same_bucket: bool = False,
-        hold: int = 32,
+        candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if type(hold) is not int or hold < 1:
-            raise ValueError(f"BucketBatcher: hold must be an integer of at least 1, not {hold!r}")
+        if type(candidates) is not int or candidates < 1:
+            raise ValueError(f"BucketBatcher: candidates must be an integer of at least 1, not {candidates!r}")
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
@@ -300,12 +300,12 @@ class BucketBatcher(EncoderBatches):
         self.max_tokens = max_tokens
         self.group = source.lane.own(group)
         self._check_group(group)
-        self._buckets: dict[Bucket, HeldItems] = {}  # those that hold items, in the order in which they began
-        self._taken = HeldItems(self)  # an item of the source that is in no bucket yet
+        self._buckets: dict[Bucket, ItemBuffer] = {}  # those that hold items, in the order in which they began
+        self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
         self._by_source = SourceCounts(self.counts)
-        self.same_bucket, self.hold = same_bucket, hold
+        self.same_bucket, self.candidates = same_bucket, candidates
         key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
-        self._rule = BucketRule(key=key, hold=hold, sizes=self._sizes) if same_bucket else None
+        self._rule = BucketRule(key=key, candidates=candidates, sizes=self._sizes) if same_bucket else None
 
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend with `same_bucket`: its turns would part the lanes' batches."""
@@ -442,7 +442,7 @@ class BucketBatcher(EncoderBatches):
         return False
 
     def _put(self, key: Bucket, item: Any, ref: ItemRef) -> None:
-        self._buckets.setdefault(key, HeldItems(self)).add([Element(ref, item)])
+        self._buckets.setdefault(key, ItemBuffer(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
         """`buckets`: refs and sizes of the items in each bucket; `count`: batches given so far.
@@ -475,7 +475,7 @@ class BucketBatcher(EncoderBatches):
         self.source.restore_state(saved.source)
         self._buckets = {}
         for key, elements in zip(keys, saved.buckets, strict=True):
-            held = HeldItems(self)
+            held = ItemBuffer(self)
             held.restore(elements)
             if held:
                 self._buckets[key] = held
@@ -488,7 +488,7 @@ class BucketBatcher(EncoderBatches):
         """Every argument; the encoder only if it is not the one upstream."""
         own = self._sizes.settings()
         if self.same_bucket:
-            own |= {"same_bucket": True, "hold": self.hold}
+            own |= {"same_bucket": True, "candidates": self.candidates}
         if isinstance(self.group, str):
             own["group"] = self.group
         elif self.group is not None:

@@ -263,14 +263,14 @@ class ItemPipeline(Pipeline):
         "clips": "it takes the place of .encode",
     }
 
-    def shuffle(self, size: int, *, max_held_bytes: int | None = None) -> Self:
+    def shuffle(self, size: int, *, max_buffer_bytes: int | None = None) -> Self:
         """Shuffle items, such as the pieces of one document, in a buffer: `sp.ShuffleBuffer`.
 
         Args:
             size: Items held in the buffer.
-            max_held_bytes: As for `sp.ShuffleBuffer`.
+            max_buffer_bytes: As for `sp.ShuffleBuffer`.
         """
-        return self._then(type(self), ShuffleBuffer, size=size, max_held_bytes=max_held_bytes)
+        return self._then(type(self), ShuffleBuffer, size=size, max_buffer_bytes=max_buffer_bytes)
 
     def filter(self, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
         """Leave out items of which `keep(item)` is false; they are counted as "filtered".
@@ -297,7 +297,7 @@ class ItemPipeline(Pipeline):
         max_cost: int | None = None,
         cost: Cost | None = None,
         too_long: TooLong | None = None,
-        max_held_bytes: int = 1 << 30,
+        max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> ItemPipeline:
         """Join items into packs of at most `max_length` tokens, by the encoder's `pack`: `sp.OnlinePacker`.
@@ -310,20 +310,20 @@ class ItemPipeline(Pipeline):
             max_cost: Most `cost` in a pack.
             cost: `cost(length, images)`.
             too_long: What happens to longer items.
-            max_held_bytes: Most bytes of items in all open packs of a process.
+            max_buffer_bytes: Most bytes of items in all open packs of a process.
             encoder: Measures, cuts and packs.
         """
         return self._then(ItemPipeline, OnlinePacker, **_options(locals()))
 
     def balance(
-        self, hold: int, *, cost: Cost, max_held_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
+        self, candidates: int, *, cost: Cost, max_buffer_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
     ) -> ItemPipeline:
         """Give the ranks of a step packs of about equal cost: `sp.Balance`.
 
         Args:
-            hold: Packs that each lane holds.
+            candidates: Packs that each lane holds.
             cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
-            max_held_bytes: As for `sp.Balance`; so is `encoder`.
+            max_buffer_bytes: As for `sp.Balance`; so is `encoder`.
             encoder: Measures items.
         """
         return self._then(ItemPipeline, Balance, **_options(locals()))
@@ -347,7 +347,7 @@ class ItemPipeline(Pipeline):
         group: Callable[[Any], Group] | str | None = None,
         drop_last: bool | None = None,
         same_bucket: bool = False,
-        hold: int = 32,
+        candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> BatchPipeline:
         """Make batches of items of similar length, or of one group: `custom.BucketBatcher`.
@@ -359,7 +359,7 @@ class ItemPipeline(Pipeline):
             group: Only items of one group share a batch.
             drop_last: Whether rests are dropped.
             same_bucket: Whether the ranks of a step take batches of the same bucket.
-            hold: Full batches that a lane holds for that.
+            candidates: Full batches that a lane holds for that.
             encoder: Measures items and makes the batches.
         """
         return self._then(BatchPipeline, BucketBatcher, **_options(locals()))

@@ -12,7 +12,7 @@ from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.held_items import HeldItems, HeldRefs
+from savable_pipeline.stages.item_buffer import HeldRefs, ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, TakesItems, TakesRefs, make, parse_state
 
@@ -29,11 +29,11 @@ class ShuffleBuffer(Stage):
     Args:
         source: A stage of samples, or of items.
         size: Refs held in the buffer.
-        max_held_bytes: Only for items: most bytes of items in all buffers and open packs of a process; items beyond
+        max_buffer_bytes: Only for items: most bytes of items in all buffers and open packs of a process; items beyond
             that, or after a restore, are made again. None: 1 GiB.
 
     Raises:
-        ValueError: `size` is below 1, or `max_held_bytes` is given for samples.
+        ValueError: `size` is below 1, or `max_buffer_bytes` is given for samples.
 
     Example:
         >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
@@ -46,19 +46,21 @@ class ShuffleBuffer(Stage):
     ref: ItemRef = ()
     size: int
     one_for_one = True
-    max_held_bytes: int = 0
+    max_buffer_bytes: int = 0
     """Of items, in a process; a buffer of samples holds none."""
 
     @overload
-    def __new__(cls, source: SampleStage, *, size: int, max_held_bytes: None = ...) -> _BufferOfSamples: ...
+    def __new__(cls, source: SampleStage, *, size: int, max_buffer_bytes: None = ...) -> _BufferOfSamples: ...
     @overload
-    def __new__(cls, source: ItemStage, *, size: int, max_held_bytes: int | None = ...) -> _BufferOfItems: ...
-    def __new__(cls, source: SampleStage | ItemStage, *, size: int, max_held_bytes: int | None = None) -> ShuffleBuffer:
+    def __new__(cls, source: ItemStage, *, size: int, max_buffer_bytes: int | None = ...) -> _BufferOfItems: ...
+    def __new__(
+        cls, source: SampleStage | ItemStage, *, size: int, max_buffer_bytes: int | None = None
+    ) -> ShuffleBuffer:
         """A buffer of samples or of items, by what the source gives."""
         if isinstance(source, ItemStage):
             return super().__new__(_BufferOfItems)
-        if max_held_bytes is not None:
-            raise ValueError("max_held_bytes is for a buffer after Encode: one of samples holds only their refs")
+        if max_buffer_bytes is not None:
+            raise ValueError("max_buffer_bytes is for a buffer after Encode: one of samples holds only their refs")
         return super().__new__(_BufferOfSamples)
 
     def _begin(self, source: Stage, size: int) -> None:
@@ -68,7 +70,7 @@ class ShuffleBuffer(Stage):
         self.size = size
         self._draws = 0
 
-    _held: HeldRefs | HeldItems
+    _held: HeldRefs | ItemBuffer
 
     @cached_property
     def _key(self) -> int:
@@ -138,7 +140,7 @@ class _BufferOfSamples(ShuffleBuffer, TakesRefs):
     source: SampleStage
     _held: HeldRefs
 
-    def __init__(self, source: SampleStage, *, size: int, max_held_bytes: None = None) -> None:
+    def __init__(self, source: SampleStage, *, size: int, max_buffer_bytes: None = None) -> None:
         self._begin(source, size)
         self._held = HeldRefs(self)
 
@@ -158,12 +160,12 @@ class _BufferOfSamples(ShuffleBuffer, TakesRefs):
 class _BufferOfItems(ShuffleBuffer, TakesItems):
     """A buffer after Encode, of items as far as memory allows."""
 
-    _held: HeldItems
+    _held: ItemBuffer
 
-    def __init__(self, source: ItemStage, *, size: int, max_held_bytes: int | None = None) -> None:
+    def __init__(self, source: ItemStage, *, size: int, max_buffer_bytes: int | None = None) -> None:
         self._begin(source, size)
-        self.max_held_bytes = _MAX_HELD_BYTES if max_held_bytes is None else max_held_bytes
-        self._held = HeldItems(self, max_bytes=self.max_held_bytes)
+        self.max_buffer_bytes = _MAX_HELD_BYTES if max_buffer_bytes is None else max_buffer_bytes
+        self._held = ItemBuffer(self, max_bytes=self.max_buffer_bytes)
 
     @property
     def held_items(self) -> int:

@@ -26,7 +26,7 @@ from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counter
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
-from savable_pipeline.stages.held_items import SamplesAhead
+from savable_pipeline.stages.item_buffer import SamplesAhead
 from savable_pipeline.stages.item_ref import Element, ItemRef, first_sample
 from savable_pipeline.stages.stage import Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON, StageInfo

@@ -75,7 +75,7 @@ class Stage:
     - `settings()` returns every setting that changes the output: a saved state must agree on them.
 
     Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. Keep elements that the
-    stage has taken but not yet returned in a `custom.HeldItems`. The other methods have defaults.
+    stage has taken but not yet returned in a `custom.ItemBuffer`. The other methods have defaults.
 
     Args:
         source: The stage before this one.

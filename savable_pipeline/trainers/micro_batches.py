@@ -5,7 +5,7 @@ Fields that a batch may have to be cut; each is required only where its kind of 
 
     of B rows             any tensor or list: `tokens`, `labels`, `position_ids`, `lengths`, `valid`, …
     of packs              `cu_seqlens`, where segments begin among the B · T tokens; `max_seqlen`, the longest
-    of several samples    `sample_rows`, the row of each sample, and `sample_ids`: the loader's `ids=True`
+    of several samples    `sample_rows`, the row of each sample, and `sample_ids`: the loader's `sample_ids=True`
     of images             `image_counts`, of B rows; `image`, and `image_index` into it
     of images in patches  `tile_counts` of the images; `grids` of the tiles; `patches`; `patch_cu_seqlens`,
                           `patch_max_seqlen`

@@ -141,7 +141,7 @@ STAGES = [
         _STAGES + "held_items.py",
         "            if self._budget.used + size > self._max_bytes:\n",
         "            if self._bytes + size > self._max_bytes:\n",
-        ("tests/stages/test_held_items.py", "tests/stages"),
+        ("tests/stages/test_item_buffer.py", "tests/stages"),
         caught_by="tests/stages/packing/test_packer.py::test_lanes_of_a_process_share_the_budget",
     ),
     Break(

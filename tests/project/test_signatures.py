@@ -54,7 +54,7 @@ def test_a_stage_of_two_kinds_shows_all_its_arguments_with_their_defaults() -> N
         "stride": 8,
     }
     buffer = inspect.signature(sp.ShuffleBuffer).parameters
-    assert list(buffer) == ["source", "size", "max_held_bytes"] and buffer["max_held_bytes"].default is None
+    assert list(buffer) == ["source", "size", "max_buffer_bytes"] and buffer["max_buffer_bytes"].default is None
 
 
 @pytest.mark.parametrize("kind", [sp.Blend, sp.ShuffleBuffer], ids=lambda kind: kind.__name__)

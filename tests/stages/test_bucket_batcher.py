@@ -209,7 +209,12 @@ class Kind(enum.StrEnum):
 def test_groups_that_are_texts_of_a_class_are_kept_as_texts(kind: Any) -> None:
     def make() -> custom.BucketBatcher:
         return batcher(
-            [3] * 24, group=lambda item: kind("abc"[item[0] % 3]), size=2, encoder=Groups(), same_bucket=True, hold=4
+            [3] * 24,
+            group=lambda item: kind("abc"[item[0] % 3]),
+            size=2,
+            encoder=Groups(),
+            same_bucket=True,
+            candidates=4,
         )
 
     expected = list(make())
@@ -277,7 +282,7 @@ def test_a_state_with_other_groups_is_a_mismatch() -> None:
         ({"bounds": [5, 5]}, "ascending"),
         ({"bounds": [0, 5]}, "ascending"),
         ({"size": 0}, "at least 1"),
-        ({"hold": 0}, "hold must be an integer of at least 1"),
+        ({"candidates": 0}, "candidates must be an integer of at least 1"),
         ({"size": 3, "max_tokens": 8}, "either size or max_tokens"),
         ({"max_tokens": 4}, "no room for one item of 5"),
     ],
@@ -411,11 +416,11 @@ def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: A
     st.lists(st.sampled_from(["more", "next", "pass", "cut"]), max_size=40),
 )
 def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
-    lengths: list[int], group: Any, hold: int, drop_last: bool, steps: list[str]
+    lengths: list[int], group: Any, candidates: int, drop_last: bool, steps: list[str]
 ) -> None:
     def make() -> custom.BucketBatcher:
         how: dict[str, Any] = {"group": group, "size": [3, 2], "drop_last": drop_last}
-        return batcher(lengths, encoder=Groups(), same_bucket=True, hold=hold, **how)
+        return batcher(lengths, encoder=Groups(), same_bucket=True, candidates=candidates, **how)
 
     expected, stage, given_before = list(make()), make(), 0
     for step in steps:
@@ -436,9 +441,9 @@ def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
     assert every == [number for number, length in enumerate(lengths) if length < 6] or drop_last
 
 
-def alike(shards: str, hold: int, lane: sp.Lane) -> custom.BucketBatcher:
+def alike(shards: str, candidates: int, lane: sp.Lane) -> custom.BucketBatcher:
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), Marked())
-    same: dict[str, Any] = {"same_bucket": True, "hold": hold} if hold else {}
+    same: dict[str, Any] = {"same_bucket": True, "candidates": candidates} if candidates else {}
     return custom.BucketBatcher(items, bounds=[3, 6, 12], size=[3, 2, 4], **same)
 
 
@@ -447,9 +452,9 @@ def test_lanes_that_choose_alike_resume_exactly(make_shards: Any) -> None:
     assert_exact_resume(partial(alike, shards, 5), lanes=6, steps=12, world_sizes=(1, 3), chains=1, after=2)
 
 
-def same_in_a_step(shards: str, hold: int) -> list[float]:
+def same_in_a_step(shards: str, candidates: int) -> list[float]:
     """The mean share of 2, 4 and 8 ranks that have the bucket that most of them have in a step."""
-    lanes = [alike(shards, hold, sp.Lane(index, 8, 3)) for index in range(8)]
+    lanes = [alike(shards, candidates, sp.Lane(index, 8, 3)) for index in range(8)]
     rounds = [[len(next(lane)["id"]) for lane in lanes] for _ in range(120)][20:]  # the size tells the bucket
     found = []
     for ranks in (2, 4, 8):
@@ -475,7 +480,7 @@ def test_lanes_that_choose_alike_hold_no_more_full_batches_than_they_may(make_sh
 
 
 def test_a_lane_without_the_bucket_takes_the_nearest_shorter_one_or_else_a_longer_one() -> None:
-    rule = BucketRule(key=1, hold=4, sizes=BucketSizes([1, 2, 3, 4], 1, None, grouped=False))
+    rule = BucketRule(key=1, candidates=4, sizes=BucketSizes([1, 2, 3, 4], 1, None, grouped=False))
     short, middle, long, longest = ((None, number) for number in range(4))
     held = dict.fromkeys([short, middle, long, longest], 1)
     rule.restore([(long, 10**6)])  # which every rank points at, nearly
@@ -484,7 +489,7 @@ def test_a_lane_without_the_bucket_takes_the_nearest_shorter_one_or_else_a_longe
 
 
 def test_a_bucket_is_as_frequent_as_its_batches_and_what_came_is_forgotten_in_time() -> None:
-    rule = BucketRule(key=1, hold=1, sizes=BucketSizes([1, 2], [2, 8], None, grouped=False))
+    rule = BucketRule(key=1, candidates=1, sizes=BucketSizes([1, 2], [2, 8], None, grouped=False))
     short, long = (None, 0), (None, 1)
     for _ in range(60):
         rule.came(short), rule.came(long), rule.came(long)
@@ -513,16 +518,16 @@ def test_a_state_of_the_other_way_is_refused_with_the_name_of_the_setting(make_s
 
 def test_without_same_bucket_neither_the_settings_nor_the_state_say_so(make_shards: Any) -> None:
     shards = str(make_shards([40]))
-    plain, same = (alike(shards, hold, sp.Lane(seed=3)) for hold in (0, 4))
-    assert {"same_bucket": True, "hold": 4}.items() <= same.settings().items()
-    assert not {"same_bucket", "hold"} & plain.settings().keys()
+    plain, same = (alike(shards, candidates, sp.Lane(seed=3)) for candidates in (0, 4))
+    assert {"same_bucket": True, "candidates": 4}.items() <= same.settings().items()
+    assert not {"same_bucket", "candidates"} & plain.settings().keys()
     assert next(plain) and next(same)
     assert same.save_state().keys() - plain.save_state().keys() == {"came"}
 
 
 def test_the_order_of_lanes_that_choose_alike_is_what_it_was() -> None:
     lengths = [1 + number * number % 11 for number in range(900)]
-    stage = batcher(lengths, bounds=[2, 5, 12], size=[4, 3, 2], same_bucket=True, hold=6)
+    stage = batcher(lengths, bounds=[2, 5, 12], size=[4, 3, 2], same_bucket=True, candidates=6)
     assert xxh3_64_hexdigest(repr(numbers(stage)).encode()) == "ccfbd3587110c906"
 
 

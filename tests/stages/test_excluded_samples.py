@@ -14,7 +14,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset import exclude_file
-from savable_pipeline.stages.held_items import is_whole, known_refs
+from savable_pipeline.stages.item_buffer import is_whole, known_refs
 from savable_pipeline.stages.stage_info import ExcludedSamples
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.streams import take, through_a_file
@@ -140,13 +140,13 @@ def test_a_lane_without_samples_is_not_filled_up_with_them(make_shards: Any, tmp
 # What a state holds.
 
 HOLDERS = [
-    {"pack": "best_fit", "hold": 4},
-    {"pack": "best_fit", "hold": 4, "tells": True, "max_cost": 40},
+    {"pack": "best_fit", "candidates": 4},
+    {"pack": "best_fit", "candidates": 4, "tells": True, "max_cost": 40},
     {"pack": "first_fit_decreasing", "too_long": "split", "max_length": 7},
-    {"pack": "sequential", "size": 3, "max_held_bytes": 0},
+    {"pack": "sequential", "size": 3, "max_buffer_bytes": 0},
     {"pack": "buckets"},
-    {"pack": None, "hold": 3},
-    {"pack": "best_fit", "blend": "nested", "hold": 3},
+    {"pack": None, "candidates": 3},
+    {"pack": "best_fit", "blend": "nested", "candidates": 3},
     {"pack": "best_fit", "blend": "items", "by": "tokens"},
 ]
 
@@ -170,9 +170,9 @@ def test_nothing_that_a_state_holds_of_them_is_given(shards: str, file: str, how
     assert held
 
 
-@pytest.mark.parametrize(("pack", "hold"), [(None, None), ("best_fit", 4), ("first_fit_decreasing", None)])
+@pytest.mark.parametrize(("pack", "candidates"), [(None, None), ("best_fit", 4), ("first_fit_decreasing", None)])
 def test_nothing_else_that_a_state_holds_is_lost(shards: str, file: str, pack: str | None, hold: int | None) -> None:
-    how: dict[str, Any] = {"pack": pack, "hold": hold, "epochs": 1, "fan_out": 0, "open_packs": 4}
+    how: dict[str, Any] = {"pack": pack, "candidates": hold, "epochs": 1, "fan_out": 0, "open_packs": 4}
     plain = loader(partial(toy, shards, None, **how), tail="pad")
     given = [number for _, batch in zip(range(5), plain, strict=False) for number in numbers(batch)]
     own = loader(partial(toy, shards, file, **how), tail="pad")
@@ -204,7 +204,7 @@ def test_a_held_pack_loses_its_item_and_the_size_of_it(shards: str, file: str) -
     def balance(exclude: str | None) -> sp.Balance:
         items = sp.Encode(sp.TarShardReader(shards, sp.Lane(seed=3), exclude=exclude), ToyEncoder(skip=0))
         packs = sp.OnlinePacker(items, max_length=20, open_packs=3)
-        return sp.Balance(packs, hold=6, cost=sp.attention_cost(hidden=1))
+        return sp.Balance(packs, candidates=6, cost=sp.attention_cost(hidden=1))
 
     plain, own = balance(None), balance(file)
     for _ in range(4):

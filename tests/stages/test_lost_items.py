@@ -69,19 +69,19 @@ def pipeline(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any], lane: sp
         items: Any = sp.Encode(samples, encoder, on_error="skip", max_errors=1.0)
         if how.get("policy"):
             items = sp.OnlinePacker(items, max_length=20, policy=how["policy"], open_packs=3)
-        return sp.ShuffleBuffer(items, size=5, max_held_bytes=0) if how.get("buffer") else items
+        return sp.ShuffleBuffer(items, size=5, max_buffer_bytes=0) if how.get("buffer") else items
 
     packs = sp.Blend({"a": source("a"), "b": source("b")}) if how.get("blend") else source("")
     if how.get("buckets"):
-        same: Any = {"same_bucket": True, "hold": how["hold"]} if how.get("hold") else {}
+        same: Any = {"same_bucket": True, "candidates": how["candidates"]} if how.get("candidates") else {}
         return custom.BucketBatcher(packs, bounds=[3, 6, 9], size=3, **same)
-    if how.get("hold"):
-        packs = sp.Balance(packs, hold=how["hold"], cost=sp.attention_cost(hidden=1), encoder=encoder)
+    if how.get("candidates"):
+        packs = sp.Balance(packs, candidates=how["candidates"], cost=sp.attention_cost(hidden=1), encoder=encoder)
     return sp.Batcher(packs, size=2, encoder=encoder)
 
 
 def loader(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any]) -> sp.SavableLoader:
-    return sp.SavableLoader(partial(pipeline, shards, encoder, how), seed=3, lanes=2, tail="stop", ids=False)
+    return sp.SavableLoader(partial(pipeline, shards, encoder, how), seed=3, lanes=2, tail="stop", sample_ids=False)
 
 
 def rows_of(batch: Any) -> list[list[int]]:
@@ -99,13 +99,13 @@ def skips(stats: dict[str, Any]) -> int:
 
 
 TOLD = [
-    {"policy": "best_fit", "hold": 4},
-    {"policy": "sequential", "hold": 4},
-    {"policy": "best_fit", "hold": 4, "blend": True},
+    {"policy": "best_fit", "candidates": 4},
+    {"policy": "sequential", "candidates": 4},
+    {"policy": "best_fit", "candidates": 4, "blend": True},
     {"policy": "best_fit"},
     {"policy": "sequential"},
-    {"policy": None, "hold": 4},
-    {"policy": None, "hold": 4, "blend": True},
+    {"policy": None, "candidates": 4},
+    {"policy": None, "candidates": 4, "blend": True},
 ]
 
 
@@ -158,12 +158,12 @@ HELD = [
     {"policy": "best_fit"},
     {"policy": "sequential"},
     {"policy": "best_fit", "buffer": True},
-    {"policy": "best_fit", "hold": 4},
-    {"policy": "best_fit", "hold": 4, "blend": True},
+    {"policy": "best_fit", "candidates": 4},
+    {"policy": "best_fit", "candidates": 4, "blend": True},
     {"policy": None, "buffer": True},
     {"policy": None, "buckets": True},
     {"policy": None, "buckets": True, "blend": True},
-    {"policy": None, "buckets": True, "hold": 4},
+    {"policy": None, "buckets": True, "candidates": 4},
 ]
 
 
@@ -255,7 +255,7 @@ def test_an_item_that_a_blend_has_taken_and_lost_is_not_given(shards: str) -> No
 @pytest.mark.parametrize(
     ("how", "telling"),
     [
-        ({"policy": "best_fit", "hold": 4}, True),
+        ({"policy": "best_fit", "candidates": 4}, True),
         ({"policy": "best_fit"}, False),
         ({"policy": "best_fit"}, True),
         ({"policy": None, "buckets": True}, False),

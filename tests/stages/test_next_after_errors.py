@@ -43,7 +43,9 @@ def mixed(shards: str, encoder: sp.TaskEncoder, **how: Any) -> Any:
 STAGES: dict[str, Callable[[str, sp.TaskEncoder], Any]] = {
     "Encode": encoded,
     "ShuffleBuffer": lambda shards, encoder: sp.ShuffleBuffer(encoded(shards, encoder), size=7),
-    "small ShuffleBuffer": lambda shards, encoder: sp.ShuffleBuffer(encoded(shards, encoder), size=7, max_held_bytes=0),
+    "small ShuffleBuffer": lambda shards, encoder: sp.ShuffleBuffer(
+        encoded(shards, encoder), size=7, max_buffer_bytes=0
+    ),
     "OnlinePacker": lambda shards, encoder: sp.OnlinePacker(encoded(shards, encoder), max_length=9),
     "Blend": mixed,
     "Blend by tokens": lambda shards, encoder: mixed(shards, encoder, by="tokens"),

@@ -29,9 +29,9 @@ def open_descriptors() -> int:
 KINDS: list[dict[str, Any]] = [
     {},
     {"pack": None, "buffer": None},
-    {"blend": "nested", "by": "tokens", "pack": "first_fit_decreasing", "hold": 3},
+    {"blend": "nested", "by": "tokens", "pack": "first_fit_decreasing", "candidates": 3},
     {"blend": "samples", "weights": "step", "pack": "items"},
-    {"pack": "both", "hold": 3, "own": ("samples", "items", "batches"), "too_long": "split"},
+    {"pack": "both", "candidates": 3, "own": ("samples", "items", "batches"), "too_long": "split"},
 ]
 
 

@@ -23,7 +23,7 @@ from savable_pipeline.run.engine.worker_main import be_one_thread
 from savable_pipeline.run.transport.batch_pickle import dumps, loads
 from savable_pipeline.stages import purity_check
 from savable_pipeline.stages.batch_difference import first_difference
-from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.item_buffer import size_of
 from tests.support.toy_faults import NumberEncoder
 from tests.support.toy_pipelines import ToyEncoder
 

@@ -150,8 +150,8 @@ def test_the_state_of_another_stage_is_a_mismatch() -> None:
 
 def test_a_buffer_of_samples_takes_no_bound_on_items(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3])), sp.Lane())
-    with pytest.raises(ValueError, match="max_held_bytes is for a buffer after Encode"):
-        sp.ShuffleBuffer(reader, size=2, max_held_bytes=10)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="max_buffer_bytes is for a buffer after Encode"):
+        sp.ShuffleBuffer(reader, size=2, max_buffer_bytes=10)  # type: ignore[call-overload]
 
 
 def test_by_hand_it_gives_samples(make_shards: Any) -> None:
@@ -195,10 +195,10 @@ def shards(make_shards: Any) -> str:
 
 
 def items_of(
-    shards: str, lane: sp.Lane, epochs: int | None = 1, size: int = 10, max_held_bytes: int = 1 << 20
+    shards: str, lane: sp.Lane, epochs: int | None = 1, size: int = 10, max_buffer_bytes: int = 1 << 20
 ) -> custom.ItemStage:
     encoded = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs, shuffle=False), Pieces())
-    return sp.ShuffleBuffer(encoded, size=size, max_held_bytes=max_held_bytes)
+    return sp.ShuffleBuffer(encoded, size=size, max_buffer_bytes=max_buffer_bytes)
 
 
 def pipeline(shards: str, lane: sp.Lane, epochs: int | None, packed: bool, **settings: Any) -> custom.Stage:
@@ -220,10 +220,11 @@ def test_pieces_of_a_document_are_parted(shards: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "packed", "max_held_bytes"), [(None, True, 0), (1, True, 1 << 20), (1, False, 0), (None, False, 1 << 20)]
+    ("epochs", "packed", "max_buffer_bytes"),
+    [(None, True, 0), (1, True, 1 << 20), (1, False, 0), (None, False, 1 << 20)],
 )
-def test_a_resume_is_exact(shards: str, epochs: int | None, packed: bool, max_held_bytes: int) -> None:
-    make = partial(pipeline, shards, epochs=epochs, packed=packed, max_held_bytes=max_held_bytes)
+def test_a_resume_is_exact(shards: str, epochs: int | None, packed: bool, max_buffer_bytes: int) -> None:
+    make = partial(pipeline, shards, epochs=epochs, packed=packed, max_buffer_bytes=max_buffer_bytes)
     assert assert_exact_resume(make, lanes=3, steps=10, world_sizes=(1, 3), chains=1, after=2) > 10
 
 
@@ -231,13 +232,13 @@ def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str) -> None
     def make(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(shards, lane), Pieces())
         packs = sp.OnlinePacker(items, max_length=7, policy="sequential")
-        return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_held_bytes=0), size=2)
+        return sp.Batcher(sp.ShuffleBuffer(packs, size=5, max_buffer_bytes=0), size=2)
 
     assert assert_exact_resume(make, lanes=3, steps=9, world_sizes=(1, 3), chains=1, after=2) > 9
 
 
 def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
-    held, made_again = items_of(shards, sp.Lane()), items_of(shards, sp.Lane(), max_held_bytes=0)
+    held, made_again = items_of(shards, sp.Lane()), items_of(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(30)] == [next(made_again) for _ in range(30)]
     assert (held.held_items, made_again.held_items) == (10, 0)
 

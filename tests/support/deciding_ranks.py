@@ -29,7 +29,7 @@ def main(shards: str, folder: str) -> None:
         batches = [digest(next(loader))]
         for lengths in LENGTHS:
             try:
-                said.append(loader.decide(max_length=lengths[rank]))
+                said.append(loader.reconfigure(max_length=lengths[rank]))
             except ValueError as error:
                 said.append(str(error))
             batches += [digest(next(loader)) for _ in range(6)]

@@ -56,7 +56,7 @@ def check_disturbed(
         for stage in range(3 if grows else 1):
             WRITERS[chosen["store"]](Path(root, str(stage)), [*sizes, *[20, 40][:stage]])
             plan.append((toy(f"{root}/{stage}", joined=f"{root}/joined", **chosen), slots))
-        settings: dict[str, Any] = {"seed": seed, "lanes": LANES, "ids": ids, "epoch_slots": epoch_slots}
+        settings: dict[str, Any] = {"seed": seed, "lanes": LANES, "sample_ids": ids, "epoch_slots": epoch_slots}
         expected = _Disturbed(plan, settings).run()
         folder = Path(root, "ledger") if ledger else None
         disturbed = _Disturbed(plan, settings, draw, folder, kills=kills, skips=skips, most_workers=most_workers)
@@ -65,7 +65,7 @@ def check_disturbed(
             assert given == expected[slot], f"slot {slot} differs; legs: {disturbed.legs}"
         assert len(found) + len(disturbed.skipped) == len(expected)
         if folder is not None:
-            how: Any = {"ids": ids, "epoch_slots": epoch_slots, "most_ahead": disturbed.most_ahead}
+            how: Any = {"sample_ids": ids, "epoch_slots": epoch_slots, "most_ahead": disturbed.most_ahead}
             _check_ledger(folder, plan, found, draw, again=again, **how)
     compared["pipelines"] += 1
     compared["batches"] += len(found)

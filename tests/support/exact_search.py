@@ -49,14 +49,14 @@ pipelines = st.fixed_dictionaries(
         "max_length": st.integers(4, 40),
         "max_images": st.sampled_from([None, 2, 5]),
         "too_long": st.sampled_from(["truncate", "split"]),
-        "max_held_bytes": st.sampled_from([0, 1500, 1 << 30]),
+        "max_buffer_bytes": st.sampled_from([0, 1500, 1 << 30]),
         "open_packs": st.integers(1, 4),
         "size": st.integers(1, 5),
         "skip": st.sampled_from([0, 5, 7]),
         "fan_out": st.sampled_from([0, 1, 5]),
         "drop_last": st.booleans(),
         "max_cost": st.sampled_from([None, None, 30, 300]),
-        "hold": st.sampled_from([None, None, 1, 3, 8, 20]),
+        "candidates": st.sampled_from([None, None, 1, 3, 8, 20]),
         "tells": st.booleans(),
         "chain": st.booleans(),
         "filters": st.sampled_from([(), ("samples",), ("items",), ("samples", "items")]),
@@ -173,7 +173,7 @@ def _with_keys(chosen: dict[str, Any]) -> dict[str, Any]:
 
 def _stays_in_order(chosen: dict[str, Any]) -> bool:
     """Whether each lane gives items in the order in which its samples were dealt."""
-    regrouped = chosen["pack"] or chosen["hold"] or {"items", "batches"} & set(chosen["own"])
+    regrouped = chosen["pack"] or chosen["candidates"] or {"items", "batches"} & set(chosen["own"])
     return not regrouped and chosen["blend"] in (None, "samples")
 
 

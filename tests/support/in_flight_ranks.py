@@ -87,7 +87,7 @@ class _History:
         out = [each for each in self._oracle.open if each not in self._oracle.coming]
         chosen, who = self._draw.sample(out, self._draw.randint(0, len(out))), self._draw.randrange(self._ranks)
         if who == self._rank:
-            self._loader.done(chosen)
+            self._loader.acknowledge(chosen)
         self._oracle.end(chosen)
 
     def _again(self) -> None:
@@ -100,7 +100,7 @@ class _History:
         table: Any = self._loader.__savable_run__().rows.table  # type: ignore[union-attr]
         waiting = len(table.waiting)
         if chosen[0] % self._ranks == self._rank:
-            self._loader.again([chosen])
+            self._loader.requeue([chosen])
         self._give(next(self._loader) if len(table.waiting) > waiting else None)
 
     def _kill_worker(self) -> None:

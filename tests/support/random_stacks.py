@@ -78,13 +78,13 @@ class Telling(Joining):
 
 
 class Swapped(custom.ItemStage):
-    """Yields elements in pairs, the second one first, as the example of `custom.HeldItems`."""
+    """Yields elements in pairs, the second one first, as the example of `custom.ItemBuffer`."""
 
     ref: Any = ()
 
     def __init__(self, source: custom.ItemStage) -> None:
         super().__init__(source)
-        self.held = custom.HeldItems(self)
+        self.held = custom.ItemBuffer(self)
 
     def __next__(self) -> Any:
         while self.held or self.held.fill(2):
@@ -137,7 +137,7 @@ stacks = st.fixed_dictionaries(
         "tells": st.booleans(),
         "fans_out": st.booleans(),
         "gap": st.sampled_from([0, 1, 7]),
-        "hold": st.sampled_from([None, 3, 8]),
+        "candidates": st.sampled_from([None, 3, 8]),
         "last": st.sampled_from(["batch", "batch", "bucket", "same bucket"]),
         "size": st.integers(1, 3),
     }
@@ -165,20 +165,20 @@ def stack(shards: str, lane: sp.Lane, chosen: dict[str, Any], *, held_bytes: int
     stage = sp.Blend(branches, weights=weights, by=chosen["by"]) if len(branches) > 1 else branches["b0"]
     stage = with_steps(stage, chosen["after"])
     if chosen["last"] != "batch":
-        same = {"same_bucket": True, "hold": 6} if chosen["last"] == "same bucket" else {}
+        same = {"same_bucket": True, "candidates": 6} if chosen["last"] == "same bucket" else {}
         return custom.BucketBatcher(stage, bounds=[4, 9, 20, 10**6], size=chosen["size"], **same)
-    if chosen["hold"] is not None:
-        stage = sp.Balance(stage, hold=chosen["hold"], cost=COST, max_held_bytes=held_bytes)
+    if chosen["candidates"] is not None:
+        stage = sp.Balance(stage, candidates=chosen["candidates"], cost=COST, max_buffer_bytes=held_bytes)
     return sp.Batcher(stage, size=chosen["size"])
 
 
 def _step(stage: Any, name: str, setting: Any, held_bytes: int) -> Any:
     if name == "shuffle":
-        return sp.ShuffleBuffer(stage, size=setting, max_held_bytes=held_bytes)
+        return sp.ShuffleBuffer(stage, size=setting, max_buffer_bytes=held_bytes)
     if name == "pack":
         policy, most = setting
         how: Any = {"max_length": most, "policy": alone if policy == "function" else policy, "open_packs": 3}
-        return sp.OnlinePacker(stage, too_long="truncate", max_held_bytes=held_bytes, **how)
+        return sp.OnlinePacker(stage, too_long="truncate", max_buffer_bytes=held_bytes, **how)
     if name == "choose":
-        return custom.ItemPacker(stage, size=setting, select=thirds, max_held_bytes=held_bytes)
+        return custom.ItemPacker(stage, size=setting, select=thirds, max_buffer_bytes=held_bytes)
     return ItemFilter(stage, seldom_zero) if name == "filter" else Swapped(stage)

@@ -47,7 +47,7 @@ def chosen(draw: random.Random) -> dict[str, Any]:
         "pack": draw.choice([None, "buckets", "sequential", "best_fit", "first_fit_decreasing"]),
         "max_length": draw.randint(4, 40),
         "too_long": draw.choice(["truncate", "split"]),
-        "max_held_bytes": draw.choice([0, 1 << 30]),
+        "max_buffer_bytes": draw.choice([0, 1 << 30]),
         "size": draw.randint(1, 3),
         "skip": 0,
         "fan_out": draw.choice([0, 1, 5]),

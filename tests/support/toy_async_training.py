@@ -124,7 +124,7 @@ class Trainer:
         """Those that are new enough; the others are dropped."""
         stale = [each for each in rollouts if self.model.updates - each.version > OLDEST]
         for each in stale:
-            self._loader.dropped(each.receipt[None], "stale")
+            self._loader.drop(each.receipt[None], "stale")
             self.model.note(each.prompt, "dropped")
         return [each for each in rollouts if each not in stale]
 
@@ -133,7 +133,7 @@ class Trainer:
         (gradient,) = torch.autograd.grad(loss, self.model.layer.weight)
         with torch.no_grad():
             self.model.layer.weight -= 0.01 * gradient
-        self._loader.done(torch.stack([each.receipt for each in rollouts]))
+        self._loader.acknowledge(torch.stack([each.receipt for each in rollouts]))
         for each in rollouts:
             self.model.note(each.prompt, "trained")
         self.model.updates += 1

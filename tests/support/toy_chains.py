@@ -52,7 +52,7 @@ def toy_chain(
     max_length: int = 20,
     max_images: int | None = None,
     too_long: Any = None,
-    max_held_bytes: int = 1 << 30,
+    max_buffer_bytes: int = 1 << 30,
     open_packs: int = 3,
     size: int = 2,
     drop_last: bool = False,
@@ -98,14 +98,14 @@ def toy_chain(
         chain = blended({"x": items(inner), "c": samples().encode(encoder)}, by)
     if pack in ("buckets", "groups", "both"):
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        same: Any = {} if hold is None else {"same_bucket": True, "hold": hold}
+        same: Any = {} if hold is None else {"same_bucket": True, "candidates": hold}
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         chain = chain.bucket(bounds, group=group, size=sizes, drop_last=drop_last, **same)
         return chain.then(Numbered) if "batches" in own else chain
     if pack == "items":
         select = AtRandom(drops=skip > 0)
-        chain = chain.then(custom.ItemPacker, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
+        chain = chain.then(custom.ItemPacker, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         function = pack == "function"
         chain = chain.pack(
@@ -116,10 +116,10 @@ def toy_chain(
             max_cost=None if function else max_cost,
             cost=None if max_cost is None or function else cost,
             too_long=too_long,
-            max_held_bytes=max_held_bytes,
+            max_buffer_bytes=max_buffer_bytes,
         )
     if hold is not None:
-        chain = chain.balance(hold, cost=cost, max_held_bytes=max_held_bytes)
+        chain = chain.balance(hold, cost=cost, max_buffer_bytes=max_buffer_bytes)
     chain = chain.batch(size, drop_last=drop_last)
     return chain.then(Numbered) if "batches" in own else chain
 

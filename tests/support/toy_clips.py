@@ -84,7 +84,7 @@ def clips_pipeline(
     epochs: int | None = None,
     samples: int = 4,
     hold: int | None = 5,
-    max_held_bytes: int = 10_000,
+    max_buffer_bytes: int = 10_000,
     pack: bool = True,
     size: int = 2,
     encoder: sp.TaskEncoder | None = None,
@@ -95,9 +95,9 @@ def clips_pipeline(
     buffered = sp.ShuffleBuffer(reader, size=samples)
     items: Any = sp.Encode(buffered, encoder or ClipsEncoder(**how, align=align), on_error="skip")
     if hold is not None:
-        items = sp.ShuffleBuffer(items, size=hold, max_held_bytes=max_held_bytes)
+        items = sp.ShuffleBuffer(items, size=hold, max_buffer_bytes=max_buffer_bytes)
     if pack:
-        items = sp.OnlinePacker(items, max_length=12, open_packs=2, max_held_bytes=max_held_bytes)
+        items = sp.OnlinePacker(items, max_length=12, open_packs=2, max_buffer_bytes=max_buffer_bytes)
     return sp.Batcher(items, size=size)
 
 

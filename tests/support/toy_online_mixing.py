@@ -88,7 +88,7 @@ class MixedTraining:
         while (step := self._loader.state_dict()["slot"]) < steps:
             if step and step % EVERY == 0 and step not in self.decided:
                 weights = self.model.new_weights()
-                self.decided[self._loader.decide(weights=weights)] = weights
+                self.decided[self._loader.reconfigure(weights=weights)] = weights
             self.batches.append(next(self._loader))
             self.model.train_on(self.batches[-1])
 

@@ -151,7 +151,7 @@ def toy_pipeline(
     max_length: int = 20,
     max_images: int | None = None,
     too_long: str | None = None,
-    max_held_bytes: int = 1 << 30,
+    max_buffer_bytes: int = 1 << 30,
     open_packs: int = 3,
     size: int = 2,
     drop_last: bool = False,
@@ -211,11 +211,11 @@ def toy_pipeline(
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        same: Any = {} if hold is None else {"same_bucket": True, "hold": hold}
+        same: Any = {} if hold is None else {"same_bucket": True, "candidates": hold}
         return batched(custom.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
         select = AtRandom(drops=skip > 0)
-        stage = custom.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
+        stage = custom.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         stage = sp.OnlinePacker(
             stage,
@@ -226,10 +226,10 @@ def toy_pipeline(
             max_cost=None if pack == "function" else max_cost,
             cost=None if max_cost is None or pack == "function" else cost,
             too_long=too_long,  # type: ignore[arg-type]
-            max_held_bytes=max_held_bytes,
+            max_buffer_bytes=max_buffer_bytes,
         )
     if hold is not None:
-        stage = sp.Balance(stage, hold=hold, cost=cost, max_held_bytes=max_held_bytes)
+        stage = sp.Balance(stage, candidates=hold, cost=cost, max_buffer_bytes=max_buffer_bytes)
     return batched(sp.Batcher(stage, size=size, drop_last=drop_last))
 
 

@@ -1,6 +1,6 @@
 """Rollouts as NeMo-RL's asynchronous trainer makes them, in virtual time: prompts in flight, and gaps filled.
 
-prompts ──▶ 96 in generation, each as long as it takes ──▶ finished ──▶ 32 at a time trained, then `done`
+prompts ──▶ 96 in generation, each as long as it takes ──▶ finished ──▶ 32 at a time trained, then `acknowledge`
             when some finish, as many are taken
 """
 
@@ -100,7 +100,7 @@ class Rollouts:
         for rank, prompt, receipt in rollouts:
             self.seen[prompt] += 1
             if self._acknowledge:
-                self._ranks[rank].done([receipt])
+                self._ranks[rank].acknowledge([receipt])
 
     def checkpoint(self) -> Checkpoint:
         """The model and the loaders, between two updates."""

@@ -129,7 +129,7 @@ def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str, str
     found = []
     for slot in range(0, 60, 2):
         if slot in straight.decided:
-            assert {rank.decide(weights=straight.decided[slot]) for rank in ranks} == {slot}
+            assert {rank.reconfigure(weights=straight.decided[slot]) for rank in ranks} == {slot}
         found += next(steps_of_ranks(ranks))
     assert list(map(digest, found)) == list(map(digest, straight.batches))
 
@@ -165,7 +165,7 @@ def test_prompts_one_a_batch_come_after_a_resume_until_each_was_done_and_the_len
             [given[place] for place in (1, 2, 4, 5, 6, 8, 9, 10)],
         )
         for batch in trained:
-            loader.done(batch["receipts"])
+            loader.acknowledge(batch["receipts"])
         resumed.load_state_dict(through_a_file(loader.state_dict()))
         rest = list(resumed)
         assert len(rest) == len(resumed) - len(trained) == 25

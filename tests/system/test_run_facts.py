@@ -83,7 +83,7 @@ class History:
                 self._begin(self._state(), allow={"shards"})
             if self._slot in self._decisions and self._changed < self._slot:
                 for loader in self._loaders:
-                    loader.decide(**self._decisions[self._slot])
+                    loader.reconfigure(**self._decisions[self._slot])
             if self._slot in {self._joins, *self._decisions}:
                 self._changed, self._last = self._slot, self._state()
             self._step()

@@ -65,10 +65,10 @@ def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str
         with pytest.raises(sp.CheckpointMismatchError, match="batches in flight of"):
             complete_state(plain[0], survivors, last)
     for rank, receipts in zip(acknowledging, (each.receipts() for each in acknowledging), strict=True):
-        rank.done(receipts)
+        rank.acknowledge(receipts)
     assert complete_state(plain[0], [acknowledging[0].state_dict()], start)["slot"] == 2
     for rank in plain:
-        rank.decide(max_length=8)
+        rank.reconfigure(max_length=8)
     with pytest.raises(sp.CheckpointMismatchError, match=r"before this was decided.* max_length=8"):
         complete_state(plain[0], [plain[0].state_dict()], start)
     last = sp.merge_states(rank.state_dict() for rank in plain)

@@ -10,7 +10,7 @@ A step takes W consecutive slots of 96 lanes, and lasts as long as its dearest b
 time spent waiting at 8, 32 and 96 ranks. `balance` looks at packs 1,000 to 2,000 of each lane (`--last 2000`),
 `buckets` at batches 500 to 1,000, padded to the bound of their bucket, if a batch costs its padded tokens, and if it
 costs attention, too. "held" is the longest, and the 99th percentile, of the time that a pack or an item is held, in
-units of `hold` slots, or in batches of the lane. Without a word, all is measured.
+units of `candidates` slots, or in batches of the lane. Without a word, all is measured.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ def packed(corpus: Corpus, measured: Cost, packs: int, **settings: Any) -> tuple
     return costs, tokens / costs.size / settings["max_length"]
 
 
-def balanced(costs: Ints, *, hold: int, slots: int) -> tuple[Ints, Ints, float]:
+def balanced(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, Ints, float]:
     """Such costs as `Balance` of every lane gives them, the slots for which each was held, and µs a pack."""
     given = np.empty((len(costs), slots), np.int64)
     held = np.empty_like(given)
     start = time.process_time()
     for index, own in enumerate(costs.tolist()):
         known = Known(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
-        stage = sp.Balance(known, hold=hold, cost=first_of)
+        stage = sp.Balance(known, candidates=candidates, cost=first_of)
         arrived: list[int] = []
         for slot in range(slots):
             number = stage.take(1)[0].value
@@ -242,11 +242,13 @@ def balance(bench: Bench) -> None:
             costs, full = packed(corpus, corpus.cost, last + 64, **settings)
             name = f"{settings['max_length']:,} tokens{', cost of ' + f'{limit:,}' if 'cost' in settings else ''}"
             console.print(f"{name:34}{waiting(costs[:, last // 2 : last]):>20}  fill {full:.1%}")
-            for hold in (16, 32, 64):
-                given, held, us = balanced(costs, hold=hold, slots=last)
-                longest, p99 = held.max() / hold, np.percentile(held, 99) / hold
+            for candidates in (16, 32, 64):
+                given, held, us = balanced(costs, candidates=candidates, slots=last)
+                longest, p99 = held.max() / candidates, np.percentile(held, 99) / candidates
                 told = f"held {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
-                console.print(f"  Balance(hold={hold:2}){'':15}{waiting(given[:, last // 2 :]):>20}  {told}")
+                console.print(
+                    f"  Balance(candidates={candidates:2}){'':15}{waiting(given[:, last // 2 :]):>20}  {told}"
+                )
 
 
 def buckets(bench: Bench) -> None:
@@ -258,14 +260,14 @@ def buckets(bench: Bench) -> None:
         console.print(f"\n{corpus.name}: padding, ranks of 8 alike, waiting by tokens, by attention, 99 % held")
         bounds = [corpus.longest >> n for n in reversed(range(6))]
         for sized in ({"size": 8}, {"max_tokens": 2 * corpus.longest}):
-            for hold in (0, 16, 32, 64):
-                same: dict[str, Any] = {"same_bucket": True, "hold": hold} if hold else {}
+            for candidates in (0, 16, 32, 64):
+                same: dict[str, Any] = {"same_bucket": True, "candidates": candidates} if candidates else {}
                 show_batches(corpus, last, bounds=bounds, **sized, **same)
         shares = []
         for cost in (first_of, corpus.cost):
             costs, full = packed(corpus, cost, last + HOLD, max_length=corpus.longest)
-            shares.append(waiting(balanced(costs, hold=HOLD, slots=last)[0][:, last // 2 :]))
-        console.print(f"OnlinePacker, Balance(hold={HOLD}): {1 - full:.1%}, {', '.join(shares)}")
+            shares.append(waiting(balanced(costs, candidates=HOLD, slots=last)[0][:, last // 2 :]))
+        console.print(f"OnlinePacker, Balance(candidates={HOLD}): {1 - full:.1%}, {', '.join(shares)}")
 
 
 def show_batches(corpus: Corpus, last: int, **settings: Any) -> None:
@@ -312,12 +314,12 @@ class Costs(Lengths):
         return items[0]
 
 
-def packs_of(folder: str, encoder: sp.TaskEncoder, max_length: int, hold: int, lane: sp.Lane) -> custom.Stage:
+def packs_of(folder: str, encoder: sp.TaskEncoder, max_length: int, candidates: int, lane: sp.Lane) -> custom.Stage:
     """Packs of a folder of tars, balanced or not."""
     packs: custom.ItemStage = sp.OnlinePacker(
         sp.Encode(sp.TarShardReader(folder, lane), encoder), max_length=max_length
     )
-    return sp.Batcher(sp.Balance(packs, hold=hold, cost=Costs.cost) if hold else packs, size=1)
+    return sp.Batcher(sp.Balance(packs, candidates=candidates, cost=Costs.cost) if candidates else packs, size=1)
 
 
 def write(folder: str, corpus: Corpus, samples: int, part: str, content: Callable[[int], bytes]) -> None:
@@ -334,17 +336,17 @@ def ranks(bench: Bench) -> None:
     unit = 0.2 / float(costs.mean())  # the mean time of a pack
     shares = [
         waiting_share(each[:, 100:500].T.reshape(-1, 2).tolist())
-        for each in (costs, balanced(costs, hold=HOLD, slots=500)[0])
+        for each in (costs, balanced(costs, candidates=HOLD, slots=500)[0])
     ]
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
         write(folder, LONG, 24_000, "json", lambda length: json.dumps({"length": length}).encode())
-        runs = [two_ranks(folder, hold, unit, bench.given.steps) for hold in (0, HOLD)]
+        runs = [two_ranks(folder, candidates, unit, bench.given.steps) for candidates in (0, HOLD)]
     for name, (before, after) in ("simulated", shares), ("measured", runs):
         saved = 1 - (1 - before) / (1 - after)
         console.print(f"two ranks, waiting, {name}: {before:.1%}, with Balance {after:.1%}, which saves {saved:.1%}")
 
 
-def two_ranks(folder: str, hold: int, unit: float, steps: int) -> float:
+def two_ranks(folder: str, candidates: int, unit: float, steps: int) -> float:
     """The share of the time of two processes that is not training."""
     from torch.multiprocessing import get_context
     from torch.multiprocessing.spawn import spawn
@@ -353,12 +355,12 @@ def two_ranks(folder: str, hold: int, unit: float, steps: int) -> float:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     results = get_context("spawn").SimpleQueue()
-    spawn(one_rank, args=(folder, hold, unit, steps, port, results), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(one_rank, args=(folder, candidates, unit, steps, port, results), nprocs=2)  # type: ignore[no-untyped-call]
     trained, took = zip(*[results.get() for _ in range(2)], strict=True)
     return 1 - float(sum(trained) / sum(took))
 
 
-def one_rank(rank: int, folder: str, hold: int, unit: float, steps: int, port: int, results: Any) -> None:
+def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, port: int, results: Any) -> None:
     """One rank: sleeps for as long as its pack costs, and waits for the other."""
     import torch
     import torch.distributed as dist
@@ -367,9 +369,9 @@ def one_rank(rank: int, folder: str, hold: int, unit: float, steps: int, port: i
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     trained = 0.0
-    with sp.SavableLoader(partial(packs_of, folder, Costs(), 32 << 10, hold), seed=SEED, lanes=8) as loader:
+    with sp.SavableLoader(partial(packs_of, folder, Costs(), 32 << 10, candidates), seed=SEED, lanes=8) as loader:
         batches = iter(loader)
-        for _ in islice(batches, 2 * steps):  # until all lanes hold what they will
+        for _ in islice(batches, 2 * steps):  # until all lanes candidates what they will
             pass
         dist.barrier()
         start = time.perf_counter()
@@ -393,13 +395,18 @@ def loading(bench: Bench) -> None:
             write(folder, corpus, 20_000, "txt", lambda length, text=letters: text[: max(1, length - 2)])  # type: ignore[misc]
             encoder = LanguageModelingEncoder(max_length=corpus.longest)
             loaders = {
-                hold: sp.SavableLoader(partial(packs_of, folder, encoder, corpus.longest, hold), seed=SEED, lanes=16)
-                for hold in (HOLD, 0)
+                candidates: sp.SavableLoader(
+                    partial(packs_of, folder, encoder, corpus.longest, candidates), seed=SEED, lanes=16
+                )
+                for candidates in (HOLD, 0)
             }
-            running = {hold: iter(loader) for hold, loader in loaders.items()}
+            running = {candidates: iter(loader) for candidates, loader in loaders.items()}
             for batches in running.values():
                 take(batches, 16 * 2 * HOLD)
-            ways = {f"hold={hold}": called(partial(take, batches, 300), 300) for hold, batches in running.items()}
+            ways = {
+                f"candidates={candidates}": called(partial(take, batches, 300), 300)
+                for candidates, batches in running.items()
+            }
             bench.compare(f"packs of {corpus.longest:,}", "pack", ways)
             state = loaders[HOLD].state_dict().values()
             console.print(

@@ -212,7 +212,7 @@ class History:
         self._even()
         numbers = sorted(set().union(*(self._made_of[each] for each in self.oracle.open)) - self.oracle.gone)
         chosen = self._draw.sample(numbers, min(len(numbers), self._draw.randint(0, 3))) or [self._draw.randrange(107)]
-        (place,) = {run.decide(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
+        (place,) = {run.reconfigure(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
         self.oracle.exclude(place, chosen, self._made_of)
         if len(self._runs) == 1:  # else a rank may not know yet what another acknowledged
             self._check_open()
@@ -294,7 +294,7 @@ def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int
     with (run := Run(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
             while left and left[0][0] == run.position.next_batch:
-                run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
+                run.reconfigure(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
             batch = next(iter(run))
             at = run.position.previous or run.position
             found[at.epoch, at.slot - 1] = batch

@@ -84,7 +84,7 @@ class Ledger:
         ...     first, second = next(loader), next(loader)
         ...     key = loader.trace().samples[0].key
         >>> ledger = sp.Ledger("ledger/")
-        >>> [(seen.epoch, seen.slot, seen.rank) for seen in ledger.seen([key])[key]]
+        >>> [(seen.epoch, seen.slot, seen.rank) for seen in ledger.find([key])[key]]
         [(0, 1, 0)]
         >>> bool((ledger.batch(pipeline, slot=1) == second).all())
         True
@@ -93,7 +93,7 @@ class Ledger:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._files = LedgerFiles(Path(folder))
 
-    def seen(
+    def find(
         self, keys: Iterable[str], *, source: str | None = None, data: str | None = None
     ) -> dict[str, list[Sighting] | None]:
         """When the samples with these keys were given.

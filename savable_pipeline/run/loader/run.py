@@ -18,7 +18,7 @@ from savable_pipeline.core.named_object import refuse_while_importing
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, decide
+from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, reconfigure
 from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
 from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -150,7 +150,7 @@ class Run:
                 self.prefetcher.put_back(self.position, delivery)
                 raise
         self._losses.check(delivery.counts, after)
-        if self.settings.ids or self._ledger is not None:
+        if self.settings.sample_ids or self._ledger is not None:
             delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
         batch = self._finished(delivery)
         if after.previous is None or after.slot:  # an endless run continues where its epoch is over
@@ -166,7 +166,7 @@ class Run:
     def _finished(self, delivery: Delivery) -> Any:
         """The batch with the ids of its samples, and in page-locked memory, where the settings say so."""
         batch = delivery.batch
-        if self.settings.ids:
+        if self.settings.sample_ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         return in_pinned_memory(batch) if self.settings.pin_memory else batch
 
@@ -379,13 +379,13 @@ class Run:
             if self.rows is not None:
                 self.rows.load(loaded, flights, lost, whole=len(lane_numbers(state)) == self.settings.lanes)
 
-    def decide(
+    def reconfigure(
         self,
         weights: Mapping[str, Weight] | None = None,
         exclude: Iterable[Excluded] | None = None,
         max_length: int | None = None,
     ) -> int:
-        """See `SavableLoader.decide`: as if it had been stopped and resumed.
+        """See `SavableLoader.reconfigure`: as if it had been stopped and resumed.
 
             given   0  1  2  3 │ made ahead: 4 5 6      decide: 4, 5, 6 are thrown away, the lanes stand before 4 again,
                                │                        with the decision in their states; 4 is made anew
@@ -393,11 +393,13 @@ class Run:
         Rows in flight of which all is excluded are closed.
         """
         if self.settings.restarts:
-            raise ValueError("decide: with on_iter='restart' each pass is the same: make a loader with other settings")
+            raise ValueError(
+                "reconfigure: with on_iter='restart' each pass is the same: make a loader with other settings"
+            )
         with self._process.moving():
             at, last = self.position, self.local.last_stage
             arguments = (at.facts.decisions, at.next_batch, last, weights, exclude, max_length)
-            decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
+            decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments)))
             after = at.decided(decisions)
             self.local.learn(after.facts)
             self.prefetcher.restart()

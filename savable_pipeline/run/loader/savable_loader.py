@@ -51,10 +51,10 @@ class SavableLoader:
         on_iter: "continue" where the loader is, or "restart", for evaluation, at epoch 0, but for the first `iter()`
             after `load_state_dict`.
         epoch_slots: Slots of an endless run's epochs, of all ranks, a multiple of the lanes; may differ between runs.
-        ids: Add "sample_ids" to each batch, a dict: int64 (rows, 3), source (number in `sources`), index and part, -1
-            in filler rows. With several samples a row, one entry for each, and its row in "sample_rows", int64
-            (samples,).
-        acknowledge: Rows are in flight, and in the state, until `done` or `dropped` has their receipts;
+        sample_ids: Add "sample_ids" to each batch, which must be a dict: int64 (rows, 3), source (number in `sources`),
+            index and part, -1 in padding rows. If a row has several samples, there is one entry for each, and its row
+            is in "sample_rows", int64 (samples,).
+        acknowledge: Rows are in flight, and in the state, until `acknowledge` or `drop` has their receipts;
             `sp.Acknowledge(max_in_flight=)` bounds them.
         ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
         workers: `sp.Workers`: start method, time-out, restarts and prefetch of the worker processes.
@@ -88,7 +88,7 @@ class SavableLoader:
         tail: Literal["stop", "pad"] = "stop",
         on_iter: Literal["continue", "restart"] = "continue",
         epoch_slots: int | None = None,
-        ids: bool = False,
+        sample_ids: bool = False,
         acknowledge: bool | Acknowledge = False,
         ledger: str | os.PathLike[str] | None = None,
         workers: Workers = Workers(),  # noqa: B008  # immutable
@@ -269,7 +269,7 @@ class SavableLoader:
 
     # What a trainer says of it while it trains.
 
-    def decide(
+    def reconfigure(
         self,
         *,
         weights: Mapping[str, Weight] | None = None,
@@ -302,13 +302,13 @@ class SavableLoader:
             ...     return sp.Batcher(sp.Blend(sources, weights={"0": 1, "1": 1}), size=4)
             >>> loader = sp.SavableLoader(pipeline, seed=7, lanes=2)
             >>> _ = next(loader), next(loader)
-            >>> loader.decide(weights={"0": 3, "1": 1})
+            >>> loader.reconfigure(weights={"0": 3, "1": 1})
             2
             >>> [sample.shard for _ in range(8) for sample in next(loader)].count("0.tar")
             24
         """
         self._run.check_nothing_held()
-        return self._run.decide(weights, exclude, max_length)
+        return self._run.reconfigure(weights, exclude, max_length)
 
     @property
     def _rows(self) -> RowsInFlight:
@@ -338,8 +338,8 @@ class SavableLoader:
             ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=2)
             >>> loader = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
             >>> first, second = (next(loader), loader.receipts()), (next(loader), loader.receipts())
-            >>> loader.done(second[1])
-            >>> loader.dropped(first[1][:1], "stale")
+            >>> loader.acknowledge(second[1])
+            >>> loader.drop(first[1][:1], "stale")
             >>> resumed = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
             >>> resumed.load_state_dict(loader.state_dict())
             >>> bool((next(resumed) == first[0]).all()), resumed.receipts().tolist()
@@ -347,7 +347,7 @@ class SavableLoader:
         """
         return self._rows.receipts(self._run.position)
 
-    def done(self, receipts: Any) -> None:
+    def acknowledge(self, receipts: Any) -> None:
         """Say that rows were trained on: they do not come again. In any order, from any thread.
 
         Receipts that are not in flight are counted, as `acknowledged/unknown` in `stats()`.
@@ -360,29 +360,29 @@ class SavableLoader:
         """
         self._rows.table.acknowledge(receipts, "done")
 
-    def dropped(self, receipts: Any, reason: str) -> None:
+    def drop(self, receipts: Any, reason: str) -> None:
         """Say that rows will not be trained on, such as stale ones: they do not come again, and are counted by reason.
 
         Args:
-            receipts: As for `done`.
+            receipts: As for `acknowledge`.
             reason: Why, in few words: `acknowledged/dropped/REASON` in `stats()`.
 
         Raises:
-            ValueError: As for `done`.
+            ValueError: As for `acknowledge`.
         """
         self._rows.table.acknowledge(receipts, "dropped", reason)
 
-    def again(self, receipts: Any) -> None:
+    def requeue(self, receipts: Any) -> None:
         """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
 
         Other rows of these batches have -1 there, and rows that are done by then. Such a batch takes no slot, so this
         rank takes one more than the others: where ranks step together, ask for equally many batches on each.
 
         Args:
-            receipts: As for `done`, of rows that this rank was given.
+            receipts: As for `acknowledge`, of rows that this rank was given.
 
         Raises:
-            ValueError: As for `done`.
+            ValueError: As for `acknowledge`.
         """
         self._rows.table.acknowledge(receipts, "again")
 

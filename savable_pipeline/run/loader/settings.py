@@ -49,7 +49,7 @@ class LoaderSettings:
     tail: Literal["stop", "pad"] = "stop"
     on_iter: Literal["continue", "restart"] = "continue"
     epoch_slots: int | None = None
-    ids: bool = False
+    sample_ids: bool = False
     acknowledge: bool | Acknowledge = False
     ledger: str | os.PathLike[str] | None = None
     workers: Workers = field(default_factory=Workers)

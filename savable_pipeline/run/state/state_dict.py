@@ -30,7 +30,7 @@ _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
 _LARGEST = 1 << 62  # of these
 FACTS = "facts"
-_DECIDE_ALIKE = "each rank calls decide with the same arguments between the same two steps"
+_DECIDE_ALIKE = "each rank calls reconfigure with the same arguments between the same two steps"
 
 
 def lane_name(lane: int) -> str:

@@ -24,7 +24,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
-from savable_pipeline.stages.held_items import SavedElement, restored_elements, saved_elements
+from savable_pipeline.stages.item_buffer import SavedElement, restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.stage import (
     ItemStage,

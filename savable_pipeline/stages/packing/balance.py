@@ -23,16 +23,16 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems, known_refs
+from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-PAST = 16  # times `hold`: packs given last that count
+PAST = 16  # times `candidates`: packs given last that count
 WEIGHT = 8  # a held pack counts as much as this many given ones
-LONGEST = 6  # times `hold`: the longest that a pack may be held, in slots
-AGE = 50  # times `hold`: slots of waiting that outweigh the whole range of ranks
+LONGEST = 6  # times `candidates`: the longest that a pack may be held, in slots
+AGE = 50  # times `candidates`: slots of waiting that outweigh the whole range of ranks
 
 
 class WaitingPack(NamedTuple):
@@ -43,19 +43,19 @@ class WaitingPack(NamedTuple):
 
 
 class RankRule:
-    """The choice of a lane that holds up to `hold` packs; `key` is the same in all lanes of a run."""
+    """The choice of a lane that holds up to `candidates` packs; `key` is the same in all lanes of a run."""
 
-    def __init__(self, *, key: int, hold: int) -> None:
-        self.hold = hold
+    def __init__(self, *, key: int, candidates: int) -> None:
+        self.candidates = candidates
         self.count = 0  # packs given
         self.past = array("q")  # the costs of the packs given last, int64, the newest at the end
         self._sorted: list[int] = []
-        self._ranks = SharedRanks(key=key, steps=hold)
+        self._ranks = SharedRanks(key=key, steps=candidates)
 
     @property
     def room(self) -> int:
         """How many packs to hold now: 4 at first, then one more each slot, so that a first batch does not wait."""
-        return min(self.hold, 4 + self.count)
+        return min(self.candidates, 4 + self.count)
 
     def choose(self, held: Sequence[WaitingPack]) -> int:
         """The position of the pack to give; `held` is sorted by arrival, not empty."""
@@ -64,9 +64,10 @@ class RankRule:
         now, past = self.count, self._sorted
         ranked = sorted([waiting.cost for waiting in held])
         total = 2 * (WEIGHT * len(ranked) + len(past))
-        # the distance from u less the bonus, |rank / total - u| - waited / (AGE · hold), times AGE · hold · total
-        scale = AGE * self.hold
-        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # of u = (2 · step + 1) / (2 · hold)
+        # the distance from u less the bonus, |rank / total - u| - waited / (AGE · candidates), times
+        # AGE · candidates · total
+        scale = AGE * self.candidates
+        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # of u = (2 · step + 1) / (2 · candidates)
         best, least = 0, None
         for i, (cost, arrival) in enumerate(held):
             rank = WEIGHT * (bisect_left(ranked, cost) + bisect_right(ranked, cost))
@@ -78,7 +79,7 @@ class RankRule:
 
     def _is_overdue(self, held: Sequence[WaitingPack]) -> bool:
         """Whether the oldest must be given now, so that none of those that came with it waits too long."""
-        now, longest = self.count, LONGEST * self.hold
+        now, longest = self.count, LONGEST * self.candidates
         if now - held[0].arrival <= longest - len(held):
             return False
         return any(now - waiting.arrival + i >= longest for i, waiting in enumerate(held))
@@ -88,7 +89,7 @@ class RankRule:
         self.count += 1
         self.past.append(cost)
         insort(self._sorted, cost)
-        if len(self.past) > PAST * self.hold:
+        if len(self.past) > PAST * self.candidates:
             del self._sorted[bisect_left(self._sorted, self.past.pop(0))]
 
     def restore(self, count: int, past: Sequence[int]) -> None:
@@ -122,20 +123,20 @@ class Balance(TakesItems):
     """Yields packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
 
     For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
-    cost has the nearest rank among its held packs and the last 16 · `hold`, one that has waited long a little sooner.
-    So lanes balance any number of ranks without an exchange. No pack is held for more than 6 · `hold` slots; at the
-    start 4 are held, then one more each slot.
+    cost has the nearest rank among its held packs and the last 16 · `candidates`, one that has waited long a little
+    sooner. So lanes balance any number of ranks without an exchange. No pack is held for more than 6 · `candidates`
+    slots. At the start 4 are held, then one more each slot.
 
     Put it last before the `Batcher`, after any `Blend`: a later stage must not leave out a pack, or this lane is ahead
     of the ranks for the rest of the run. A pack that turns out to be a `Skip` is replaced in its slot.
 
     Args:
         source: A stage of packs, or of items.
-        hold: Packs that each lane holds.
+        candidates: Packs that each lane holds.
         cost: `cost(length, images)` of a document, an int, such as `sp.attention_cost(hidden=2048)`; a pack costs the
             sum over its items. Only the order of costs matters. A state must agree on the function's name: rename it if
             you change it.
-        max_held_bytes: Most bytes of items held by all stages of a process; packs beyond that are made again when they
+        max_buffer_bytes: Most bytes of items in the buffers of a process. Packs beyond that are rebuilt when they
             are due. With an encoder's `length_of`, packs are only made then.
         encoder: Measures items. None: the encoder upstream.
 
@@ -151,7 +152,7 @@ class Balance(TakesItems):
         ...         return " ".join(items)
         >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), Texts())
         >>> packs = sp.OnlinePacker(items, max_length=9, max_cost=40, cost=lambda length, images: length**2)
-        >>> balanced = sp.Balance(packs, hold=8, cost=sp.attention_cost(hidden=4))
+        >>> balanced = sp.Balance(packs, candidates=8, cost=sp.attention_cost(hidden=4))
         >>> len(next(balanced).replace(" ", "")) <= 9
         True
     """
@@ -165,20 +166,20 @@ class Balance(TakesItems):
         self,
         source: ItemStage,
         *,
-        hold: int,
+        candidates: int,
         cost: Cost,
-        max_held_bytes: int = 1 << 30,
+        max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if hold < 1:
-            raise ValueError(f"Balance: hold must be at least 1, not {hold}")
+        if candidates < 1:
+            raise ValueError(f"Balance: candidates must be at least 1, not {candidates}")
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = Costing("Balance", source.lane.own(cost))
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
-        self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
-        self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
-        self._held = HeldItems(self, max_bytes=max_held_bytes)  # the oldest first
+        self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
+        self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
+        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)  # the oldest first
         self._packs: list[_HeldPack] = []  # of each of them
         self._row_of_skips = 0
 
@@ -259,10 +260,10 @@ class Balance(TakesItems):
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; packs are made again when they are given."""
         saved = parse_state(self, state, _BalanceState)
-        if len(saved.held) > self.hold or len(saved.past) > 8 * PAST * self.hold or len(saved.past) % 8:
+        if len(saved.held) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
             raise CheckpointMismatchError(
-                f"Balance(hold={self.hold}): the state holds {len(saved.held)} packs and {len(saved.past)} bytes of "
-                "costs"
+                f"Balance(candidates={self.candidates}): the state holds {len(saved.held)} packs and "
+                f"{len(saved.past)} bytes of costs"
             )
         self.source.restore_state(saved.source)
         self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
@@ -287,5 +288,5 @@ class Balance(TakesItems):
             self._packs.append(self._held_pack(left, saved.arrival, kept))
 
     def settings(self) -> dict[str, Any]:
-        """`hold`, the name of the cost, and the encoder unless it is the one upstream."""
-        return {"hold": self.hold, "cost": self._costing.name, **self._calls.settings()}
+        """`candidates`, the name of the cost, and the encoder unless it is the one upstream."""
+        return {"candidates": self.candidates, "cost": self._costing.name, **self._calls.settings()}

@@ -25,7 +25,7 @@ from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems, known_refs
+from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, TakesItems, parse_state
@@ -57,7 +57,7 @@ class ItemPacker(TakesItems):
             an item: an error where that shows, but a write into an array does not. A state keeps its name, and
             `settings()` of an object.
         encoder: Packs. None: the one upstream.
-        max_held_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
+        max_buffer_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
 
     Raises:
         ValueError: A setting is wrong.
@@ -88,7 +88,7 @@ class ItemPacker(TakesItems):
         size: int,
         select: Select,
         encoder: TaskEncoder | None = None,
-        max_held_bytes: int = 1 << 30,
+        max_buffer_bytes: int = 1 << 30,
     ) -> None:
         if type(size) is not int or size < 1:
             raise ValueError(f"ItemPacker: size must be an integer of at least 1, not {size!r}")
@@ -96,8 +96,10 @@ class ItemPacker(TakesItems):
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
-        self.size, self.select, self.max_held_bytes = size, source.lane.own(select), max_held_bytes
-        self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
+        self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
+        self._held = ItemBuffer(
+            self, max_bytes=max_buffer_bytes
+        )  # of pending packs, or of a round before they are chosen
         self._groups: list[int] = []  # how many of them are in each pending pack
         self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped
         self._in_vain = 0  # items in a row that came into no pack
@@ -230,7 +232,7 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
         if (name := changed_part(item, parts)) is not None:
             raise ValueError(
                 f"it changed {name!r} of an item of type {type(item).__name__}, which is not changed when the item is "
-                "made again, after a resume or beyond max_held_bytes: compute it in encode or pack"
+                "made again, after a resume or beyond max_buffer_bytes: compute it in encode or pack"
             )
     free: dict[int, list[int]] = {}
     for position in reversed(range(len(items))):  # an object that is there several times has its positions in turn

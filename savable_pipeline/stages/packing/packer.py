@@ -50,8 +50,8 @@ class OnlinePacker(TakesItems):
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
         too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
             "sequential", else "skip", with a warning above 10 %.
-        max_held_bytes: Most bytes of items in all open packs of a process, beside up to 16 that were just taken; others
-            are made again.
+        max_buffer_bytes: Most bytes of items in all open packs of a process, beside up to 16 that were just taken.
+            Others are rebuilt.
         encoder: Measures, cuts and packs. None: the one upstream.
 
     Raises:
@@ -92,7 +92,7 @@ class OnlinePacker(TakesItems):
         max_cost: int | None = None,
         cost: Cost | None = None,
         too_long: TooLong | None = None,
-        max_held_bytes: int = 1 << 30,
+        max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
         if max_length < 1 or open_packs < 1:
@@ -123,7 +123,7 @@ class OnlinePacker(TakesItems):
         self.max_images = max_images
         self.max_cost = max_cost
         self.cost = cost
-        self.max_held_bytes = max_held_bytes
+        self.max_buffer_bytes = max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = 0  # packs given
         self._counts_when_made = False  # packs that were given unmade
@@ -143,7 +143,7 @@ class OnlinePacker(TakesItems):
 
     @cached_property
     def _pieces(self) -> PieceMaker:
-        bound = self.max_held_bytes
+        bound = self.max_buffer_bytes
         return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
     def describe(self) -> StageInfo:

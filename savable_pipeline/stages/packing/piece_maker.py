@@ -17,7 +17,7 @@ from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import BudgetShare, HeldItems, MemoryBudget, is_whole
+from savable_pipeline.stages.item_buffer import BudgetShare, ItemBuffer, MemoryBudget, is_whole
 from savable_pipeline.stages.item_ref import UNMADE, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
@@ -43,7 +43,7 @@ class PieceMaker:
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
-        self.ahead = HeldItems(stage)  # items that come after it
+        self.ahead = ItemBuffer(stage)  # items that come after it
         self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
         self._calls = calls
         self._packing = packing

@@ -16,7 +16,7 @@ _Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder that
 
 
 @ledger_app.command()
-def seen(
+def find(
     folder: _Folder,
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of samples.")],
     source: Annotated[str | None, typer.Option(help="Only this source of a Blend.")] = None,
@@ -33,7 +33,7 @@ def seen(
 
     with errors_as_lines():
         missing = False
-        for key, found in Ledger(folder).seen(keys, source=source, data=data).items():
+        for key, found in Ledger(folder).find(keys, source=source, data=data).items():
             missing |= not found
             if not found:
                 out.print(printable(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))

@@ -128,7 +128,7 @@ def _memory(plan: RunPlan) -> Iterator[Fact]:
     yield Fact(f"refs in shuffle buffers of {memory.lanes} lanes", human_bytes(memory.refs), "12 bytes each")
     if memory.limit is not None:
         text = f"{human_bytes(memory.limit)} in each of {memory.processes}"
-        yield Fact("limit of held items (max_held_bytes)", text, "the stages' settings; the rest is made again")
+        yield Fact("limit of held items (max_buffer_bytes)", text, "the stages' settings; the rest is made again")
 
 
 def _bytes(source: SourceBytes) -> Iterator[Fact]:

@@ -183,7 +183,7 @@ class RankMemory:
     refs: int
     """Of samples in shuffle buffers, in memory and in a saved state."""
     limit: int | None
-    """`max_held_bytes` of a process: what is beyond is made again when it is given; None where nothing is held."""
+    """`max_buffer_bytes` of a process: what is beyond is made again when it is given; None where nothing is held."""
     processes: int
 
 
@@ -191,7 +191,7 @@ def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Ra
     """The memory of a rank, as far as the settings say."""
     lanes = parts.last.lane.count // ranks
     holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
-    limits = [stage.max_held_bytes for stage in holding if stage.max_held_bytes]
+    limits = [stage.max_buffer_bytes for stage in holding if stage.max_buffer_bytes]
     refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if not isinstance(stage, ItemStage))
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 

@@ -327,8 +327,8 @@ def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
         yield f"Packs are {fill:.0%} full: more open_packs= fill them better, at the price of memory."
     if slowest_wait >= _EVEN:
         yield (
-            f"Ranks wait {slowest_wait:.0%} of their time for the slowest one, by cost: sp.Balance(hold=32) before the "
-            "Batcher evens their packs out."
+            f"Ranks wait {slowest_wait:.0%} of their time for the slowest one, by cost: sp.Balance(candidates=32) "
+            "before the Batcher evens their packs out."
         )
     if counters.totals["restarts"]:
         yield f"{counters.totals['restarts']:.0f} workers were replaced: the log says what they were at."

@@ -17,7 +17,7 @@ from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.clips import Clip, ClipIterator
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
-from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.item_buffer import size_of
 from tests.support.draws import draws, examples
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 

@@ -25,7 +25,7 @@ from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import thread_host
 from savable_pipeline.run.engine.thread_host import apart
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.stages.held_items import BudgetShare, MemoryBudget
+from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget
 from savable_pipeline.stages.item_ref import Element
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines

@@ -213,7 +213,7 @@ def test_the_ranks_of_a_start_belong_together_whenever_they_began(
         {},
         {"pack": None, "blend": "nested"},
         {"pack": "buckets", "epochs": 1, "skip": 0},
-        {"own": ("samples", "items", "batches"), "max_held_bytes": 0, "too_long": "split"},
+        {"own": ("samples", "items", "batches"), "max_buffer_bytes": 0, "too_long": "split"},
     ],
 )
 def test_any_batch_can_be_made_again_byte_for_byte(
@@ -456,14 +456,14 @@ def test_seen_tells_each_time_that_a_sample_was_given(shards: str, folder: Path)
     with loader(pipeline, folder) as own:
         take(own, 1000)
         take(own, 1)
-    shown = CliRunner().invoke(app, ["ledger", "seen", str(folder), "s000000", "s000005"])
+    shown = CliRunner().invoke(app, ["ledger", "find", str(folder), "s000000", "s000005"])
     assert shown.exit_code == 0, shown.output
     assert shown.output.splitlines() == [
         "s000000: epoch 0, slot 0, step 0, rank 0 of 1",
         "s000000: epoch 1, slot 0, step 0, rank 0 of 1",
         "s000005: epoch 0, slot 1, step 1, rank 0 of 1",
     ]
-    shown = CliRunner().invoke(app, ["ledger", "seen", str(folder), "nothing"])
+    shown = CliRunner().invoke(app, ["ledger", "find", str(folder), "nothing"])
     assert (shown.exit_code, shown.output) == (1, "nothing: no sample has this key\n")
 
 
@@ -566,18 +566,18 @@ def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder
 def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:
     shards = str(make_shards([12, 12]))
     (tmp_path / "forget").write_text("s000003\ns000020\n")
-    first = loader(partial(toy_pipeline, shards, hold=3, skip=0), folder)
+    first = loader(partial(toy_pipeline, shards, candidates=3, skip=0), folder)
     take(first, 30)
     state = first.state_dict()
     first.close()
-    pipeline = partial(toy_pipeline, shards, hold=3, skip=0, exclude=str(tmp_path / "forget"))
+    pipeline = partial(toy_pipeline, shards, candidates=3, skip=0, exclude=str(tmp_path / "forget"))
     own = loader(pipeline, folder)
     own.load_state_dict(state, allow="exclude")
     expected = take(own, 60)
     own.close()
 
     def slots(key: str) -> list[int]:
-        shown = CliRunner().invoke(app, ["ledger", "seen", str(folder), key]).output
+        shown = CliRunner().invoke(app, ["ledger", "find", str(folder), key]).output
         return [int(slot) for slot in re.findall(r"slot (\d+)", shown)]
 
     for key in ("s000003", "s000020"):

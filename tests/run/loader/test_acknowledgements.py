@@ -89,16 +89,16 @@ def listed(batch: Any) -> list[list[int]]:
         ({"pack": "items"}, "stop"),
         ({"pack": "buckets"}, "pad"),
         ({"pack": "groups"}, "stop"),
-        ({"hold": 3}, "pad"),
+        ({"candidates": 3}, "pad"),
         ({"pack": "best_fit"}, "stop"),
         ({"pack": "first_fit"}, "pad"),
         ({"pack": "first_fit_decreasing"}, "pad"),
         ({"pack": "sequential"}, "stop"),
         ({"pack": "function"}, "pad"),
-        ({"pack": "sequential", "hold": 3, "too_long": "split", "max_length": 6}, "stop"),
+        ({"pack": "sequential", "candidates": 3, "too_long": "split", "max_length": 6}, "stop"),
         ({"blend": "items"}, "stop"),
         ({"blend": "nested", "by": "tokens"}, "pad"),
-        ({"tells": True, "hold": 4}, "stop"),
+        ({"tells": True, "candidates": 4}, "stop"),
         ({"pack": None, "own": ("samples", "items")}, "pad"),
     ],
     ids=str,
@@ -108,11 +108,11 @@ def test_a_batch_comes_again_in_the_bytes_in_which_it_was_given(shards: str, how
     pipeline = partial(toy_pipeline, shards, epochs=1, **how)
     with loader(pipeline, tail=tail) as own, loader(pipeline, tail=tail) as resumed:
         for batch in own:
-            own.done(batch["receipts"])
+            own.acknowledge(batch["receipts"])
         given = [batch for _, batch in zip(range(6), own, strict=False)]
-        own.again(given[1]["receipts"])
+        own.requeue(given[1]["receipts"])
         assert bare(next(own)) == bare(given[1])
-        own.done(given[2]["receipts"])
+        own.acknowledge(given[2]["receipts"])
         resumed.load_state_dict(through_a_file(own.state_dict()))
         came = [batch for _, batch in zip(range(5), resumed, strict=False)]
         assert list(map(bare, came)) == [bare(batch) for batch in given if batch is not given[2]]
@@ -129,7 +129,7 @@ def test_samples_without_an_encoder_and_batches_that_are_no_dicts_come_again(sha
         assert own.receipts().shape == (0, 2)
         given = [[sample.key for sample in next(own)] for _ in range(3)]
         assert own.receipts().tolist() == [[2, row] for row in range(3)]
-        own.done(own.receipts()[1])
+        own.acknowledge(own.receipts()[1])
         resumed.load_state_dict(own.state_dict())
         assert [[sample.key for sample in next(resumed)] for _ in range(3)] == given
         assert resumed.receipts().tolist() == [[2, 0], [-1, -1], [2, 2]]
@@ -147,12 +147,12 @@ def test_a_row_that_is_excluded_when_it_is_loaded_is_closed_and_its_batch_comes_
         return sp.Batcher(sp.Encode(samples, Ids()), size=3)
 
     filled = tail == "pad"
-    with loader(pipeline, ids=True, tail=tail) as own:
+    with loader(pipeline, sample_ids=True, tail=tail) as own:
         first, second, third = next(own), next(own), next(own)
         state = own.state_dict()
         keys = [own.trace(lag=2).samples[1].key, *(sample.key for sample in own.trace(lag=1).samples)]
     exclude.write_text("".join(f"{key}\n" for key in keys))
-    with loader(pipeline, ids=True, tail=tail) as resumed:
+    with loader(pipeline, sample_ids=True, tail=tail) as resumed:
         resumed.load_state_dict(state, allow=["exclude"])
         assert resumed.stats()["acknowledged/dropped/can no longer be made"] == 4
         again = next(resumed)
@@ -234,7 +234,7 @@ def test_a_row_that_fails_now_leaves_its_batch_shorter_and_one_of_such_rows_alon
     with loader(pipeline) as own:
         first, second = next(own), next(own)
         broken |= {first[0], *second}
-        own.again([(0, 0), (0, 1), (1, 0)])
+        own.requeue([(0, 0), (0, 1), (1, 0)])
         assert next(own) == first[1:] and own.receipts().tolist() == [[0, 1]]
         assert not {*second} & {*next(own)} and own.receipts().tolist() == [[-1, -1], [-1, -1]]
         assert own.in_flight() == (1, (0, 1))  # and the row that was not asked for is known to be lost, too
@@ -250,7 +250,7 @@ def test_a_batch_that_was_filled_up_comes_again_as_it_was_whatever_the_size_of_b
     with loader(partial(pipeline, size=3), tail="pad") as own:
         given = list(own)
         for batch in given[:-6]:
-            own.done(batch["receipts"])
+            own.acknowledge(batch["receipts"])
         state = own.state_dict()
     assert any(0 < batch["valid"].sum() < 3 for batch in given[-6:])
     with loader(partial(pipeline, size=size), tail="pad") as resumed:
@@ -301,7 +301,7 @@ def _open(state: dict[str, Any]) -> dict[int, list[int]]:
 def test_again_comes_next_before_what_is_made_ahead_and_only_with_the_rows_that_were_asked_for(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=3)) as own:
         given = [next(own) for _ in range(4)]
-        own.again([(1, 2), (0, 0), (1, 0), (99, 0)])
+        own.requeue([(1, 2), (0, 0), (1, 0), (99, 0)])
         assert own.in_flight() == (12, (0, 0))
         taken = [next(own) for _ in range(3)]
         assert list(map(bare, taken[:2])) == [bare(given[1]), bare(given[0])]
@@ -318,9 +318,9 @@ def test_what_was_asked_for_again_at_an_epochs_end_comes_before_that_and_len_cou
         for batch in own:
             taken.append(listed(batch)[0])
             if len(taken) == len(own):
-                own.again(batch["receipts"])
+                own.requeue(batch["receipts"])
         assert len(taken) == len(own) + 1 and taken[-1] == taken[-2]
-        own.again([taken[0]])
+        own.requeue([taken[0]])
         with pytest.raises(StopIteration):  # it has ended: the next pass gives it
             next(own)
         later = [listed(batch)[0] for _, batch in zip(range(2), own, strict=False)]
@@ -332,7 +332,7 @@ def test_open_rows_of_an_epoch_stay_in_the_state_and_come_first_in_the_next(shar
     with loader(pipeline) as own, loader(pipeline) as resumed:
         given = list(own)
         for batch in given[:-2]:
-            own.done(batch["receipts"])
+            own.acknowledge(batch["receipts"])
         resumed.load_state_dict(own.state_dict())
         taken = list(resumed)
         assert list(map(bare, taken[:2])) == list(map(bare, given[-2:])) and len(taken) == len(resumed) + 2
@@ -345,8 +345,8 @@ def test_a_trainer_of_one_pass_that_was_killed_after_its_last_batch_learns_how_m
     with loader(pipeline) as own, loader(pipeline) as resumed:
         given = list(own)
         for batch in given[:-3]:
-            own.done(batch["receipts"])
-        own.done(given[-1]["receipts"][:1])
+            own.acknowledge(batch["receipts"])
+        own.acknowledge(given[-1]["receipts"][:1])
         rows = [*listed(given[-3]), *listed(given[-2]), *listed(given[-1])[1:]]
         resumed.load_state_dict(own.state_dict())
         assert resumed.in_flight() == (len(rows), tuple(rows[0])) == (own.in_flight().rows, tuple(rows[0]))
@@ -375,7 +375,7 @@ def test_receipts_are_taken_in_any_form_and_order(shards: str, form: Any) -> Non
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         first = next(own)["receipts"]
         next(own)
-        own.done(form(first))
+        own.acknowledge(form(first))
         assert own.in_flight() == (4, (1, 0)) and own.stats()["acknowledged/done"] == 4
         assert "acknowledged/unknown" not in own.stats()
 
@@ -390,7 +390,7 @@ def test_receipts_that_the_trainer_wrote_into_are_taken_as_they_stand_now(shards
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         batch = next(own)
         write(batch["receipts"])
-        own.done(batch["receipts"])
+        own.acknowledge(batch["receipts"])
         assert _open(own.state_dict()) == {0: [1]} and own.in_flight() == (1, (0, 1))
         before = own.state_dict()
         receipts = next(own)["receipts"]
@@ -403,7 +403,7 @@ def test_the_command_for_states_shows_what_is_in_flight(shards: str, tmp_path: P
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         torch.save({"data": own.state_dict()}, tmp_path / "none.pt")
         given = [next(own)["receipts"] for _ in range(6)]
-        own.done(torch.cat([given[0], given[1][:3], given[3]]))
+        own.acknowledge(torch.cat([given[0], given[1][:3], given[3]]))
         torch.save({"data": own.state_dict()}, tmp_path / "some.pt")
     assert "in flight" not in CliRunner().invoke(app, ["state", str(tmp_path / "none.pt")]).output
     told = " ".join(CliRunner().invoke(app, ["state", str(tmp_path / "some.pt")], terminal_width=250).output.split())
@@ -416,22 +416,22 @@ def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_th
     pipeline = partial(counted_pipeline, shards, size=4)
     with loader(pipeline) as own, loader(pipeline) as other:
         first, second = next(own)["receipts"], next(other)["receipts"]
-        own.done(first)
-        own.done(first)
+        own.acknowledge(first)
+        own.acknowledge(first)
         assert own.stats()["acknowledged/unknown"] == 4
-        own.again(next(own)["receipts"])
-        other.done(second)
+        own.requeue(next(own)["receipts"])
+        other.acknowledge(second)
         assert other.in_flight() == (0, None) and _open(own.state_dict()) == {1: [0, 1, 2, 3]}
-        own.done(own.receipts())
+        own.acknowledge(own.receipts())
         assert not table_of(own)._handed and not table_of(other)._handed
 
 
 def test_receipts_after_a_load_are_those_of_the_batch_that_was_given_after_it(shards: str) -> None:
     """And so is the trace: batches are counted anew."""
     with loader(partial(counted_pipeline, shards, size=4)) as own:
-        own.done(next(own)["receipts"])
+        own.acknowledge(next(own)["receipts"])
         state = own.state_dict()
-        own.again(next(own)["receipts"])
+        own.requeue(next(own)["receipts"])
         next(own)
         own.load_state_dict(state)
         assert own.receipts().shape == (0, 2)
@@ -444,25 +444,25 @@ def test_receipts_that_another_process_wrote_into_are_taken_as_they_stand_now(sh
         receipts = next(own)["receipts"]
         receipts.share_memory_()  # as torch.multiprocessing does with what it sends
         receipts[2] = -1
-        own.done(receipts)
+        own.acknowledge(receipts)
         assert _open(own.state_dict()) == {0: [2]}
 
 
 def test_unknown_receipts_are_counted_and_others_refused(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         first = next(own)["receipts"]
-        own.dropped(first[:1], "stale")
-        own.dropped(first[:2], "stale")
-        own.dropped([(0, 3), (0, 3)], "odd")
-        own.done([(0, 4), (1, 0), (0, 1 << 40), (0, -7), (5 << EPOCH_SHIFT, 0)])
-        own.done([])
+        own.drop(first[:1], "stale")
+        own.drop(first[:2], "stale")
+        own.drop([(0, 3), (0, 3)], "odd")
+        own.acknowledge([(0, 4), (1, 0), (0, 1 << 40), (0, -7), (5 << EPOCH_SHIFT, 0)])
+        own.acknowledge([])
         numbers = own.stats()
         assert (numbers["acknowledged/dropped/stale"], numbers["acknowledged/dropped/odd"]) == (2, 1)
         assert numbers["acknowledged/unknown"] == 2 + 5 and numbers["in_flight"] == 1
         for wrong in ([0.5, 1.0], [[1, 2, 3]], "x", [["a", "b"]]):
             with pytest.raises(ValueError, match="receipts are integers"):
-                own.done(wrong)
-        own.done(first)
+                own.acknowledge(wrong)
+        own.acknowledge(first)
         assert own.in_flight() == (0, None) and not _open(own.state_dict())
 
 
@@ -483,10 +483,10 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
         with pytest.raises(SavableError, match=r"max_in_flight=8.*next global_state_dict") as caught:
             next(own)
         assert "8 rows are in flight, and the 4" in str(caught.value)
-        own.done(first["receipts"][:3])
+        own.acknowledge(first["receipts"][:3])
         with pytest.raises(SavableError, match="max_in_flight"):
             next(own)
-        own.done(first["receipts"][3:])
+        own.acknowledge(first["receipts"][3:])
         assert listed(next(own))[0] == [2, 0] and len(made) == 3  # the batch that had been ready
     with loader(
         partial(counted_pipeline, shards, size=4), acknowledge=sp.Acknowledge(2), workers=sp.Workers(timeout=60)
@@ -508,7 +508,7 @@ def test_threads_acknowledge_while_others_save_and_take(shards: str) -> None:
 
         def train() -> None:
             while (batch := given.get()) is not None:
-                own.done(batch["receipts"])
+                own.acknowledge(batch["receipts"])
 
         def save() -> None:
             while not over.wait(0.001):
@@ -552,7 +552,7 @@ def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(s
             assert got(own, 2) == 2
             before = {0: [0, 1], 1: [0, 1]}
             if how == "again":
-                own.again([(1, 0)])
+                own.requeue([(1, 0)])
             if how == "loaded":
                 state = own.state_dict()
                 own = loader(pipeline, lanes=2)
@@ -564,7 +564,7 @@ def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(s
             assert own.receipts().tolist()[:1] == [[{"new": 2, "again": 1, "loaded": 0}[how], 0]] or not count
             assert _open(own.state_dict()) == before | ({2: [0, 1]} if count and how == "new" else {}), (how, at)
             next(own)
-            own.done(own.receipts())
+            own.acknowledge(own.receipts())
             expected = {"new": 2 + count, "again": 1 + count, "loaded": count}[how]
             assert expected not in _open(own.state_dict()) or how == "again", (how, at, count)
             assert own.in_flight().rows == {"new": 4 + 2 * count, "again": 3 + count, "loaded": 2}[how], (
@@ -594,7 +594,7 @@ def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_state_that_loads_
             rows, is_open = own.in_flight().rows, place in _open(own.state_dict())
             assert (rows, is_open) in ((2, True), (0, False)), at
             other.load_state_dict(own.state_dict())
-            own.done(receipts)
+            own.acknowledge(receipts)
             assert own.in_flight() == (0, None) and not _open(own.state_dict())
             while coming(own):
                 next(own)
@@ -627,8 +627,8 @@ def test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote(shards:
     pipeline = partial(toy_pipeline, shards, epochs=1)
     before = ranks_of(pipeline, 2, tail=tail)
     steps = [taken(before) for _ in range(4)]
-    before[1].done(steps[0][1]["receipts"])
-    before[1].done(steps[2][1]["receipts"])
+    before[1].acknowledge(steps[0][1]["receipts"])
+    before[1].acknowledge(steps[2][1]["receipts"])
     states = [rank.state_dict() for rank in before]
     after = ranks_of(pipeline, 2, tail=tail)
     for rank, state in zip(after, states, strict=True):
@@ -645,10 +645,10 @@ def test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote(shards:
 def test_what_a_rank_acknowledges_of_anothers_rows_is_applied_when_states_are_merged(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 4)
     steps = [taken(ranks) for _ in range(2)]
-    ranks[3].done(steps[0][1]["receipts"])
-    ranks[3].done(steps[0][1]["receipts"])  # known
-    ranks[2].dropped(steps[1][1]["receipts"][:1], "stale")
-    ranks[2].again(steps[1][3]["receipts"])  # of another rank: not known here
+    ranks[3].acknowledge(steps[0][1]["receipts"])
+    ranks[3].acknowledge(steps[0][1]["receipts"])  # known
+    ranks[2].drop(steps[1][1]["receipts"][:1], "stale")
+    ranks[2].requeue(steps[1][3]["receipts"])  # of another rank: not known here
     assert ranks[3].stats()["acknowledged/unknown"] == ranks[2].stats()["acknowledged/unknown"] == 2
     states = [rank.state_dict() for rank in ranks]
     assert [[name for name in state if "acks" in name] for state in states] == [[], [], ["acks_00002"], ["acks_00003"]]
@@ -669,7 +669,7 @@ def test_what_a_rank_acknowledges_of_anothers_rows_is_applied_when_states_are_me
 def test_a_receipt_of_a_rank_that_is_ahead_is_kept_and_saved_once_the_state_is_past_it(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     ahead = next(ranks[1])
-    ranks[0].done(ahead["receipts"])
+    ranks[0].acknowledge(ahead["receipts"])
     assert "acks_00000" not in ranks[0].state_dict()
     next(ranks[0])
     assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {0: [0, 1]}
@@ -679,8 +679,8 @@ def test_what_was_asked_for_again_comes_once_though_it_is_done_by_then_so_that_r
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     step = taken(ranks)
     for rank, batch in zip(ranks, step, strict=True):
-        rank.again(batch["receipts"])
-    ranks[0].done(step[0]["receipts"])
+        rank.requeue(batch["receipts"])
+    ranks[0].acknowledge(step[0]["receipts"])
     assert [listed(batch) for batch in taken(ranks)] == [[[-1, -1]] * 2, [[1, 0], [1, 1]]]
     assert [listed(batch)[0] for batch in taken(ranks)] == [[2, 0], [3, 0]]
 
@@ -688,7 +688,7 @@ def test_what_was_asked_for_again_comes_once_though_it_is_done_by_then_so_that_r
 def test_a_batch_that_fills_up_takes_nothing_out_of_what_is_in_flight(shards: str) -> None:
     before = ranks_of(partial(counted_pipeline, shards), 2)
     steps = [taken(before), taken(before)]
-    before[1].done(steps[1][1]["receipts"])
+    before[1].acknowledge(steps[1][1]["receipts"])
     after = ranks_of(partial(counted_pipeline, shards), 2)
     for rank in after:
         rank.load_state_dict(sp.merge_states([each.state_dict() for each in before]))
@@ -713,14 +713,14 @@ def test_a_key_valid_of_the_encoder_stays_and_is_not_taken_for_ours(shards: str,
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), OwnValid() if own_key else Ids()), size=3)
 
-    with loader(pipeline, ids=True) as own:
+    with loader(pipeline, sample_ids=True) as own:
         first = next(own)
-        own.again(first["receipts"])
+        own.requeue(first["receipts"])
         assert digest(next(own)) == digest(first) and first["sample_ids"].shape == (3, 3)
-    before = ranks_of(pipeline, 2, ids=True)
+    before = ranks_of(pipeline, 2, sample_ids=True)
     taken(before)
-    before[1].done(before[1].receipts())
-    after = ranks_of(pipeline, 2, ids=True)
+    before[1].acknowledge(before[1].receipts())
+    after = ranks_of(pipeline, 2, sample_ids=True)
     for rank in after:
         rank.load_state_dict(sp.merge_states([each.state_dict() for each in before]))
     filler = taken(after)[1]
@@ -732,7 +732,7 @@ def test_ranks_that_cannot_talk_take_their_own_files_each_by_itself(shards: str)
     pipeline = partial(toy_pipeline, shards)
     ranks = ranks_of(pipeline, 2)
     given = [[next(rank) for rank in ranks] for _ in range(2)]
-    ranks[1].done(given[0][1]["receipts"])
+    ranks[1].acknowledge(given[0][1]["receipts"])
     resumed = ranks_of(pipeline, 2)
     for rank, own in zip(resumed, ranks, strict=True):
         rank.load_state_dict(own.state_dict())
@@ -770,7 +770,7 @@ def test_a_state_keeps_at_most_20_bytes_for_each_sample_in_flight(shards: str) -
             flights = sum(len(value) for name, value in state.items() if name.startswith("flight_"))
             assert empty and flights <= 20 * size * batches
             for batch in list(_open(state)):
-                own.done([(batch, row) for row in range(size)])
+                own.acknowledge([(batch, row) for row in range(size)])
             assert not _open(own.state_dict())
             assert [name for name in own.state_dict() if name.startswith("flight_")] == [
                 name.replace("lane", "flight") for name in state if name.startswith("lane_")
@@ -782,7 +782,7 @@ def test_a_distributed_checkpoint_gives_back_what_is_in_flight_to_a_fresh_loader
     with loader(partial(counted_pipeline, shards)) as own, loader(partial(counted_pipeline, shards)) as fresh:
         for _ in range(6):
             next(own)
-        own.done([(0, 0), (3, 0), (3, 1)])
+        own.acknowledge([(0, 0), (3, 0), (3, 1)])
         checkpoint.save({"data": own.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
         loaded = {"data": fresh.state_dict()}
         checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
@@ -801,7 +801,7 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
     ):
         for _ in range(3):
             batch, other = next(own), next(plain)
-            own.done(batch["receipts"])
+            own.acknowledge(batch["receipts"])
             assert bare(batch) == bare(other) and "receipts" not in other
         lanes = {
             name: value for name, value in own.state_dict().items() if "flight_" not in name and name != "acknowledge"
@@ -962,7 +962,7 @@ def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save
     ranks = ranks_of(pipeline, 2)
     for _ in range(4):
         taken(ranks)
-    ranks[0].done([(1, 0)])  # of the other rank
+    ranks[0].acknowledge([(1, 0)])  # of the other rank
     old = saved()
     for _ in range(4):
         taken(ranks)
@@ -1012,7 +1012,7 @@ def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shard
         came += [next(resumed) for _ in range(8)]
         assert list(map(bare, came)) == list(map(bare, given))
         assert bare(next(resumed)) == bare(next(own))
-        resumed.again(given[4]["receipts"])
+        resumed.requeue(given[4]["receipts"])
         assert bare(next(resumed)) == bare(given[4])
         assert through_a_file(resumed.state_dict()).keys() == own.state_dict().keys()
         notice_deaths(resumed, 1)

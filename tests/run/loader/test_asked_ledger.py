@@ -92,6 +92,6 @@ def test_what_was_given_can_be_asked_of_one_source_whose_data_moved(tmp_path: Pa
     (tmp_path / "web").rename(tmp_path / "moved")
     ledger = sp.Ledger(tmp_path / "ledger")
     with pytest.raises(SavableError, match="no such shard or folder"):
-        ledger.seen(["s000079"])
-    assert ledger.seen(["s000079"], source="web", data=str(tmp_path / "moved"))["s000079"] is not None
-    assert ledger.seen(["s000079"], source="books") == {"s000079": None}
+        ledger.find(["s000079"])
+    assert ledger.find(["s000079"], source="web", data=str(tmp_path / "moved"))["s000079"] is not None
+    assert ledger.find(["s000079"], source="books") == {"s000079": None}

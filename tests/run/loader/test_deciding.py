@@ -1,4 +1,4 @@
-"""`decide`: the run goes on as if stopped and resumed with other settings, and each resume and rank knows it."""
+"""`reconfigure`: the run goes on as if stopped and resumed with other settings, and each resume and rank knows it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def straight(folder: Path, plan: Mapping[int, Any], slots: int, **how: Any) -> l
 def taken(one: Run, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
     while one.position.slot < slots:
         if one.position.slot in plan:
-            assert one.decide(**plan[one.position.slot]) == one.position.slot
+            assert one.reconfigure(**plan[one.position.slot]) == one.position.slot
         yield next(one)
 
 
@@ -161,7 +161,7 @@ def over_ranks(folder: Path, plan: Mapping[int, Any], slots: int, draw: random.R
             for _ in range(draw.randrange(1, 6)):
                 slot = len(found)
                 if slot in plan and (not slot or ranks[0].position.facts.decisions.since < slot):
-                    assert {rank.decide(**plan[slot]) for rank in ranks} == {slot}
+                    assert {rank.reconfigure(**plan[slot]) for rank in ranks} == {slot}
                 found += [batch for _, batch in sorted((rank.position.own_slot, next(rank)) for rank in ranks)]
             state = merge_states(rank.state_dict() for rank in ranks)
     return found[:slots]
@@ -194,7 +194,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
     with loader(shards, settings=settings) as made:
         for slot, batch in enumerate(expected):
             if slot in plan:
-                assert made.decide(**plan[slot]) == slot
+                assert made.reconfigure(**plan[slot]) == slot
             if slot % 9 == 5:
                 pids = started(made)
                 os.kill(pids[slot % len(pids)], signal.SIGKILL)  # one may not have started again
@@ -215,7 +215,7 @@ def test_it_is_the_run_stopped_and_resumed_with_other_settings(shards: Path, tmp
         for _ in range(at):
             next(one)
         other.load_state_dict(one.state_dict(), allow={"weights", "exclude"})
-        one.decide(weights=weights, exclude=[key("a", number) for number in range(0, 40, 3)])
+        one.reconfigure(weights=weights, exclude=[key("a", number) for number in range(0, 40, 3)])
         for _ in range(40):
             batch = next(one)
             assert batch == next(other)
@@ -234,8 +234,8 @@ def test_each_resume_knows_it_and_a_state_without_any_has_no_byte_of_it(shards: 
         before = one.state_dict()
         assert b"decisions" not in b"".join(value for value in before.values() if isinstance(value, bytes))
         next(one)
-        one.decide(weights={"a": 1, "b": 1, "text": 0}, max_length=9)
-        one.decide(exclude=["s000001"])
+        one.reconfigure(weights={"a": 1, "b": 1, "text": 0}, max_length=9)
+        one.reconfigure(exclude=["s000001"])
         states, expected = [one.state_dict()], []
         for _ in range(9):
             expected.append(next(one))
@@ -299,7 +299,7 @@ def test_a_pass_that_could_be_counted_gives_all_that_is_left_once_half_of_it_is_
         steps = steps_of_ranks(ranks)
         early = [key for _ in range(at // world_size) for batch in next(steps) for key in sources_of(batch)]
         for rank in ranks:
-            assert rank.decide(exclude=[f"s{number:06d}" for number in range(0, 47, 2)]) == at
+            assert rank.reconfigure(exclude=[f"s{number:06d}" for number in range(0, 47, 2)]) == at
         state = merge_states(rank.state_dict() for rank in ranks)
         rest = [batch for step in steps_of_ranks(ranks) for batch in step]
         with sp.SavableLoader(plain, seed=5, lanes=LANES, tail="pad") as resumed:
@@ -314,13 +314,13 @@ def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], 
     """The batches up to the end of the third epoch, and the state before each, as saved just before a decision."""
     found, states, run = [], [made.state_dict()], made.__savable_run__()
     if run.position.next_batch in plan:
-        assert made.decide(**plan[run.position.next_batch]) == run.position.next_batch
+        assert made.reconfigure(**plan[run.position.next_batch]) == run.position.next_batch
     while run.position.next_batch < 3 << 40:
         for batch in made:
             found.append(batch)
             states.append(made.state_dict())
             if run.position.next_batch in plan:
-                assert made.decide(**plan[run.position.next_batch]) == run.position.next_batch
+                assert made.reconfigure(**plan[run.position.next_batch]) == run.position.next_batch
     return found, states[:-1]
 
 
@@ -329,7 +329,7 @@ def test_a_lag_does_not_reach_before_it(shards: Path) -> None:
         for _ in range(3):
             next(one)
         one.state_dict(lag=2)
-        one.decide(max_length=8)
+        one.reconfigure(max_length=8)
         with pytest.raises(ValueError, match="since decide was called"):
             one.state_dict(lag=1)
         assert one.trace().slot == 2
@@ -343,9 +343,9 @@ def test_packs_begun_after_it_have_the_new_length(shards: Path) -> None:
     for policy in ("best_fit", "first_fit_decreasing", "sequential"):
         with loader(shards, policy=policy) as one:
             lengths = [item["length"] for _ in range(30) for item in next(one)["items"]]
-            one.decide(max_length=8)
+            one.reconfigure(max_length=8)
             late = [item["length"] for _ in range(70) for item in next(one)["items"]][80:]
-            one.decide(max_length=16)
+            one.reconfigure(max_length=16)
             last = [item["length"] for _ in range(70) for item in next(one)["items"]][80:]
         assert max(lengths) == 16 and 6 <= max(late) <= 8 and max(last) == 16
 
@@ -372,7 +372,7 @@ def test_what_cannot_be_decided_is_an_error_and_changes_nothing(shards: Path, wh
         next(one)
         before = one.state_dict()
         with pytest.raises(ValueError, match=says):
-            one.decide(**what)
+            one.reconfigure(**what)
         assert one.state_dict() == before
 
 
@@ -399,11 +399,11 @@ def test_a_pipeline_without_the_stage_or_with_several_or_a_pass_that_is_repeated
         (ends, {"weights": {"a": 0, "b": 1}}, "come to an end"),
     ]:
         with sp.SavableLoader(make, seed=1, lanes=2) as one, pytest.raises(ValueError, match=says):
-            one.decide(**what)
+            one.reconfigure(**what)
     with loader(shards, settings={"on_iter": "restart"}) as one, pytest.raises(ValueError, match="restart"):
-        one.decide(max_length=3)
+        one.reconfigure(max_length=3)
     with loader(shards, policy=by_pairs) as one, pytest.raises(ValueError, match="a function as policy"):
-        one.decide(max_length=3)
+        one.reconfigure(max_length=3)
 
 
 def by_pairs(lengths: list[int]) -> list[list[int]]:
@@ -417,7 +417,7 @@ def test_ranks_that_decide_otherwise_are_named_when_their_states_are_merged(shar
             with run(shards, rank, len(weights)) as one:
                 next(one)
                 if weight:
-                    one.decide(weights={"text/c": 1, "text/d": weight})
+                    one.reconfigure(weights={"text/c": 1, "text/d": weight})
                 found.append(one.state_dict())
         return found
 
@@ -431,7 +431,7 @@ def test_ranks_that_decide_otherwise_are_named_when_their_states_are_merged(shar
 def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
     with loader(shards) as one:
         next(one)
-        one.decide(weights={"a": 1, "b": 1, "text": 1}, max_length=8, exclude=["s000001"])
+        one.reconfigure(weights={"a": 1, "b": 1, "text": 1}, max_length=8, exclude=["s000001"])
         state = one.state_dict()
     weights = {"a": 1, "b": 9, "text": 1}
     with loader(shards, weights=weights) as other:
@@ -452,9 +452,9 @@ def test_rows_in_flight_of_which_nothing_is_excluded_are_given_again_as_they_wer
     settings = {"acknowledge": True}
     with loader(shards, settings=settings) as one:
         given = [next(one) for _ in range(4)]
-        one.decide(weights={"a": 1, "b": 5, "text": 1}, max_length=8)
+        one.reconfigure(weights={"a": 1, "b": 5, "text": 1}, max_length=8)
         next(one)
-        one.done(one.receipts())
+        one.acknowledge(one.receipts())
         state, following = one.state_dict(), next(one)
     with loader(shards, settings=settings) as other:
         other.load_state_dict(state)
@@ -492,14 +492,14 @@ def test_an_excluded_sample_in_flight_is_closed_and_comes_no_more(
         expected = left_of(given, gone)
         if when == "asked for again":
             for batch in given:
-                one.again(batch["receipts"])
+                one.requeue(batch["receipts"])
         closing = one
         if when != "before the save":
             state = one.state_dict()
         if when == "after a resume":
             closing = other
             closing.load_state_dict(state)
-        assert closing.decide(exclude=sorted(gone)) == 6
+        assert closing.reconfigure(exclude=sorted(gone)) == 6
         rows = [row for batch in expected for row in batch]
         assert closing.in_flight().rows == len(rows)
         assert closing.stats()["acknowledged/dropped/can no longer be made"] == 12 - len(rows) > 1
@@ -523,10 +523,10 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
     with loader(shards, **how) as one:
         first = next(one)
         (gone,), (kept,) = (row["id"] for row in first["items"])
-        one.decide(exclude=[gone])
-        one.again(first["receipts"])
+        one.reconfigure(exclude=[gone])
+        one.requeue(first["receipts"])
         assert next(one)["receipts"].tolist() == [[0, 1]]
-        one.done(one.receipts())
+        one.acknowledge(one.receipts())
     seen = sp.Ledger(tmp_path).seen([gone, kept])
     assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
     assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
@@ -534,19 +534,19 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
 
 def test_excluded_keys_take_eight_bytes_each_in_a_state_and_tiny_weights_are_bounded(shards: Path) -> None:
     with loader(shards) as one:
-        one.decide(weights={"a": 3.3124783621789234e-25, "b": 1.0, "text": 0})
+        one.reconfigure(weights={"a": 3.3124783621789234e-25, "b": 1.0, "text": 0})
         tiny, before = sp_decisions(one).weights[""], one.state_dict()["facts"]
         assert tiny["a"] == 1 and tiny["text"] == 0 and tiny["b"] > (1 << 30) - 9
-        one.decide(exclude=[key("a", number) for number in range(40)])
+        one.reconfigure(exclude=[key("a", number) for number in range(40)])
         assert 320 <= len(one.state_dict()["facts"]) - len(before) < 380
-        one.decide(weights={"a": 0.7, "b": 0.3, "text": 0})
+        one.reconfigure(weights={"a": 0.7, "b": 0.3, "text": 0})
         assert sp_decisions(one).weights == {"": {"a": 7, "b": 3, "text": 0}}
 
 
 def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
     with loader(shards) as one:
         next(one)
-        one.decide(exclude=["s000001"])
+        one.reconfigure(exclude=["s000001"])
         state = one.state_dict()
     body = msgspec.msgpack.decode(state["facts"][16:])
     body["decisions"]["excluded"] = {1: b"odd"}
@@ -572,7 +572,7 @@ def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path
         before = one.state_dict()
         one.ranks = Talking(0, 2, None)
         with pytest.raises(ValueError, match=f"rank 0 from slot 2 on: max_length=7; rank 1 {other}"):
-            one.decide(max_length=7)
+            one.reconfigure(max_length=7)
         assert one.state_dict() == before
 
 
@@ -592,10 +592,10 @@ def test_real_ranks_that_decide_otherwise_are_named_on_both_and_go_on_as_before(
         "rank 0 from slot 26 on: max_length=8; rank 1 ValueError: decide: max_length is at least 1"
         in ranks[0]["said"][2]
     )
-    assert ranks[1]["said"][2].startswith("decide: max_length is at least 1 and at most")
+    assert ranks[1]["said"][2].startswith("reconfigure: max_length is at least 1 and at most")
     with sp.SavableLoader(partial(toy_pipeline, str(folder)), **deciding_ranks.SETTINGS) as alone:
         expected = [digest(next(alone)) for _ in range(14)]
-        assert alone.decide(max_length=9) == 14
+        assert alone.reconfigure(max_length=9) == 14
         expected += [digest(next(alone)) for _ in range(24)]
     assert expected == [batch for step in zip(*(rank["batches"] for rank in ranks), strict=True) for batch in step]
 
@@ -605,7 +605,7 @@ def mixed(folder: Path, lane: sp.Lane, *, weights: Any, by: Any = "samples") -> 
     encoder = Ids()
     items = {name: sp.Encode(sp.TarShardReader(folder / name, lane, block_size=2), encoder) for name in "ab"}
     blend = sp.Blend(items, weights=weights, by=by)
-    return custom.BucketBatcher(blend, bounds=[4], max_tokens=24, hold=4, encoder=encoder)
+    return custom.BucketBatcher(blend, bounds=[4], max_tokens=24, candidates=4, encoder=encoder)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -624,7 +624,7 @@ def test_decided_weights_replace_a_schedule_and_count_tokens_in_buckets_on_other
     with loader_of(made) as one:
         early = [next(one) for _ in range(10)]
         before = one.state_dict()
-        assert one.decide(**decided) == 10
+        assert one.reconfigure(**decided) == 10
         state, late, drawn = one.state_dict(), [], {"a": 0, "b": 0}
         for number in range(80):
             late.append(next(one))

@@ -84,7 +84,7 @@ def given_keys(at: Path, kind: str, steps: int = 7) -> tuple[dict[str, int], lis
 
 
 def seen(at: Path, *arguments: str) -> tuple[int, list[str]]:
-    shown = CliRunner().invoke(app, ["ledger", "seen", str(at / "ledger"), *arguments], env={"COLUMNS": "1000"})
+    shown = CliRunner().invoke(app, ["ledger", "find", str(at / "ledger"), *arguments], env={"COLUMNS": "1000"})
     return shown.exit_code, shown.output.splitlines()
 
 

@@ -45,19 +45,19 @@ def test_each_time_that_a_sample_was_given_is_told_with_what_became_of_it(shards
         for _ in range(3):
             given.append(next(own)["receipts"])
             keys.append(keys_of(own))
-        own.done(given[0])
-        own.dropped(given[1][:1], "stale")
-        own.again(given[1][1:])
+        own.acknowledge(given[0])
+        own.drop(given[1][:1], "stale")
+        own.requeue(given[1][1:])
         next(own)
         state = own.state_dict()  # open: the second row of slot 1, and both of slot 2
-        own.done(given[2])  # in a model that is not saved
+        own.acknowledge(given[2])  # in a model that is not saved
         next(own)
         lost = keys_of(own)
     with loader(pipeline, ledger, num_workers=1) as resumed:
         resumed.load_state_dict(state)
         for _ in range(2):
-            resumed.done(next(resumed)["receipts"])
-        resumed.dropped(next(resumed)["receipts"], "too old")
+            resumed.acknowledge(next(resumed)["receipts"])
+        resumed.drop(next(resumed)["receipts"], "too old")
     again, trained = (True, "trained", False), (False, "trained", False)
     assert told(ledger, keys[0]) == [[trained], [trained]]
     assert told(ledger, keys[1]) == [
@@ -66,7 +66,7 @@ def test_each_time_that_a_sample_was_given_is_told_with_what_became_of_it(shards
     ]
     assert told(ledger, keys[2]) == [[(False, "trained", True), again]] * 2
     assert told(ledger, lost) == [[(False, "", True), (False, "dropped: too old", False)]] * 2
-    shown = CliRunner().invoke(app, ["ledger", "seen", str(ledger), keys[1][0], keys[2][0]]).output
+    shown = CliRunner().invoke(app, ["ledger", "find", str(ledger), keys[1][0], keys[2][0]]).output
     place = f"{keys[2][0]}: epoch 0, slot 2, step 2, rank 0 of 1"
     assert shown.splitlines() == [
         f"{keys[1][0]}: epoch 0, slot 1, step 1, rank 0 of 1, dropped: stale",
@@ -83,8 +83,8 @@ def test_a_rank_writes_what_it_acknowledges_of_another_and_a_pack_is_told_by_its
     ranks = [loader(pipeline, ledger, ranks=(rank, 2)) for rank in range(2)]
     receipts = [next(rank)["receipts"] for rank in ranks]
     rows = [[[sample.key for sample in row] for row in rank.trace().rows] for rank in ranks]
-    ranks[0].done(receipts[1][:1])
-    ranks[0].dropped(receipts[1][1:], "stale")
+    ranks[0].acknowledge(receipts[1][:1])
+    ranks[0].drop(receipts[1][1:], "stale")
     for rank in ranks:
         rank.close()
     assert told(ledger, rows[1][0]) == [[(False, "trained", False)]] * len(rows[1][0])
@@ -97,9 +97,9 @@ def test_a_batch_given_again_takes_no_slot_in_the_ledger_and_can_be_made_from_it
     pipeline = partial(counted_pipeline, shards)
     with loader(pipeline, ledger) as own:
         first = next(own)
-        own.again(first["receipts"])
+        own.requeue(first["receipts"])
         next(own)
-        own.again(first["receipts"])  # twice in a row
+        own.requeue(first["receipts"])  # twice in a row
         next(own)
         next(own)
     files = LedgerFiles(ledger)

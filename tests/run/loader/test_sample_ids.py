@@ -1,4 +1,4 @@
-"""`SavableLoader(ids=True)` and `sources`: which samples a batch was made of, with the batch."""
+"""`SavableLoader(sample_ids=True)` and `sources`: which samples a batch was made of, with the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_row_has_source_index_and_part_of_its_samples(
     shards: str, num_workers: int, pack: str | None, blend: str | None
 ) -> None:
     pipeline = partial(toy_pipeline, shards, pack=pack, blend=blend)
-    with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=num_workers, ids=True) as own:
+    with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=num_workers, sample_ids=True) as own:
         assert own.sources == (["c", "x/a", "x/b"] if blend else [""])
         for _, batch in zip(range(30), own, strict=False):
             traced = own.trace()
@@ -47,7 +47,7 @@ def test_sources_tell_what_is_blended(shards: str) -> None:
 
     alone = {name: {sample.json()["id"] for sample in sp.TarShardReader(shards, sp.Lane(), subset=part, epochs=1)}
              for name, part in PARTS.items()}  # fmt: skip
-    with sp.SavableLoader(pipeline, seed=1, lanes=2, ids=True) as own:
+    with sp.SavableLoader(pipeline, seed=1, lanes=2, sample_ids=True) as own:
         for _, batch in zip(range(20), own, strict=False):
             for source, index, _ in batch["sample_ids"].tolist():
                 assert index in alone[own.sources[source]]
@@ -62,14 +62,14 @@ class Numbers(sp.TaskEncoder):
 
 
 def test_rows_that_only_fill_up_have_no_sample(shards: str) -> None:
-    with sp.SavableLoader(partial(counted_pipeline, shards), seed=3, lanes=12, tail="pad", ids=True) as own:
+    with sp.SavableLoader(partial(counted_pipeline, shards), seed=3, lanes=12, tail="pad", sample_ids=True) as own:
         for batch in own:
             assert (batch["sample_ids"][:, 0] >= 0).tolist() == batch["valid"].tolist()
 
 
 def test_a_state_is_the_same_with_and_without(shards: str) -> None:
     with_ids, without = (
-        sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=12, ids=ids) for ids in (True, False)
+        sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=12, sample_ids=ids) for ids in (True, False)
     )
     for _ in range(5):
         with_ids.load_state_dict(without.state_dict())
@@ -93,7 +93,7 @@ def test_a_batch_that_cannot_take_them_is_an_error_and_not_given(shards: str, en
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=4)
 
-    own = sp.SavableLoader(pipeline, seed=3, lanes=2, ids=True)
+    own = sp.SavableLoader(pipeline, seed=3, lanes=2, sample_ids=True)
     before = own.state_dict()
     with pytest.raises(sp.EncodeError, match=r"must give a dict without them, not (list|dict)"):
         next(own)

@@ -151,7 +151,7 @@ def test_its_public_names_are_those_of_the_design(pipeline: Any) -> None:
     iterating, looking = ["epoch", "skip", "close"], ["stats", "trace", "sources"]
     saving = ["state_dict", "load_state_dict", "save_state", "restore_state", "global_state_dict"]
     names = {name for name in [*dir(sp.SavableLoader), *dir(loader(pipeline))] if name[0] != "_"}
-    acknowledging = ["receipts", "done", "dropped", "again", "in_flight", "decide"]
+    acknowledging = ["receipts", "acknowledge", "drop", "requeue", "in_flight", "reconfigure"]
     assert names == {*iterating, *saving, *looking, *acknowledging}
 
 

@@ -230,7 +230,7 @@ def test_what_is_excluded_decided_or_filtered_is_no_fault(
 
     with sp.SavableLoader(pipeline, seed=7, lanes=4) as own:
         if how == "decide":
-            own.decide(exclude=[("web", key) for key in keys])
+            own.reconfigure(exclude=[("web", key) for key in keys])
         batches = [next(own) for _ in range(500)]
     assert all((batch[:, 0] == len("books")).all() for batch in batches)
     assert not said(caplog)

@@ -59,7 +59,7 @@ def blended(folder: str, lane: sp.Lane, *, first: bool) -> custom.Stage:
 
 @pytest.mark.parametrize(("num_workers", "first"), [(0, True), (2, False)])
 def test_each_source_has_its_samples_drawn_and_skipped(make_shards: Any, num_workers: int, first: bool) -> None:
-    with loader(partial(blended, str(make_shards([40])), first=first), num_workers, ids=True) as own:
+    with loader(partial(blended, str(make_shards([40])), first=first), num_workers, sample_ids=True) as own:
         given: Counter[int] = Counter()
         for _, batch in zip(range(24), own, strict=False):
             given.update(batch["sample_ids"][:, 0].tolist())

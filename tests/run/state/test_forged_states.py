@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PIPELINES: dict[str, dict[str, Any]] = {
     "buffer, fan-out and packs": {"store": "tar"},
     "sequential packs of cut items": {"store": "tar", "pack": "sequential", "too_long": "split", "max_images": 3},
-    "held packs": {"store": "tar", "pack": "first_fit_decreasing", "hold": 3},
+    "held packs": {"store": "tar", "pack": "first_fit_decreasing", "candidates": 3},
     "two epochs of nested blends": {"store": "tar", "epochs": 2, "blend": "nested"},
     "blend by tokens": {"store": "tar", "blend": "items", "by": "tokens"},
     "schedule, buckets and groups": {"store": "tar", "blend": "items", "weights": "linear", "pack": "both"},

@@ -78,28 +78,30 @@ def packs_of(
     return sp.OnlinePacker(items, max_length=16, **how)
 
 
-def balanced(shards: str, lane: sp.Lane, hold: int = 8, max_held_bytes: int = 1 << 20, **how: Any) -> sp.Balance:
-    packs = packs_of(shards, lane, max_held_bytes=max_held_bytes, **how)
-    return sp.Balance(packs, hold=hold, cost=SQUARE, max_held_bytes=max_held_bytes)
+def balanced(
+    shards: str, lane: sp.Lane, candidates: int = 8, max_buffer_bytes: int = 1 << 20, **how: Any
+) -> sp.Balance:
+    packs = packs_of(shards, lane, max_buffer_bytes=max_buffer_bytes, **how)
+    return sp.Balance(packs, candidates=candidates, cost=SQUARE, max_buffer_bytes=max_buffer_bytes)
 
 
 def cost_of(pack: list[Any]) -> int:
     return sum(SQUARE(length, 0) for _, length in pack)
 
 
-@pytest.mark.parametrize("hold", [1, 2, 8, 1000])
-def test_every_pack_comes_once(shards: str, hold: int) -> None:
-    expected, found = list(packs_of(shards, sp.Lane())), list(balanced(shards, sp.Lane(), hold))
+@pytest.mark.parametrize("candidates", [1, 2, 8, 1000])
+def test_every_pack_comes_once(shards: str, candidates: int) -> None:
+    expected, found = list(packs_of(shards, sp.Lane())), list(balanced(shards, sp.Lane(), candidates))
     assert sorted(found) == sorted(expected)
-    assert (found == expected) is (hold == 1)
+    assert (found == expected) is (candidates == 1)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_held_bytes", "encoder"), [(None, 0, Texts), (1, 0, TellingTexts), (1, 1 << 20, Texts)]
+    ("epochs", "max_buffer_bytes", "encoder"), [(None, 0, Texts), (1, 0, TellingTexts), (1, 1 << 20, Texts)]
 )
-def test_a_resume_is_exact(shards: str, epochs: int | None, max_held_bytes: int, encoder: Any) -> None:
+def test_a_resume_is_exact(shards: str, epochs: int | None, max_buffer_bytes: int, encoder: Any) -> None:
     def make(lane: sp.Lane) -> custom.Stage:
-        how: Any = {"max_cost": 150, "cost": SQUARE, "epochs": epochs, "max_held_bytes": max_held_bytes}
+        how: Any = {"max_cost": 150, "cost": SQUARE, "epochs": epochs, "max_buffer_bytes": max_buffer_bytes}
         return sp.Batcher(balanced(shards, lane, encoder=encoder((3, 8, 40, 77)), **how), size=2)
 
     assert assert_exact_resume(make, lanes=3, steps=10, world_sizes=(1, 3), chains=1, after=2) > 10
@@ -131,7 +133,7 @@ def test_lanes_give_packs_of_like_cost_at_a_time(shards: str) -> None:
 
 
 def test_a_first_pack_waits_for_four_and_then_two_are_taken_for_each(shards: str) -> None:
-    packs, taken = balanced(shards, sp.Lane(), hold=7), []
+    packs, taken = balanced(shards, sp.Lane(), candidates=7), []
     for _ in range(6):
         next(packs)
         taken.append(packs.source.counts["packs"])
@@ -161,14 +163,14 @@ def test_packs_that_are_all_skipped_are_an_error_not_a_spin(
 
 
 def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
-    held, made_again = balanced(shards, sp.Lane()), balanced(shards, sp.Lane(), max_held_bytes=0)
+    held, made_again = balanced(shards, sp.Lane()), balanced(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(15)] == [next(made_again) for _ in range(15)]
     assert (held.held_items, made_again.held_items) == (7, 0)
 
 
 def test_a_length_that_is_told_spares_encoding_twice(shards: str) -> None:
     for encoder, most in (Texts(), 3), (TellingTexts(), 1):
-        assert len(list(balanced(shards, sp.Lane(), encoder=encoder, max_held_bytes=0))) > 50
+        assert len(list(balanced(shards, sp.Lane(), encoder=encoder, max_buffer_bytes=0))) > 50
         assert max(encoder.encoded.values()) == most
         assert len(encoder.encoded) == 240
 
@@ -200,7 +202,7 @@ def test_a_pack_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> No
             return super().pack(items, rng)
 
     expected, found, errors = list(balanced(shards, sp.Lane())), [], 0
-    packs = balanced(shards, sp.Lane(), encoder=Fails(), max_held_bytes=0)
+    packs = balanced(shards, sp.Lane(), encoder=Fails(), max_buffer_bytes=0)
     while len(found) < len(expected):
         try:
             found.append(next(packs))
@@ -213,7 +215,7 @@ def test_a_blend_of_packs_is_balanced_by_what_is_in_them(shards: str) -> None:
     def make(lane: sp.Lane, by: Any = "samples", encoder: Any = Texts) -> custom.Stage:
         own = encoder()
         branches = {name: packs_of(shards, lane, own, epochs=None) for name in "ab"}
-        return sp.Balance(sp.Blend(branches, weights={"a": 3, "b": 1}, by=by), hold=5, cost=SQUARE)
+        return sp.Balance(sp.Blend(branches, weights={"a": 3, "b": 1}, by=by), candidates=5, cost=SQUARE)
 
     for encoder in (Texts, TellingTexts):
         packs = make(sp.Lane(), encoder=encoder)
@@ -231,7 +233,7 @@ def batches_of(make: Any, lane: sp.Lane) -> custom.Stage:
 def test_items_are_balanced_without_a_packer_too(shards: str) -> None:
     for encoder in (Texts(), TellingTexts()):
         items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1), encoder)
-        found = list(sp.Balance(items, hold=6, cost=SQUARE, max_held_bytes=0))
+        found = list(sp.Balance(items, candidates=6, cost=SQUARE, max_buffer_bytes=0))
         assert sorted(number for number, _ in found) == list(range(240))
 
 
@@ -240,7 +242,7 @@ def test_the_sizes_of_a_pack_pass_a_filter(shards: str) -> None:
         def __next__(self) -> Any:
             return next(pack for pack in self.source if sum(length for _, length in pack) == 16)
 
-    packs = sp.Balance(Full(packs_of(shards, sp.Lane())), hold=6, cost=SQUARE)
+    packs = sp.Balance(Full(packs_of(shards, sp.Lane())), candidates=6, cost=SQUARE)
     next(packs)
     held = [msgspec.msgpack.decode(each)[2] for each in packs.save_state()["held"]]
     assert all(sum(sizes) == 16 and len(sizes) > 2 for sizes in held)
@@ -249,14 +251,14 @@ def test_the_sizes_of_a_pack_pass_a_filter(shards: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"hold": 0}, "hold must be at least 1"),
+        ({"candidates": 0}, "candidates must be at least 1"),
         ({"cost": 2048}, "cost must be a function"),
         ({"encoder": object()}, "takes a TaskEncoder"),
     ],
 )
 def test_wrong_settings_are_refused(shards: str, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sp.Balance(packs_of(shards, sp.Lane()), **{"hold": 8, "cost": SQUARE, **wrong})
+        sp.Balance(packs_of(shards, sp.Lane()), **{"candidates": 8, "cost": SQUARE, **wrong})
 
 
 def test_it_stands_after_a_blend(shards: str) -> None:
@@ -286,7 +288,7 @@ def test_a_state_of_another_stage_or_a_forged_one_is_a_mismatch(shards: str, fie
 
 
 def test_settings_name_hold_and_cost(shards: str) -> None:
-    assert balanced(shards, sp.Lane()).settings() == {"hold": 8, "cost": "attention_cost(hidden=1)"}
+    assert balanced(shards, sp.Lane()).settings() == {"candidates": 8, "cost": "attention_cost(hidden=1)"}
     capped = packs_of(shards, sp.Lane(), max_cost=90, cost=sp.attention_cost(hidden=2))
     assert capped.settings().items() >= {"max_cost": 90, "cost": "attention_cost(hidden=2)"}.items()
     assert "max_cost" not in packs_of(shards, sp.Lane()).settings()
@@ -298,25 +300,25 @@ def test_a_greatest_cost_needs_a_cost_and_room_for_a_token(shards: str, wrong: d
         packs_of(shards, sp.Lane(), **wrong)
 
 
-def plainly(key: int, hold: int, costs: list[int]) -> list[int]:
+def plainly(key: int, candidates: int, costs: list[int]) -> list[int]:
     """The numbers of the packs in the order in which they are given."""
     coming, held, given_costs, order = list(enumerate(costs)), [], [], []  # type: ignore[var-annotated]
     while coming or held:
         n = len(order)
-        while coming and len(held) < min(hold, 4 + n):
+        while coming and len(held) < min(candidates, 4 + n):
             number, cost = coming.pop(0)
             held.append((number, cost, n))
-        block, i = divmod(n, hold)
-        wanted = (int(permutation(derive_key(key, block), hold)[i]) + Fraction(1, 2)) / hold
+        block, i = divmod(n, candidates)
+        wanted = (int(permutation(derive_key(key, block), candidates)[i]) + Fraction(1, 2)) / candidates
         chosen = None
-        if any(n - arrival + place >= 6 * hold for place, (_, _, arrival) in enumerate(held)):
+        if any(n - arrival + place >= 6 * candidates for place, (_, _, arrival) in enumerate(held)):
             chosen = held[0]
         else:
             best = None
             for number, cost, arrival in held:
-                below = 8 * share(cost, [each for _, each, _ in held]) + share(cost, given_costs[-16 * hold :])
-                rank = below / (8 * len(held) + len(given_costs[-16 * hold :]))
-                score = abs(rank - wanted) - Fraction(n - arrival, 50 * hold)
+                below = 8 * share(cost, [each for _, each, _ in held]) + share(cost, given_costs[-16 * candidates :])
+                rank = below / (8 * len(held) + len(given_costs[-16 * candidates :]))
+                score = abs(rank - wanted) - Fraction(n - arrival, 50 * candidates)
                 if best is None or score < best:
                     chosen, best = (number, cost, arrival), score
         assert chosen is not None
@@ -331,14 +333,14 @@ def share(cost: int, others: list[int]) -> Fraction:
     return Fraction(sum(2 * (other < cost) + (other == cost) for other in others), 2)
 
 
-def by_the_rule(key: int, hold: int, costs: list[int], cut: int | None = None) -> tuple[list[int], int]:
+def by_the_rule(key: int, candidates: int, costs: list[int], cut: int | None = None) -> tuple[list[int], int]:
     """The same by `RankRule`, and the longest wait; after `cut` packs a fresh rule goes on from what a state has."""
-    rule, coming, order, longest = RankRule(key=key, hold=hold), list(enumerate(costs)), [], 0
+    rule, coming, order, longest = RankRule(key=key, candidates=candidates), list(enumerate(costs)), [], 0
     held: list[tuple[int, WaitingPack]] = []
     while coming or held:
         if len(order) == cut:
             count, past = rule.count, list(rule.past)
-            rule = RankRule(key=key, hold=hold)
+            rule = RankRule(key=key, candidates=candidates)
             rule.restore(count, past)
         while coming and len(held) < rule.room:
             number, cost = coming.pop(0)
@@ -353,12 +355,12 @@ def by_the_rule(key: int, hold: int, costs: list[int], cut: int | None = None) -
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 12), max_size=120), st.integers(1, 6), st.integers(0, 2**64 - 1), st.integers(0, 120))
 def test_it_chooses_as_the_rule_written_out_and_goes_on_from_any_state(
-    costs: list[int], hold: int, key: int, cut: int
+    costs: list[int], candidates: int, key: int, cut: int
 ) -> None:
-    order, longest = by_the_rule(key, hold, costs, cut)
-    assert order == plainly(key, hold, costs)
+    order, longest = by_the_rule(key, candidates, costs, cut)
+    assert order == plainly(key, candidates, costs)
     assert sorted(order) == list(range(len(costs)))
-    assert longest <= 6 * hold
+    assert longest <= 6 * candidates
 
 
 @pytest.mark.parametrize("cut", [1, 3, 40, 90, 110])
@@ -373,7 +375,7 @@ def test_costs_of_any_size_keep_their_order() -> None:
 
 
 def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
-    rule = RankRule(key=next(key for key in range(99) if SharedRanks(key=key, steps=8).step(100) == 0), hold=8)
+    rule = RankRule(key=next(key for key in range(99) if SharedRanks(key=key, steps=8).step(100) == 0), candidates=8)
     rule.restore(100, [])  # the cheapest is wanted
     young = [WaitingPack(cost, 99) for cost in range(5)]
     assert [rule.choose([WaitingPack(10**6, arrival), *young]) for arrival in (99, 80, 53)] == [1, 1, 1]
@@ -384,16 +386,16 @@ def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
 
 
 def test_a_few_packs_are_held_at_first_then_one_more_each_slot() -> None:
-    rule, rooms = RankRule(key=1, hold=8), []
+    rule, rooms = RankRule(key=1, candidates=8), []
     for _ in range(7):
         rooms.append(rule.room)
         rule.gave(1)
     assert rooms == [4, 5, 6, 7, 8, 8, 8]
-    assert RankRule(key=1, hold=2).room == 2
+    assert RankRule(key=1, candidates=2).room == 2
 
 
-@pytest.mark.parametrize(("hold", "digest"), [(4, "30263d4188f646ca"), (32, "973d94bcd90bdfe3")])
-def test_the_order_of_the_rule_is_what_it_was(hold: int, digest: str) -> None:
+@pytest.mark.parametrize(("candidates", "digest"), [(4, "30263d4188f646ca"), (32, "973d94bcd90bdfe3")])
+def test_the_order_of_the_rule_is_what_it_was(candidates: int, digest: str) -> None:
     costs = [(i * i * 7919) % 1009 for i in range(700)]
-    order, _ = by_the_rule(derive_key(7, "balance", 0), hold, costs)
+    order, _ = by_the_rule(derive_key(7, "balance", 0), candidates, costs)
     assert xxh3_64_hexdigest(np.array(order, "<u8").tobytes()) == digest

@@ -229,7 +229,7 @@ def test_after_an_error_the_function_is_shown_new_objects() -> None:
 def test_items_beyond_the_memory_budget_are_made_again_and_the_packs_are_the_same() -> None:
     lengths = [1 + number % 9 for number in range(40)]
     expected = list(packer(lengths, drawn, encoder=Drawing(), size=20))
-    stage = packer(lengths, drawn, encoder=Drawing(), size=20, max_held_bytes=200)
+    stage = packer(lengths, drawn, encoder=Drawing(), size=20, max_buffer_bytes=200)
     packs, held = [], []
     for pack in stage:
         packs.append(pack)
@@ -323,14 +323,14 @@ class SkippingPacks(ToyEncoder):
         return sp.Skip("now and then") if rng.integers(6) == 0 else super().pack(items, rng)
 
 
-def of_toys(shards: str, lane: sp.Lane, *, then: str, max_held_bytes: int) -> custom.Stage:
+def of_toys(shards: str, lane: sp.Lane, *, then: str, max_buffer_bytes: int) -> custom.Stage:
     """A Blend upstream, an encoder that fans out and skips, and every kind of stage downstream that holds packs."""
     encoder = SkippingPacks()
     sources = {name: sp.TarShardReader(shards, lane) for name in "ab"}
     items = sp.Encode(sp.ShuffleBuffer(sp.Blend(sources, weights={"a": 2, "b": 1}), size=6), encoder)
-    packs: custom.ItemStage = custom.ItemPacker(items, size=9, select=by_drawing, max_held_bytes=max_held_bytes)
+    packs: custom.ItemStage = custom.ItemPacker(items, size=9, select=by_drawing, max_buffer_bytes=max_buffer_bytes)
     if then == "balanced":
-        packs = sp.Balance(packs, hold=3, cost=sp.attention_cost(hidden=1))
+        packs = sp.Balance(packs, candidates=3, cost=sp.attention_cost(hidden=1))
     elif then == "shuffled":
         packs = sp.ShuffleBuffer(packs, size=4)
     elif then == "blended":
@@ -338,9 +338,9 @@ def of_toys(shards: str, lane: sp.Lane, *, then: str, max_held_bytes: int) -> cu
     return sp.Batcher(packs, size=2)
 
 
-@pytest.mark.parametrize(("then", "max_held_bytes"), [("balanced", 1 << 30), ("shuffled", 2000), ("blended", 0)])
-def test_packs_of_items_resume_exactly_at_every_cut(make_shards: Any, then: str, max_held_bytes: int) -> None:
-    pipeline = partial(of_toys, str(make_shards([40, 40])), then=then, max_held_bytes=max_held_bytes)
+@pytest.mark.parametrize(("then", "max_buffer_bytes"), [("balanced", 1 << 30), ("shuffled", 2000), ("blended", 0)])
+def test_packs_of_items_resume_exactly_at_every_cut(make_shards: Any, then: str, max_buffer_bytes: int) -> None:
+    pipeline = partial(of_toys, str(make_shards([40, 40])), then=then, max_buffer_bytes=max_buffer_bytes)
     assert_exact_resume(pipeline, lanes=2, steps=8, world_sizes=(1, 2), chains=1, after=2)
 
 

@@ -337,7 +337,7 @@ HOW = st.fixed_dictionaries(
         "max_images": st.sampled_from([None, 4, 6]),
         "too_long": st.sampled_from([None, "skip", "truncate", "split"]),
         "open_packs": st.integers(1, 4),
-        "max_held_bytes": st.sampled_from([0, 700, 1 << 30]),
+        "max_buffer_bytes": st.sampled_from([0, 700, 1 << 30]),
     }
 )
 
@@ -442,7 +442,7 @@ def test_a_cut_of_another_length_than_asked_for_is_an_error() -> None:
 
 def test_items_beyond_the_budget_of_the_process_are_made_again() -> None:
     lengths = [6, 7, 8, 3, 2, 10, 1]
-    stage, poor = packer(lengths), packer(lengths, max_held_bytes=0)
+    stage, poor = packer(lengths), packer(lengths, max_buffer_bytes=0)
     first = next(stage)
     assert next(poor) == first
     ahead = len(stage._pieces.ahead)  # taken at once, at most 16, and in no pack yet: beside the limit
@@ -459,7 +459,7 @@ def test_lanes_of_a_process_share_the_budget() -> None:
     for _ in range(2):
         items = Items([4, 4, 4])
         items.source._lane.worker = WorkerContext(shared=shared)  # type: ignore[attr-defined]
-        stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_held_bytes=300))
+        stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_buffer_bytes=300))
     for stage in stages:
         assert stage._pieces.add_next() and stage._pieces.add_next()
     assert [stage.held_items - len(stage._pieces.ahead) for stage in stages] == [2, 0]

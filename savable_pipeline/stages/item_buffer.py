@@ -1,4 +1,4 @@
-"""`HeldItems`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
+"""`ItemBuffer`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
 
 refs     r3  r7  r8  r9     in a state
 sizes    s3  s7  ·   ·      in a state too, where they are known: later stages may decide by them
@@ -42,7 +42,7 @@ _LEAVES = {int, float, str, bytes, bool, type(None)}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
 
 
-class HeldItems:
+class ItemBuffer:
     """A list of elements of `stage.source`: items, packs or samples, whose refs `stage` saves.
 
     Args:
@@ -55,7 +55,7 @@ class HeldItems:
         ...     ref = ()
         ...     def __init__(self, source):
         ...         super().__init__(source)
-        ...         self.held = custom.HeldItems(self)
+        ...         self.held = custom.ItemBuffer(self)
         ...     def __next__(self):
         ...         while self.held or self.held.fill(2):
         ...             item, self.ref = self.held.take(-1)
@@ -298,7 +298,7 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
     except msgspec.ValidationError as error:
         raise CheckpointMismatchError(
             f"{type(stage).__name__}: the state has elements that cannot be read ({error}). Use another copy of the "
-            "checkpoint, or save them with `HeldItems.save()`"
+            "checkpoint, or save them with `ItemBuffer.save()`"
         ) from error
     elements = [(as_ref(ref), sizes) for ref, sizes in pairs]
     return [

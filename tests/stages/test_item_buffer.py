@@ -16,7 +16,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.held_items import BudgetShare, size_of
+from savable_pipeline.stages.item_buffer import BudgetShare, size_of
 from savable_pipeline.stages.item_ref import Element
 
 
@@ -42,7 +42,7 @@ class Holder(custom.PassThrough, custom.ItemStage):
 
     def __init__(self, source: custom.ItemStage, max_bytes: int | None = None) -> None:
         super().__init__(source)
-        self.held = custom.HeldItems(self, max_bytes=max_bytes)
+        self.held = custom.ItemBuffer(self, max_bytes=max_bytes)
 
 
 @pytest.fixture
