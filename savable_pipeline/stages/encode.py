@@ -6,6 +6,7 @@ encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import index
@@ -327,6 +328,24 @@ class EncoderError(Exception):
         self.error = error
 
 
+_WARNED: set[type] = set()
+
+
+def _warn_of_own_draws(encoder: TaskEncoder) -> None:
+    """Warn, once for each class, of Albumentations: its pipelines draw from generators that nothing else seeds."""
+    kind = type(encoder)
+    held = [value for own in (*kind.__mro__, encoder) for value in getattr(own, "__dict__", {}).values()]
+    draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in held)
+    names = {name for value in held for name in getattr(getattr(value, "__code__", None), "co_names", ())}
+    if draws and "set_random_seed" not in names and kind not in _WARNED:
+        _WARNED.add(kind)
+        logging.getLogger(__name__).warning(
+            "%s has a pipeline of Albumentations, which draws random numbers of its own: a resumed run would crop and "
+            "flip otherwise. Call transform.set_random_seed(rng.integers(2**32)) in encode, before each use",
+            kind.__name__,
+        )
+
+
 class KeyedEncoder:
     """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref.
 
@@ -338,6 +357,7 @@ class KeyedEncoder:
         self._plain: EncodeCall = encoder.encode
         self.encode: EncodeCall = self._check or self._plain
         self.seed_globals = seeder(encoder.global_rng)
+        _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
         self.encoder = encoder
         self._name = type(encoder).__name__

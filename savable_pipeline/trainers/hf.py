@@ -370,7 +370,12 @@ def _warn_of_unused(args: Any, dataset: Any) -> None:
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
-    """Warn of callbacks whose counts a checkpoint holds, but the trainer restores only on request."""
+    """Warn of what a checkpoint lacks, or the trainer restores only on request."""
+    if args.save_only_model:
+        log.warning(
+            "save_only_model=True: the checkpoint has no optimizer, scheduler or random numbers, so that the resumed "
+            "run has the same batches, but other losses. Leave it out to resume exactly"
+        )
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if names and not args.restore_callback_states_from_checkpoint:
         log.warning(

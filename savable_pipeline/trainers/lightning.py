@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from types import FrameType
@@ -139,7 +139,8 @@ class _Batches(TrainerLoader):
         ahead = _most_ahead(trainer, loader)
         super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
         self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
-        self._whole_epochs = trainer.limit_train_batches == 1.0
+        limit = trainer.limit_train_batches
+        self._whole_epochs = isinstance(limit, float) and limit == 1  # the int is one batch
         self._start = Position.start(0, self._run.ranks, self._run.settings.lanes, pad=self._run.settings.pad)
         self._taking = False
         self.put_off = PutOff(lambda: self._taking or step.in_training)
@@ -155,11 +156,21 @@ class _Batches(TrainerLoader):
         self.step.look()
         self._taking = True
         try:
+            try:
+                return super()._next()
+            except StopIteration:
+                if self._whole_epochs:
+                    raise
+            iter(self._loader)  # an epoch of `limit_train_batches` has as many in the next pass of the loader too
+            self._leave()
             return super()._next()
         finally:
             self._taking = False
             if not self.step.in_training:
                 self.put_off.run()
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()  # as `state_dict`
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict()  # for Lightning, which gets none from another `TrainerLoader`

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
+from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
 
 
@@ -170,6 +170,7 @@ class TrainerLoader:
     # Iterating.
 
     def __iter__(self) -> Iterator[Any]:
+        refuse_fit(caller())
         return _Pass(partial(self._begin, self._now_begun), self._next)
 
     def _begin(self, begun: int) -> None:

@@ -158,7 +158,7 @@ def toy_pipeline(
     skip: int = 7,
     fan_out: int = 5,
     max_cost: int | None = None,
-    hold: int | None = None,
+    candidates: int | None = None,
     tells: bool = False,
     exclude: str | None = None,
     own: Collection[str] = (),
@@ -168,7 +168,7 @@ def toy_pipeline(
     `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
     "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
     twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
-    `hold` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names the
+    `candidates` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names the
     kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
     Nothing is encoded twice: ranks of some tests are threads, which share the global generators.
     """
@@ -211,7 +211,7 @@ def toy_pipeline(
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        same: Any = {} if hold is None else {"same_bucket": True, "candidates": hold}
+        same: Any = {} if candidates is None else {"same_bucket": True, "candidates": candidates}
         return batched(custom.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
         select = AtRandom(drops=skip > 0)
@@ -228,8 +228,8 @@ def toy_pipeline(
             too_long=too_long,  # type: ignore[arg-type]
             max_buffer_bytes=max_buffer_bytes,
         )
-    if hold is not None:
-        stage = sp.Balance(stage, candidates=hold, cost=cost, max_buffer_bytes=max_buffer_bytes)
+    if candidates is not None:
+        stage = sp.Balance(stage, candidates=candidates, cost=cost, max_buffer_bytes=max_buffer_bytes)
     return batched(sp.Batcher(stage, size=size, drop_last=drop_last))
 
 

@@ -14,14 +14,17 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from transformers import TrainingArguments
 
 import savable_pipeline as sp
 from savable_pipeline.errors import StateError
+from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import fabric as with_fabric
 from savable_pipeline.trainers import hf, lightning
 from savable_pipeline.trainers.device import OnDevice
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.project.test_docstrings import examples, run_example
 from tests.support.example_shards import write_example_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
@@ -235,8 +238,12 @@ class Module(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
         self.validated: list[float] = []
+        self.epochs: list[int] = []  # of each batch trained on
+        self.trained: list[str] = []
 
     def training_step(self, batch: Any, index: int) -> Any:
+        self.epochs.append(self.current_epoch)
+        self.trained.append(digest(batch))
         return self.layer(batch["x"]).square().mean()
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -246,14 +253,70 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def batches_of(loader: sp.SavableLoader, count: int) -> list[str]:
+    """Its first batches, through the ends of epochs."""
+    found: list[str] = []
+    while len(found) < count:
+        found += [digest(batch) for batch, _ in zip(loader, range(count - len(found)), strict=False)]
+    return found
+
+
 def lightning_trainer(folder: Path, **settings: Any) -> LightningTrainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return LightningTrainer(accelerator="cpu", default_root_dir=folder, **quiet, **settings)
 
 
-def test_lightning_saves_no_bare_loader(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda loader: loader,
+        lambda loader: {"one": loader},
+        lambda loader: CombinedLoader([loader], "sequential"),
+        lambda loader: TrainerLoader(loader),
+        lambda loader: OnDevice(loader, "cpu"),
+    ],
+    ids=["bare", "dict", "CombinedLoader", "TrainerLoader", "OnDevice"],
+)
+def test_lightning_fits_on_no_bare_loader(make: Any, tmp_path: Path, given: Any) -> None:
+    module = Module()
     with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
-        lightning_trainer(tmp_path, max_steps=2).fit(Module(), make("endless"))
+        lightning_trainer(tmp_path, max_steps=2, enable_checkpointing=False).fit(module, given(make("endless")))
+    assert not module.epochs
+
+
+def test_lightning_evaluates_on_a_bare_loader(make: Any, tmp_path: Path) -> None:
+    module = Module()
+    lightning_trainer(tmp_path).validate(module, make(), verbose=False)
+    assert len(module.validated) == 18
+
+
+@pytest.mark.parametrize("kind", ["counted", "packed"])
+@pytest.mark.parametrize(("limit", "accumulate"), [(7, 1), (7, 3), (1, 1), (0.4, 1)])
+def test_lightning_has_epochs_of_the_limit_on_batches_and_leaves_none_out(
+    make: Any, tmp_path: Path, kind: str, limit: float, accumulate: int
+) -> None:
+    if kind == "packed" and limit == 0.4:
+        return  # a part of an unknown number: Lightning refuses it
+    each = 7 if limit == 0.4 else int(limit)
+    expected = batches_of(make(kind), 6 * each)
+    settings = {"limit_train_batches": limit, "accumulate_grad_batches": accumulate}
+
+    def run(epochs: int, resume: Path | None = None, **more: Any) -> Module:
+        module = Module()
+        trainer = lightning_trainer(tmp_path, max_epochs=epochs, **settings, **more)
+        trainer.fit(module, datamodule=lightning.SavableDataModule(lambda: make(kind)), ckpt_path=resume)
+        return module
+
+    whole = run(6)
+    assert [whole.epochs.count(epoch) for epoch in range(6)] == [each] * 6
+    assert whole.trained == expected
+    saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run(3, callbacks=[saver])
+    steps_of_epoch = -(-each // accumulate)
+    for step in (2, 3 * steps_of_epoch - 1, 3 * steps_of_epoch):
+        resumed = run(6, tmp_path / f"saved/step={step}.ckpt")
+        epochs, in_epoch = divmod(step, steps_of_epoch)
+        assert resumed.trained == expected[epochs * each + in_epoch * accumulate :]
 
 
 def test_lightning_validates_on_the_same_batches_whatever_the_sanity_check_took(make: Any, tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def refuse_fetching_ahead(caller: str) -> None:
         raise _refusal(why, cure)
 
 
+def refuse_fit(caller: str) -> None:
+    """Raise `SavableError` if the module `caller` is Lightning's, and iterates for `fit`: its first save would fail."""
+    frame = inspect.currentframe() if _known(caller).startswith(_LIGHTNING) else None
+    while frame is not None:
+        module = _known(frame.f_globals.get("__name__", ""))
+        if module.startswith(f"{_LIGHTNING}.loops.") and module.endswith("_loop"):  # else one for evaluation
+            return refuse_fetching_ahead(caller) if module.endswith((".fit_loop", ".training_epoch_loop")) else None
+        frame = frame.f_back
+    return None
+
+
 def _known(module: str) -> str:
     """The name in the package `lightning` of a module of one of the older packages."""
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
@@ -67,8 +78,10 @@ def _refusal(why: str, cure: str) -> SavableError:
 def warn_unsaved(caller: str, run: Run) -> None:
     """Warn if the module `caller`, which begins to iterate over a fresh loader, is of a trainer that saves none.
 
-    A loader for evaluation needs no state, and one that has been loaded is saved by somebody.
+    Raise `SavableError` if it is Lightning's `fit`. A loader for evaluation needs no state, and one that has been
+    loaded is saved by somebody.
     """
+    refuse_fit(caller)
     at = run.position
     if at.loaded or at.epoch or at.slot or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
         return
