@@ -21,7 +21,7 @@ class ChatTemplate(Protocol):
         ```python
         from task_encoders import ChatEncoder
         class Plain:
-            def render(self, messages, image, *, answering, arguments):
+            def render(self, messages, image, *, answering, more):
                 said = "".join(f"{message.role}: {message.parts[0]}\n" for message in messages)
                 return said + "assistant:" * answering
             def settings(self):
@@ -30,14 +30,14 @@ class ChatTemplate(Protocol):
         ```
     """
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, more: Mapping[str, Any]) -> str:
         """Render messages as text.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
-            arguments: What else the sample has for the template: {"tools": […]}.
+            more: What else the sample has for the template: {"tools": […]}.
         """
 
     def settings(self) -> str:
@@ -56,28 +56,28 @@ class ChatML:
         ```python
         from task_encoders import ChatML, Message
         messages = [Message("user", ["Hello"]), Message("assistant", ["Hi."])]
-        ChatML().render(messages[:1], "<image>", answering=True, arguments={})   # '<|im_start|>user\nHello<|im_...'
-        ChatML("[", "]").render(messages, "", answering=False, arguments={})     # '[user\nHello]\n[assistant\n...'
+        ChatML().render(messages[:1], "<image>", answering=True, more={})   # '<|im_start|>user\nHello<|im_...'
+        ChatML("[", "]").render(messages, "", answering=False, more={})     # '[user\nHello]\n[assistant\n...'
         ```
     """
 
     start: str = "<|im_start|>"
     end: str = "<|im_end|>"
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, more: Mapping[str, Any]) -> str:
         """Render messages as text, as `ChatTemplate`.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
-            arguments: What else the sample has for the template: {"tools": […]}.
+            more: What else the sample has for the template: {"tools": […]}.
 
         Raises:
             ValueError: A message has fields besides its role and content, or the sample has tools.
         """
-        if arguments:
-            raise ValueError(f"ChatML has no place for {', '.join(arguments)}. Pass template=OwnTemplate(tokenizer)")
+        if more:
+            raise ValueError(f"ChatML has no place for {', '.join(more)}. Pass template=OwnTemplate(tokenizer)")
         for number, message in enumerate(messages):
             if message.more:
                 raise ValueError(f"messages[{number}]: ChatML has no place for {', '.join(message.more)}")
@@ -134,14 +134,14 @@ class OwnTemplate:
         if self.content not in ("text", "parts"):
             raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, more: Mapping[str, Any]) -> str:
         """Render messages as text, as `ChatTemplate`.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
-            arguments: What else the sample has for the template: {"tools": […]}.
+            more: What else the sample has for the template: {"tools": […]}.
 
         Raises:
             TemplateError: The template raises it (jinja2's), or asks for the date.
@@ -151,33 +151,30 @@ class OwnTemplate:
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             tokenize=False,
             add_generation_prompt=answering,
-            **{**self.arguments, **arguments},
+            **{**self.arguments, **more},
         )
         return text
 
     def marked(
-        self, messages: Sequence[Message], image: str, arguments: Mapping[str, Any]
+        self, messages: Sequence[Message], image: str, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """Render messages, with where each `{% generation %}` of the template begins and ends; None without such.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image.
-            arguments: As of `render`.
+            more: As of `render`.
         """
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.chat_template):
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        special = getattr(self.tokenizer, "tokenizer", self.tokenizer).special_tokens_map
         texts, places = render_jinja_template(
             conversations=[self._listed(messages, image)],
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            **{
-                **getattr(self.tokenizer, "tokenizer", self.tokenizer).special_tokens_map,
-                **self.arguments,
-                **arguments,
-            },
+            **{**special, **self.arguments, **more},
         )
         return texts[0], places[0]
 
@@ -200,38 +197,33 @@ class OwnTemplate:
 
 
 def answers_in(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    learned: Sequence[int],
-    image: str,
-    arguments: Mapping[str, Any],
+    template: ChatTemplate, messages: Sequence[Message], learned: Sequence[int], image: str, more: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of messages, and where in it the learned ones begin and end, by their numbers.
 
     Where the template marks answers by `{% generation %}`, these marks say it; else an answer begins where what asks
     for it ends. Raises ValueError where neither says it.
     """
-    if (
-        marked := template.marked(messages, image, arguments) if isinstance(template, OwnTemplate) else None
-    ) is not None:
+    marked = template.marked(messages, image, more) if isinstance(template, OwnTemplate) else None
+    if marked is not None:
         text, places = marked
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
         if len(places) == len(answers):
-            return text, [place for number, place in zip(answers, places, strict=True) if number in learned]
-        if [*learned] == answers:
-            return text, places
-        raise ValueError(
-            f"the chat template marks {len(places)} generations in {len(answers)} answers, of which some are not "
-            "learned. Have it mark each answer once by {% generation %}"
-        )
-    whole, places = template.render(messages, image, answering=False, arguments=arguments), []
+            places = [place for number, place in zip(answers, places, strict=True) if number in learned]
+        elif [*learned] != answers:
+            raise ValueError(
+                f"the chat template marks {len(places)} generations in {len(answers)} answers, of which some are not "
+                "learned. Have it mark each answer once by {% generation %}"
+            )
+        return text, places
+    whole, places = template.render(messages, image, answering=False, more=more), []
     for number in learned:
         if number == 0:
             raise ValueError("messages[0]: an answer to nothing; a conversation begins with a question")
-        asked = template.render(messages[:number], image, answering=True, arguments=arguments)
-        answered = template.render(messages[: number + 1], image, answering=False, arguments=arguments)
+        asked = template.render(messages[:number], image, answering=True, more=more)
+        answered = template.render(messages[: number + 1], image, answering=False, more=more)
         done = places[-1][1] if places else 0
-        if not (whole.startswith(answered) and answered.startswith(asked) and len(asked) >= done):
+        if not whole.startswith(answered) or not answered.startswith(asked) or len(asked) < done:
             raise ValueError(
                 f"messages[{number}]: the chat template writes it otherwise when more follows, or not after what "
                 "it asks with (some drop the reasoning of earlier answers): split the conversation so that each "

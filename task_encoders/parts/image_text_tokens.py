@@ -15,7 +15,6 @@ features of videos and of sounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -51,8 +50,7 @@ class MixedTokens:
         tokenizer: The tokenizer of all texts.
         media: Those whose fields an item has.
         rope: Gives each token its `mrope_ids`; None: there are none.
-        is_document: The sequence gets what the tokenizer adds around a text, `bos` and `eos`. Of tiktoken, special
-            tokens in it are text.
+        is_document: The sequence gets what the tokenizer adds around a text, `bos` and `eos`.
     """
 
     def __init__(
@@ -62,8 +60,9 @@ class MixedTokens:
         self._media = media
         self._rope = rope
         self._is_document = is_document
-        self._texts: list[tuple[str, bool]] = []  # of one tokenization, with whether they are targets
-        self._due: list[Seen] = []  # whose places are in these texts
+        self._text = ""  # of one tokenization
+        self._ranges: list[tuple[int, int]] = []  # of its characters that are targets
+        self._due: list[Seen] = []  # whose places are in this text
         self._pieces: list[Ids] = []
         self._targets: list[NDArray[np.bool_]] = []  # of each piece
         self._runs: list[int | Grid] = []  # the numbers of tokens that follow each other, and the grids of others
@@ -73,7 +72,11 @@ class MixedTokens:
 
     def add_text(self, text: str, *, target: bool) -> None:
         """Append a text, whose tokens contribute to the loss if `target`."""
-        self._texts.append((text, target))
+        begin, end = len(self._text), len(self._text) + len(text)
+        self._text += text
+        if target and text:
+            is_continued = bool(self._ranges) and self._ranges[-1][1] == begin
+            self._ranges.append((self._ranges.pop()[0] if is_continued else begin, end))
 
     def add(self, pieces: Iterable[str | Seen]) -> None:
         """Append texts and what a medium made, none of it learned: `medium.pieces(thing)`."""
@@ -117,17 +120,8 @@ class MixedTokens:
 
     def _tokenize(self) -> None:
         """Append the tokens of the texts. Raises ValueError if one of them stands for an image, video or sound."""
-        text, due = "".join(text for text, _ in self._texts), self._due
-        ends = list(accumulate(len(text) for text, _ in self._texts))
-        ranges: list[tuple[int, int]] = []
-        for (piece, target), end in zip(self._texts, ends, strict=True):
-            if target and piece:
-                begin = end - len(piece)
-                ranges.append((ranges.pop()[0], end) if ranges and ranges[-1][1] == begin else (begin, end))
-        self._texts, self._due = [], []
-        standing = {seen.medium.token: self._tokenizer.text_of(seen.medium.token) or "" for seen in due}
-        special = tuple(standing.values()) if self._is_document else None
-        ids, mask = self._tokenizer.marked(text, ranges, special=special)
+        ids, mask = self._tokenizer.marked(self._text, self._ranges)
+        due, self._text, self._ranges, self._due = self._due, "", [], []
         kinds = {medium.token: medium.kind for medium in self._media}
         places = [place for place, token in enumerate(ids) if token in kinds]
         wanted = [seen.medium.token for seen in due]

@@ -87,52 +87,47 @@ class Tokenizer:
 
         tiktoken reads special tokens in it as text: a document may contain `<|endoftext|>`.
         """
-        ids = self.piece(text, special=())
+        ids: Ids = getattr(self.tokenize, "encode_ordinary", self.piece)(text)
         if len(ids) == 0:
             return torch.empty(0, dtype=torch.int64)
         return joined([self.before, ids, self.after(ids)])
 
-    def piece(self, text: str, *, special: Sequence[str] | None = None) -> Ids:
+    def piece(self, text: str) -> Ids:
         """Return the ids of a text, with nothing added.
 
         Args:
             text: The text; special tokens written in it are recognized.
-            special: Of tiktoken, those that are recognized; None: all.
         """
         if not text:
             return ()
         encode: Any = getattr(self.tokenize, "encode", self.tokenize)
         if hasattr(self.tokenize, "encode_ordinary"):  # tiktoken
-            allowed = "all" if special is None else set(special)
-            return _ids(encode(text, allowed_special=allowed, disallowed_special=()))
+            return _ids(encode(text, allowed_special="all"))
         if hasattr(self.tokenize, "get_vocab"):  # Hugging Face
             return _ids(encode(text, add_special_tokens=False))
         return _ids(encode(text))
 
-    def marked(
-        self, text: str, ranges: Sequence[tuple[int, int]], *, special: Sequence[str] | None = None
-    ) -> tuple[Ids, NDArray[np.bool_]]:
+    def marked(self, text: str, ranges: Sequence[tuple[int, int]]) -> tuple[Ids, NDArray[np.bool_]]:
         """Return the ids of a text, with nothing added, and which of them have a character of some ranges.
 
         Args:
             text: The text.
             ranges: Where the ranges begin and end, in characters.
-            special: As of `piece`.
 
         Raises:
             ValueError: The tokenizer does not say which characters a token has, and reads the text in front of a
                 border otherwise than in the whole.
         """
         if not text or not ranges:
-            ids = self.piece(text, special=special)
+            ids = self.piece(text)
             return ids, np.zeros(len(ids), np.bool_)
-        ids, spans = self._spans(text, special)
+        ids, spans = self._spans(text)
         mask = np.zeros(len(ids), np.bool_)
         for begin, end in ranges:
             if spans is not None:
                 mask |= (spans[:, 0] < end) & (spans[:, 1] > begin)
             else:
-                mask[slice(*(self._tokens_before(text, border, ids, special) for border in (begin, end)))] = True
+                mask[slice(*(self._tokens_before(text, border, ids) for border in (begin, end)))] = True
         return ids, mask
 
     def text_of(self, token: int) -> str | None:
@@ -239,7 +234,7 @@ class Tokenizer:
         elif isinstance(eos, str):
             ids = list(self.piece(eos))
             token = ids[0] if len(ids) == 1 else None
-        if token is None:
+        if token is None or token < 0:
             raise ValueError(f"{type(tokenize).__name__} has no token for eos={eos!r}. Pass one by its text or its id")
         return replace(self, eos=token)
 
@@ -259,7 +254,7 @@ class Tokenizer:
                 return whole[:first], whole[first + len(plain) :]
         raise ValueError(f"{type(encode).__name__} adds tokens not around a text, but within. Pass a function for it")
 
-    def _spans(self, text: str, special: Sequence[str] | None) -> tuple[Ids, NDArray[np.int64] | None]:
+    def _spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:
         """The ids of a text, and the characters of each, int64 (n, 2); None where the tokenizer does not say them."""
         tokenize: Any = self.tokenize
         if getattr(tokenize, "is_fast", False):  # transformers
@@ -268,7 +263,7 @@ class Tokenizer:
         if hasattr(tokenize, "to_str"):  # tokenizers
             encoding = tokenize.encode(text, add_special_tokens=False)
             return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        ids = self.piece(text, special=special)
+        ids = self.piece(text)
         if tokenize is utf8:
             sizes = np.ones(len(ids), np.int64)
         elif hasattr(tokenize, "decode_tokens_bytes"):  # tiktoken
@@ -279,11 +274,11 @@ class Tokenizer:
         letters, ends = np.repeat(np.arange(len(text)), widths), np.cumsum(sizes)
         return ids, np.stack([letters[ends - sizes], letters[ends - 1] + 1], 1)
 
-    def _tokens_before(self, text: str, border: int, ids: Ids, special: Sequence[str] | None) -> int:
+    def _tokens_before(self, text: str, border: int, ids: Ids) -> int:
         """How many tokens are in front of a border, of a tokenizer that does not say where its tokens are."""
         if border == len(text):
             return len(ids)
-        front = self.piece(text[:border], special=special)
+        front = self.piece(text[:border])
         if list(ids[: len(front)]) != list(front):
             name = getattr(self.tokenize, "__name__", type(self.tokenize).__name__)
             raise ValueError(

@@ -20,6 +20,7 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.chat import ChatEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import OwnTemplate
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.token_packing import IGNORED
@@ -361,3 +362,15 @@ def test_a_document_gets_the_tokenizers_own_frame_and_its_end_once() -> None:
         made = Tokenizer(own).ending(True)(text)
         assert made.tolist() == [*ids, own.eos_token_id]
     assert Tokenizer(own, bos=own.bos_token_id).ending(False)("A cat.").tolist() == own.encode("A cat.")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_the_length_by_headers_is_that_of_the_tokens(family: str) -> None:
+    own = with_template(family, unmarked(TEMPLATES["vicuna"][1]).replace("bos_token", "(bos_token or '')"))
+    vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 16), own.convert_tokens_to_ids("<image>"))
+    encoder = ChatEncoder(own, vision=vision, audio=AudioTokens(own.convert_tokens_to_ids("<IMG_CONTEXT>")))
+    turns = roles([("user", "<image> and <image>?"), ("assistant", "Two.")])
+    given = sample({"json": turns, "0.png": png(PHOTO), "1.png": png(PHOTO[:28])})
+    made = item(encoder, given)
+    assert encoder.length_of(given) == len(made["tokens"]) == encoder.length(made)
+    assert made["tile_counts"].tolist() == [1, 1]

@@ -255,6 +255,7 @@ def test_a_tokenizer_that_adds_no_end_of_documents_needs_one_or_a_no() -> None:
         ended(eos="no such")
     with pytest.raises(ValueError, match=r"two ends: eos=True, and 3 of the Tokenizer"):
         LanguageModelingEncoder(Tokenizer(own, eos=3), eos=True)
+    assert [LanguageModelingEncoder(own, eos=each).settings()["eos"] for each in (False, end)] == [None, end]
     assert LanguageModelingEncoder(words).tokenizer.eos is None  # a function has no special tokens
 
 
