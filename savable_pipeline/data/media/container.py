@@ -477,9 +477,7 @@ class MediaStream:
                 f"{self.name}: its {self.kind} has no times, as raw {self.codec} has none. Put it into a container: "
                 "ffmpeg -i FILE -c copy FILE.mkv"
             )
-        rate = getattr(
-            self._stream, "average_rate", None
-        )  # of video, where the last packet does not say how long it lasts
+        rate = getattr(self._stream, "average_rate", None)  # of video, whose last packet may have no length
         return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
 
 
