@@ -85,7 +85,7 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
             try:
                 return make(path)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 faults.append(f"{path}: {error.strerror}")
                 log.warning("%s: %s; the index cannot be written there", path, error.strerror)
