@@ -12,7 +12,7 @@ from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
-from savable_pipeline.data.stores.source import RangeColumns
+from savable_pipeline.data.stores.source import Classes, RangeColumns
 from savable_pipeline.stages.blending.blend import Blend, By, Until
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.pipeline_value import (
@@ -52,7 +52,7 @@ def read(
     dtype: str | None = None,
     validate_hash: str | None = None,
     key_end: Literal["first", "last"] | None = None,
-    classes: bool = False,
+    classes: Classes = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     per_sample: Sequence[Any] = (),
@@ -86,7 +86,8 @@ def read(
         dtype: Type of the tokens in flat files, such as "uint16".
         validate_hash: MDS: the algorithm of the hashes in index.json that shards must have, such as "sha1".
         key_end: A folder of files: the dot of a name that ends the key; see `custom.FolderReader`.
-        classes: A folder of files: whether a sample's deepest folder is its part `cls`, as a number.
+        classes: A folder of files: whether a sample's top folder is its part `cls`, as a number; or the names that
+            are numbered, as a list, a file, or the folder of the training split.
         file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
         files_from: The folder of these files. None: that of the table.
         per_sample: A webdataset pipeline: your own stages that handle one sample at a time.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNNAMED = derive_key("source", "")
+MISSING_FILE = "missing file"  # the reason of the error for a row that names a file which is not there
 _LOOKED_AT = 1000  # samples, to tell the sizes of parts
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
@@ -168,17 +169,27 @@ class Dataset:
         """The names that `dataset.yaml` gives to parts. Raises `ShardError` if the file is wrong."""
         return {} if self.root is None else read_field_map(self.root)
 
-    def part_sizes(self, *, in_rows: bool = False) -> tuple[dict[str, Rows], int]:
+    def part_sizes(
+        self, *, in_rows: bool = False, unread: list[ShardError] | None = None
+    ) -> tuple[dict[str, Rows], int]:
         """The sizes in bytes of parts, by extension, and the number of samples that have them: all, or some 1,000.
 
-        Some, spread evenly, where the store would have to read them all; `in_rows`, in any case. Raises `ShardError`.
+        Some, spread evenly, where the store would have to read them all; `in_rows`, in any case. Raises `ShardError`;
+        those of samples with a missing file are added to `unread`, if it is given.
         """
         sizes = None if in_rows else self.store.part_sizes()
         if sizes is not None:
             return sizes, self.count
         found: dict[str, list[int]] = {}
         for shard, row in self.some():
-            for extension, size in self.store.sizes(shard, row).items():
+            try:
+                sizes_of_row = self.store.sizes(shard, row)
+            except ShardError as error:
+                if unread is None or error.reason != MISSING_FILE:
+                    raise
+                unread.append(error)
+                continue
+            for extension, size in sizes_of_row.items():
                 found.setdefault(extension, []).append(size)
         return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.some())
 

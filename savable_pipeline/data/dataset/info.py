@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.media.media_table import MediaTotals
@@ -76,16 +78,24 @@ class Info:
 def dataset_info(shards: Shards, **settings: Any) -> Info:
     """Describes a dataset, with these settings of its store. Raises `ShardError` if it has no sample, `RemoteError`."""
     dataset = open_any(shards, partial=True, **settings)
-    sizes, looked_at = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore))  # whose index has no fields
+    unread: list[ShardError] = []
+    # the index of JSONL has no fields
+    sizes, looked_at = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore), unread=unread)
     nulls, faults = _nulls(dataset, looked_at)
     media, media_faults = _media(dataset)
+    if unread:
+        what = counted(len(unread), "sample names a file that is", "samples name files that are")
+        faults = [*faults, f"{what} not there, of {looked_at} looked at: {unread[0]}"]
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
+    first: dict[str, int] = {}
+    with contextlib.suppress(*([ShardError] if unread else [])):
+        first = dataset.store.sizes(shard, row)
     return Info(
         dataset.address,
         dataset.entries,
         _parts(sizes),
         dataset.key(shard, row),
-        dataset.store.sizes(shard, row),
+        first,
         split_counts(dataset),
         looked_at,
         nulls,

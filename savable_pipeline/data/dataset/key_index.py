@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.core.keyed_random import GAMMA
@@ -139,10 +139,7 @@ def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
     again = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
     twice = (int(order[again[0]]), int(order[again[0] + 1])) if len(again) else (_NONE, _NONE)
     parts = [part.astype("<u8").tobytes() for part in (high, low, _checked(low, order))]
-    whole = xxh3_64()
-    for part in parts:
-        whole.update(part)
-    header = _HEADER.pack(manifest, dataset.count, *twice, whole.intdigest())
+    header = _HEADER.pack(manifest, dataset.count, *twice, xxh3_64_intdigest(b"".join(parts)))
     replace_file(path, [_MAGIC, xxh3_64_intdigest(header).to_bytes(8, "little"), header, *parts])
 
 

@@ -33,7 +33,7 @@ from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES, Cache, Kind, RangeColumns, Source, recognize
+from savable_pipeline.data.stores.source import STORES, Cache, Classes, Kind, RangeColumns, Source, recognize
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def open_dataset(
     cache_bytes: int | None = None,
     unpacked_bytes: int = UNPACKED_BYTES,
     key_end: Literal["first", "last"] | None = None,
-    classes: bool = False,
+    classes: Classes = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
 ) -> Samples:

@@ -74,13 +74,11 @@ class WholeFile:
         if not self.is_mapped:
             return True
         was = self._version
-        try:
+        with contextlib.suppress(OSError):
             now = FileVersion.of(self.path.stat())
-        except OSError:
-            now = None
-        if now is None or now.inode != was.inode:  # what is mapped of a file that was replaced stays as it is
-            return True
-        return (now.size, now.written_ns) == (was.size, was.written_ns) and self.view[:_HEAD] == self._head
+            if now.inode == was.inode:
+                return (now.size, now.written_ns) == (was.size, was.written_ns) and self.view[:_HEAD] == self._head
+        return True  # what is mapped of a file that was replaced or removed stays as it is
 
     def check(self) -> None:
         """Raise `ShardError` if the view has changed."""

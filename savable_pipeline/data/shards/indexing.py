@@ -85,7 +85,7 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
             try:
                 return make(path)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 faults.append(f"{path}: {error.strerror}")
                 log.warning("%s: %s; the index cannot be written there", path, error.strerror)
@@ -311,8 +311,8 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
     """Raises `ShardError` if files that were indexed are gone from the folder or prefix `address`."""
     if gone:
         raise ShardError(
-            f"{address}: {len(gone)} shards that were indexed are gone, such as {min(gone)}; put them back, or run "
-            f"`savable index {address}` to go on without them",
+            f"{address}: {len(gone)} shards that were indexed are gone, such as {min(gone)}. Put them back; or resume "
+            f'without their samples by on_error="skip", or run `savable index {address}` before a new run',
             reason="missing shard",
         )
 

@@ -234,7 +234,7 @@ def unfinished(folder: Path) -> str:
 
 
 def _of_conversion(folder: Path) -> str:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         found = msgspec.json.decode((folder / CONVERTED).read_bytes(), type=_Conversion)
         if not found.done:
             return (

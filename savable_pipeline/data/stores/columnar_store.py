@@ -197,11 +197,12 @@ class ColumnarStore(GroupedStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
-        except KeyError as error:  # pyarrow's, the number of the type
-            fault = (
-                "a column of a type that pyarrow does not read, such as interval[months]; leave it out with columns="
-            )
-            raise ShardError(f"{self.where(shard)}: {fault}", reason="unknown type") from error
+        except KeyError as error:  # pyarrow has no class for arrays of each type
+            raise ShardError(
+                f"{self.where(shard)}: it has a column of a type that pyarrow does not read, such as interval[months]. "
+                "Leave it out with columns=",
+                reason="unreadable column",
+            ) from error
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

@@ -2,11 +2,10 @@
 
     a/cat.jpg  a/cat.txt  a/dog.seg.png      →      a/cat: jpg, txt      a/dog: seg.png
 
-With `key_end="last"` they share it up to the last dot, and dots before it become "_", since readers of a tar end a key
-at the first: a/dog.seg.png is a/dog_seg: png. The samples are sorted by key. Classes are the deepest folders of
-samples, numbered in the order of their names, as torchvision's ImageFolder does:
+With `key_end="last"` they share it up to the last dot: a/dog.seg.png is a/dog.seg: png. The samples are sorted by key.
+Classes are the top folders, numbered in the order of their names, as torchvision's ImageFolder does:
 
-    train/cat/0.jpg   train/dog/1.jpg   val/cat/2.jpg      →      with classes cls 0, 1, 0: of ["cat", "dog"]
+    cat/0.jpg   dog/1.jpg   dog/small/2.jpg      →      with classes cls 0, 1, 1: of ["cat", "dog"]
 
 The folder is one shard, "."; its places in the index are the length of a `FolderTable`, and the table as MessagePack.
 No file is opened for it. A folder's time changes when a file is added to it, removed or renamed: while none has, the
@@ -17,34 +16,41 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import is_out_of_handles, with_handles
+from savable_pipeline.core.files import is_out_of_handles, read_regular, with_handles
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import in_first_place, index_places
-from savable_pipeline.data.shards.part_types import are_merged, find_part
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
 from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardNames
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import Reject, is_hidden, outside, parts_fault, printable
+from savable_pipeline.data.stores.source import Classes
 from savable_pipeline.errors import ShardError
 
+log = logging.getLogger(__name__)
+
 CLASS = "cls"
+SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "eval"))
+_KIND = {name: kind for kind, names in enumerate((IMAGE_PARTS, AUDIO_PARTS, VIDEO_PARTS)) for name in names}
+_LONGEST_LIST = 1 << 24  # bytes of a file of names
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe put in place of a file is not waited for
 _LAST, _OUTSIDE = "-last", "-outside"  # in the names of formats: where keys end, and whether links lead anywhere
 _LOOKED_AT = 4096  # files; of more, the times of folders are believed
@@ -62,6 +68,14 @@ class Merged(msgspec.Struct, frozen=True, array_like=True):
     last: str
 
 
+class Twins(msgspec.Struct, frozen=True, array_like=True):
+    """Samples with two files of one kind, one of which nobody may have meant: how many, and the first two files."""
+
+    samples: int
+    first: str
+    second: str
+
+
 class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     """The files of a folder, in the order of their samples."""
 
@@ -73,6 +87,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     rejected: list[Reject]
     hidden: int  # hidden files and folders
     merged: Merged | None
+    twins: Twins | None
     folders: dict[str, FileVersion]
     began_ns: int  # when the first was listed
 
@@ -90,6 +105,18 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     def files(self) -> ShardNames:
         """The names of the files, relative to the folder."""
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
+
+    def fault(self, root: str, option: str) -> str:
+        """Why names seem to be meant otherwise, or ""; `option` is how `key_end` is set, with {} for its value."""
+        if self.merged is not None:
+            return _merged_fault(root, self.merged, option)
+        if self.twins is None:
+            return ""
+        count = counted(self.twins.samples, "sample has", "samples have")
+        return (
+            f"{root}: {count} two files of one kind, such as {self.twins.first} and {self.twins.second}. Rename one of "
+            f"them, or give {option.format('first')} if both are parts of one sample"
+        )
 
     def is_fresh(self, root: Path) -> bool:
         """Whether no folder has changed since two seconds before they were listed; of few files all are looked at."""
@@ -172,7 +199,9 @@ def _known(path: Path, form: FileFormat) -> BlobIndex | None:
     """The index that is there; None for a damaged one too."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         index = BlobIndex(path, form.name)
-        return index if index.is_whole(0) else None
+        if index.is_whole(0):
+            FolderTable.of(index.blob(0))  # raises for one of another release
+            return index
     return None
 
 
@@ -247,13 +276,17 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
     rejected: list[Reject] = []
     samples = _samples(walk, rejected, key_end_last)
     merged = None if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
+    twins = _twins(samples)
     kept: list[_File] = []
     firsts = [0]
     for key in sorted(samples):
         files = sorted(samples[key], key=lambda file: file.extension)
-        fault, path = parts_fault(key, [(file.extension, file.name, file.size, file.fault) for file in files])
+        parts = [(file.extension, file.name, file.size, file.fault) for file in files]
+        fault, path = parts_fault(tar_key(key) if key_end_last else key, parts)
         if fault:
-            rejected.append(Reject.of(printable(path), key, fault))
+            part = next(file.extension.lower() for file in files if file.name == path)
+            alike = [file.name for file in files if file.extension.lower() == part]
+            rejected += [Reject.of(printable(name), key, fault) for name in alike]
         else:
             kept += files
             firsts.append(len(kept))
@@ -261,13 +294,12 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
     names = ShardNames.of(file.name for file in kept)
     columns = names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts
     arrays = (memoryview(np.asarray(each, "<i8").tobytes()) for each in columns)
-    return FolderTable(names.text, *arrays, rejected, walk.hidden, merged, walk.folders, began)  # type: ignore[call-arg, arg-type]
+    return FolderTable(names.text, *arrays, rejected, walk.hidden, merged, twins, walk.folders, began)  # type: ignore[call-arg, arg-type]
 
 
 def _samples(walk: _Walk, rejected: list[Reject], key_end_last: bool) -> dict[str, list[_File]]:
     """The files by key; what is no part of a sample becomes a reject."""
     samples: dict[str, list[_File]] = {}
-    stems: dict[str, str] = {}  # names up to the last dot, by the key that they become
     for name, status, fault in walk.files():
         parts = split_name(without_dots(name) if key_end_last else name)
         if parts is None:
@@ -275,11 +307,32 @@ def _samples(walk: _Walk, rejected: list[Reject], key_end_last: bool) -> dict[st
             rejected.append(Reject(printable(name), "", fault or unread))
             continue
         key, extension = parts
-        if key_end_last and (stem := stems.setdefault(key, name.rpartition(".")[0])) != name.rpartition(".")[0]:
-            fault = fault or f"two names with one key: {stem} and {name} would both be {key}"
+        if key_end_last:
+            key = name.rpartition(".")[0]
         size, time_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
         samples.setdefault(key, []).append(_File(extension, name, size, time_ns, fault))
     return samples
+
+
+def _twins(samples: dict[str, list[_File]]) -> Twins | None:
+    """The samples that seem to have two files of one kind by chance; None if there are none.
+
+    They are the parts of one sample if half of the samples that have the more frequent extension have both.
+    """
+    having = Counter(file.extension for files in samples.values() for file in files)
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}  # names by extensions
+    for files in samples.values():
+        plain = sorted((file.extension, file.name) for file in files if file.extension.lower() in _KIND)
+        for (one, name), (other, second) in itertools.combinations(plain, 2):
+            if _KIND[one.lower()] == _KIND[other.lower()]:
+                found.setdefault((one, other), []).append((name, second))
+    doubtful = [
+        pair
+        for (one, other), pairs in found.items()
+        if one.lower() == other.lower() or 2 * len(pairs) < max(having[one], having[other])
+        for pair in pairs
+    ]
+    return Twins(len(doubtful), *map(printable, min(doubtful))) if doubtful else None
 
 
 def _merged(samples: dict[str, list[str]]) -> Merged | None:
@@ -302,11 +355,11 @@ def _merged(samples: dict[str, list[str]]) -> Merged | None:
         return None
     key = max(sorted(merged), key=lambda key: len(merged[key]))
     part = min(merged[key])
-    last = without_dots(f"{key}.{part}").rpartition(".")[0]
+    last = f"{key}.{part}".rpartition(".")[0]
     return Merged(sum(map(len, merged.values())), len(merged), printable(key), printable(part), printable(last))
 
 
-def merged_fault(root: str, found: Merged, option: str) -> str:
+def _merged_fault(root: str, found: Merged, option: str) -> str:
     """What is wrong with names that seem to merge samples; `option` is how where keys end is named here."""
     return (
         f"{root}: a key ends at the first dot of a file's name, so that {counted(found.files, 'file')} would make "
@@ -316,24 +369,30 @@ def merged_fault(root: str, found: Merged, option: str) -> str:
     )
 
 
+def tar_key(key: str) -> str:
+    """The key that a sample has in a tar, whose readers end it at the first dot: a.b/c.d becomes a.b/c_d."""
+    folder, slash, base = key.rpartition("/")
+    return f"{folder}{slash}{base.replace('.', '_')}"
+
+
 def without_dots(name: str) -> str:
     """A file's name in which the last dot is the only one."""
-    folder, slash, base = name.rpartition("/")
-    stem, dot, extension = base.rpartition(".")
-    return f"{folder}{slash}{stem.replace('.', '_')}{dot}{extension}"
+    stem, dot, extension = name.rpartition(".")
+    return f"{tar_key(stem)}{dot}{extension}"
 
 
 class FolderStore(RecordStore):
     """The files of a folder and those below it.
 
     `key_end` says which dot of a name ends the key; None: the first, unless that seems to merge samples, which is a
-    `ShardError`. With `classes` the deepest folder of a sample is its part `cls`. Raises `ShardError`.
+    `ShardError`. With `classes` the top folder of a sample is its part `cls`, as its number among them. Raises
+    `ShardError`.
     """
 
     unit = "file"
 
     def __init__(
-        self, found: IndexedFiles, *, key_end: Literal["first", "last"] | None = None, classes: bool = False
+        self, found: IndexedFiles, *, key_end: Literal["first", "last"] | None = None, classes: Classes = False
     ) -> None:
         self.found, self.root, self.address, self.entries = found, found.root, found.address, found.entries
         found.check_rows(0)
@@ -341,10 +400,17 @@ class FolderStore(RecordStore):
         self._sizes, self._times, self._firsts, self._ends = (
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
-        self._last, self.has_classes = _LAST in found.form.name, classes
+        self._last = _LAST in found.form.name
         self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the sample asked for last: key, and files by part
-        if key_end is None and self.table.merged is not None:
-            raise ShardError(merged_fault(self.address, self.table.merged, 'key_end="{0}" (--key-end {0})'))
+        if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
+            raise ShardError(fault)
+        self.classes = [] if classes is False else self._numbered(classes)
+        self._class_numbers = {name: number for number, name in enumerate(self.classes)}
+        if self.classes:  # other numbers are other samples
+            (entry,) = self.entries
+            digest = entry.digest ^ xxh3_64_intdigest("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+            self.entries = ShardList.of([msgspec.structs.replace(entry, digest=digest)])
+            log.info("%s: %s: %s", self.address, counted(len(self.classes), "class", "classes"), listed(self.classes))
 
     def key(self, shard: int, row: int) -> str:
         """The path from the folder on, up to the dot that ends the key."""
@@ -366,7 +432,7 @@ class FolderStore(RecordStore):
         """The class, or a part by its name in letters of another case."""
         name = find_part(extension, self.extensions(0, row))
         if name == CLASS and (found := self._class(row)):
-            return b"%d" % self.classes.index(found)
+            return b"%d" % self._class_numbers[found]
         return self._bytes(self.files(row)[name])
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
@@ -392,7 +458,7 @@ class FolderStore(RecordStore):
         """See `RecordStore.sizes`."""
         sizes = {extension: self._sizes[number] for extension, number in self.files(row).items()}
         found = self._class(row)
-        return dict(sorted({**sizes, CLASS: len(str(self.classes.index(found)))}.items())) if found else sizes
+        return dict(sorted({**sizes, CLASS: len(str(self._class_numbers[found]))}.items())) if found else sizes
 
     def part_sizes(self) -> dict[str, Rows]:
         """See `RecordStore.part_sizes`."""
@@ -431,14 +497,25 @@ class FolderStore(RecordStore):
         begin = self._ends[number - 1] if number else 0
         return str(self.table.names[begin : self._ends[number] - 1], "utf-8")
 
-    @cached_property
-    def classes(self) -> list[str]:
-        """The names of the classes, by their number."""
-        return sorted({class_of(self.key(0, row)) for row in range(len(self._firsts) - 1)} - {""})
-
     def _class(self, row: int) -> str:
         """The class of a sample; "" for one without."""
-        return class_of(self._sample(row)[1]) if self.has_classes and CLASS not in self._sample(row)[2] else ""
+        return class_of(self._sample(row)[1]) if self.classes and CLASS not in self._sample(row)[2] else ""
+
+    def _numbered(self, classes: Literal[True] | Sequence[str] | str | os.PathLike[str]) -> list[str]:
+        """The names of the classes, by their number. Raises `ShardError` where a sample has none."""
+        top = sorted({name.partition("/")[0] for name in self.table.folders} - {""})
+        names = top if classes is True else class_names(classes)
+        used = {name.partition("/")[0] for name in self.table.files if "/" in name}
+        loose = [n for n in self.table.files if "/" not in n and n.rpartition(".")[2].lower() in _KIND]
+        if loose or (unknown := sorted(used.difference(names))):
+            what = f"{loose[0]} is in no folder, so it has" if loose else f"the samples in {listed(unknown)} have"
+            raise ShardError(f"{self.address}: {what} no class. Move them, or name their folders in classes=")
+        if classes is True and {name.lower() for name in top} <= SPLITS:
+            raise ShardError(
+                f"{self.address}: no class has a folder here, only splits have ({listed(top)}). Read each split by "
+                "itself, and for the others give classes= the folder of the training split"
+            )
+        return names
 
     def _sample(self, row: int) -> tuple[int, str, dict[str, int]]:
         if self._row[0] != row:
@@ -447,7 +524,7 @@ class FolderStore(RecordStore):
                 name = self.path(number)
                 found = split_name(without_dots(name) if self._last else name)
                 assert found is not None, name
-                key, files[found[1]] = found[0], number
+                key, files[found[1]] = name.rpartition(".")[0] if self._last else found[0], number
             self._row = row, key, files
         return self._row
 
@@ -501,5 +578,28 @@ class FolderStore(RecordStore):
 
 
 def class_of(key: str) -> str:
-    """The name of the deepest folder of a sample; "" without one."""
-    return key.rpartition("/")[0].rpartition("/")[2]
+    """The name of the top folder of a sample; "" without one."""
+    return key.partition("/")[0] if "/" in key else ""
+
+
+def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
+    """The names of classes by their number: those in a list, in a file (a JSON list, or lines), or of another root.
+
+    Raises ValueError for what is no such list, `ShardError`.
+    """
+    found: Any = classes
+    if isinstance(classes, str | os.PathLike):
+        path = Path(classes)
+        if path.is_dir():
+            return FolderStore(open_folder(path, FOLDER), key_end="first", classes=True).classes
+        try:
+            text = read_regular(path, _LONGEST_LIST).decode()
+            found = msgspec.json.decode(text) if text.lstrip().startswith("[") else text.splitlines()
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"classes={str(path)!r}: {error}. Give a folder, or a file of names, one a line"
+            ) from error
+    names: list[str] = [*found]
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"classes={classes!r}: not the names of folders, each once. Give them in their order")
+    return names

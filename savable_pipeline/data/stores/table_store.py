@@ -275,7 +275,7 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
     end = len(MARK) if data.startswith(MARK) else 0
     try:
         elements = msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return f"not a whole list of objects: {error}", np.zeros(1, "<u8")
     for element in map(bytes, elements):
         begins.append(data.index(element, end))  # only commas and blanks lie between two elements

@@ -16,7 +16,7 @@ from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES, RangeColumns
+from savable_pipeline.data.stores.source import STORES, Classes, RangeColumns
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
@@ -59,14 +59,16 @@ class FileReader(RecordReader):
             saved["file_fields"] = getattr(self.dataset.store, "fields", None)
         if "key_end" in saved:
             saved["key_end"] = saved["key_end"] or "first"
+        if "classes" in saved:
+            saved["classes"] = getattr(self.dataset.store, "classes", None) or False
         return {**super().settings(), **saved}
 
 
 def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options with tuples for sequences. Raises ValueError for values that the kind does not have."""
     found = {**options}
-    for name in ("columns", "file_fields"):
-        if found.get(name) is not None:
+    for name in ("columns", "file_fields", "classes"):
+        if isinstance(found.get(name), Iterable) and not isinstance(found[name], str):
             found[name] = tuple(found[name])
     for part, columns in (found.get("ranges") or {}).items():
         if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
@@ -369,10 +371,10 @@ class FolderReader(FileReader, kind="folder"):
     Args:
         folder: The folder, with its subfolders.
         lane: The lane of the pipeline.
-        key_end: The dot of a name that ends the key; with "last", dots before it become "_". None: the first, and an
-            error where that seems to merge files that are samples of their own.
-        classes: Whether the name of a sample's deepest folder is its part `cls`, as a number: its place among the
-            sorted names.
+        key_end: The dot of a name that ends the key. None: the first, and an error where that seems to merge files
+            that are samples of their own, and where few samples have two images, sounds or videos.
+        classes: Whether a sample's top folder is its part `cls`, as its number among the sorted folders. Or the names
+            in their order: a list, a file (JSON, or lines), or another folder, such as that of the training split.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -395,9 +397,10 @@ class FolderReader(FileReader, kind="folder"):
         lane: Lane,
         *,
         key_end: Literal["first", "last"] | None = None,
-        classes: bool = False,
+        classes: Classes = False,
         **settings: Unpack[ReaderSettings],
     ) -> None:
+        classes = os.fspath(classes) if isinstance(classes, os.PathLike) else classes
         super().__init__(folder, lane, {"key_end": key_end, "classes": classes}, settings)
 
 

@@ -34,6 +34,7 @@ from savable_pipeline.data.shards.part_types import (
 from savable_pipeline.data.shards.paths import TAR_FILES, is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
+from savable_pipeline.data.stores.folder_store import FolderStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.ranges import EpisodeRange, LeRobotStore
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
@@ -140,6 +141,9 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
             row = _after_damage(store, row, reason_of(error))
     if isinstance(store, ColumnarStore):
         yield from _without_bytes(store, name, found)
+    if isinstance(store, FolderStore):
+        twins = (each for each in store.table.rejected if each.reason == "two parts with one extension")
+        yield from (Problem(each.reason, each.detail, each.file, each.key) for each in twins)
 
 
 def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:

@@ -95,17 +95,21 @@ KeyEndOption: TypeAlias = Annotated[
     typer.Option(
         "--key-end",
         metavar="first|last",
-        help='The dot of a file\'s name that ends the key; with "last", dots before it become "_". Default: the first, '
-        "unless that seems to merge samples.",
+        help="The dot of a file's name that ends the key; in tars, dots before it become _. Default: the first, unless "
+        "that seems to merge samples.",
     ),
 ]
 ClassesOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--classes",
-        help="Folder: the name of a sample's deepest folder becomes its part cls, a number; in convert, names are in "
+        help="Folder: the name of a sample's top folder becomes its part cls, a number; in convert, names are in "
         "classes.json.",
     ),
+]
+ClassesFromOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--classes-from", help="As --classes, numbered as in this folder, or in this file of names."),
 ]
 KeyFieldOption: TypeAlias = Annotated[
     str | None,

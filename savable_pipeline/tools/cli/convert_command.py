@@ -14,6 +14,7 @@ from rich.console import Console
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    ClassesFromOption,
     ClassesOption,
     FileFieldOption,
     FilesFromOption,
@@ -74,6 +75,7 @@ def convert(
     ] = None,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
+    classes_from: ClassesFromOption = None,
     key_field: KeyFieldOption = None,
     file_field: FileFieldOption = None,
     no_files: Annotated[bool, typer.Option("--no-files", help="JSONL, JSON, CSV: no field names a file.")] = False,
@@ -100,21 +102,20 @@ def convert(
     With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
     storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
+    from savable_pipeline.data.stores.folder_store import class_names
     from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
     from savable_pipeline.tools.convert.conversion import check_reshard
 
     with errors_as_lines():
-        if no_files and file_field:
-            raise ValueError("--no-files and --file-field exclude each other")
         options = Options(
             shard_bytes=shard_bytes,
             shard_samples=shard_samples,
             check_images=check_images,
             allow_outside=allow_outside,
             key_field=key_field,
-            classes=classes,
+            classes=tuple(class_names(classes_from)) if classes_from else classes,
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
-            file_fields=() if no_files else tuple(file_field) if file_field else None,
+            file_fields=_file_fields(no_files, file_field),
             split=tuple(_share(share) for share in split or ()),
             only=_only(only),
             unpacked_bytes=unpacked_bytes,
@@ -144,6 +145,12 @@ def convert(
             raise ValueError(f"{target} has no shard: everything in {source} was rejected; {cure}")
     if report.rejected and not skip_bad:
         raise typer.Exit(1)
+
+
+def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | None:
+    if no_files and named:
+        raise ValueError("--no-files and --file-field exclude each other")
+    return () if no_files else tuple(named) if named else None
 
 
 def _share(text: str) -> tuple[str, str]:

@@ -27,6 +27,8 @@ from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.folder_store import class_names
+from savable_pipeline.data.stores.source import Classes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
@@ -68,7 +70,7 @@ def convert(
     allow_outside: bool = False,
     key_field: str | None = None,
     key_end: Literal["first", "last"] | None = None,
-    classes: bool = False,
+    classes: Classes = False,
     file_fields: Iterable[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     split: Mapping[str, float | str] | None = None,
@@ -97,9 +99,10 @@ def convert(
         allow_outside: Whether files outside the source that links or fields lead to are taken.
         key_field: Of records, the field with a sample's key. Default: the number of its record.
         key_end: The dot of a file's name that ends the key; with "last", dots before it become "_". None: the first,
-            and an error where that seems to merge files that are samples of their own.
-        classes: Of a folder, whether the name of a sample's deepest folder becomes its part `cls`, as a number: the
-            place of the name in `classes.json`, a list that is written beside the shards.
+            and an error where that seems to merge files that are samples of their own, and where few samples have two
+            images, sounds or videos.
+        classes: Of a folder, whether the name of a sample's top folder becomes its part `cls`, as a number: the place
+            of the name in `classes.json`, a list that is written beside the shards. Or the names, as for `sp.read`.
         file_fields: Of records, the fields that name files, as "field" or "field=part"; none if empty. Default: the
             usual names.
         files_from: The folder that these fields are relative to, or that has the files which rows of Parquet and
@@ -140,7 +143,7 @@ def convert(
         allow_outside=allow_outside,
         key_field=key_field,
         key_end=key_end,
-        classes=classes,
+        classes=classes if isinstance(classes, bool) else tuple(class_names(classes)),
         file_fields=_listed("file_fields", file_fields),
         split=tuple((name, _share(share)) for name, share in (split or {}).items()),
         only=_parts(only),

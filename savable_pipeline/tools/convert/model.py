@@ -27,7 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     key_field: str | None = None  # of a record; None: its number is the key
     file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
     key_end: Literal["first", "last"] | None = None  # the dot of a file's name that ends the key; None: not decided
-    classes: bool = False  # of a folder: the deepest folder of a sample becomes its part `cls`
+    classes: bool | tuple[str, ...] = False  # of a folder: a sample's top folder becomes its part `cls`; of these
     split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
     only: tuple[str, ...] = ()  # the parts that are kept; none named: all
     unpacked_bytes: int = UNPACKED_BYTES  # that what is compressed may become in memory

@@ -4,9 +4,9 @@ So the bytes of a shard depend only on the input and the options, not on the pro
 found damaged while its shard is written is left out; no other sample takes its place. The split of a sample depends on
 its key and the shares alone: where data are added, a sample stays where it was.
 
-Folders may be classes: the deepest folder of a sample becomes its part `cls`, the number of that folder's name.
+Folders may be classes: the top folder of a sample becomes its part `cls`, the number of that folder's name.
 
-    train/cat/0.jpg   train/dog/1.jpg   val/cat/2.jpg      →      cls 0, 1, 0; classes.json: ["cat", "dog"]
+    cat/0.jpg   dog/1.jpg   dog/small/2.jpg      →      cls 0, 1, 1; classes.json: ["cat", "dog"]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.metadata import CONVERTED, META
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
-from savable_pipeline.data.stores.folder_store import CLASS, class_of
+from savable_pipeline.data.stores.folder_store import CLASS, SPLITS, class_of
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.tools.convert.model import Files, Input, Options, Part
 
@@ -208,7 +208,6 @@ def split_samples(samples: list[Files], split: tuple[tuple[str, str], ...]) -> d
 
 
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
-_SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "eval"))
 _COUNTED = re.compile(r"[0-9._-]{3,}")  # parts of a large dataset, and dates
 
 
@@ -234,12 +233,7 @@ def classes_hint(samples: list[Files]) -> list[str]:
     if not all(len(sample.parts) == 1 and sample.parts[0].extension.lower() in _MEDIA for sample in samples):
         return []
     names = {class_of(sample.key) for sample in samples}
-    if (
-        "" in names
-        or not 1 < len(names) <= len(samples) // 2
-        or names <= _SPLITS
-        or all(map(_COUNTED.fullmatch, names))
-    ):
+    if "" in names or not 1 < len(names) <= len(samples) // 2 or names <= SPLITS or all(map(_COUNTED.fullmatch, names)):
         return []
     return [
         f"the folders {listed(sorted(names))} look like classes: --classes gives each sample its folder's number "

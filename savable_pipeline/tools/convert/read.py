@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.data.remote.session import close_scratch
 from savable_pipeline.data.shards.byte_source import RecordError
 from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
 from savable_pipeline.data.stores.decompressed import MORE, DamagedError
-from savable_pipeline.data.stores.folder_store import FolderStore, merged_fault
+from savable_pipeline.data.stores.folder_store import FolderStore, tar_key
 from savable_pipeline.data.stores.jsonl import without_mark
 from savable_pipeline.data.stores.record_files import Blob, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
@@ -154,12 +155,24 @@ def read_folder(root: Path, options: Options, work: Path) -> Input:
     settings = {"key_end": options.key_end or "first", "classes": options.classes}
     store, found = raw_input(root, kind, settings, work)
     assert isinstance(store, FolderStore)
-    if options.key_end is None and store.table.merged is not None:
-        raise ValueError(merged_fault(str(root), store.table.merged, "--key-end {}"))
+    if options.key_end is None and (fault := store.table.fault(str(root), "--key-end {}")):
+        raise ValueError(fault)
     found.hidden, found.rejected, found.digest = store.table.hidden, [*store.table.rejected], ""
-    found.classes = store.classes if options.classes else []
-    for row in range(store.entries[0].samples):
-        key, files = store.key(0, row), store.files(row)
+    found.classes = store.classes
+    own = [store.key(0, row) for row in range(store.entries[0].samples)]
+    keys = [tar_key(key) for key in own]  # of keys that end at the first dot, the same
+    counts = Counter(keys)
+    if renamed := [row for row, key in enumerate(own) if key != keys[row]]:
+        first = renamed[0]
+        found.warnings.append(
+            f"{counted(len(renamed), 'key')} had dots, which become _ in tars: {own[first]} is {keys[first]} there"
+        )
+    for row, key in enumerate(keys):
+        files = store.files(row)
+        if counts[key] > 1:
+            detail = f"of {own[row]} and another name: both would be {key}"
+            found.rejected.append(Reject(store.path(min(files.values())), key, "two names with one key", detail))
+            continue
         parts = tuple(Part(extension, store.path(number), store.size(number)) for extension, number in files.items())
         found.samples.append(Files(key, parts, row, of_files=True))
     return found

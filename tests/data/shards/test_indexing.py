@@ -8,6 +8,7 @@ import io
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import tarfile
 import time
@@ -536,3 +537,17 @@ def test_scanned_tables_outlive_a_process_that_was_killed_while_it_wrote_one(tmp
         scanned.add(second)
         assert scanned["b.tar"] == second
     assert not path.exists()
+
+
+def test_an_index_beyond_the_limit_on_the_size_of_files_is_written_elsewhere_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "shards/a.tar", [("a.txt", b"")])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(ShardError, match=r"no place to write an index: .*File too large.*; .*File too large"):
+            open_index(tmp_path / "shards", ["a.tar"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -18,6 +18,7 @@ from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import BlobIndex
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
+from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.cli.main import app
 from tests.support.draws import draws
 
@@ -212,3 +213,21 @@ def test_numbers_in_big_endian_order_are_refused_by_name(tmp_path: Path, new: An
     path.write_bytes(raw)
     with pytest.raises(sp.ShardError, match="big-endian, which are not read; write what"):
         sp.open_dataset(path)
+
+
+def test_a_column_that_pyarrow_has_no_class_for_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    table = pa.table({"i": pa.array([pa.MonthDayNano([1, 2, 3])])})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    raw = (tmp_path / "a.arrow").read_bytes()
+    for place in (place for place, byte in enumerate(raw) if byte == 2):  # the unit of intervals is one of them
+        months = raw[:place] + bytes(1) + raw[place + 1 :]
+        try:
+            pa.ipc.open_stream(months).read_next_batch().columns  # noqa: B018
+        except KeyError:
+            (tmp_path / "a.arrow").write_bytes(months)
+            break
+        except (pa.ArrowException, OSError):
+            pass
+    with pytest.raises(ShardError, match=r"a\.arrow: it has a column of a type that pyarrow does not read"):
+        sp.open_dataset(tmp_path / "a.arrow")[0]["i"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import shutil
 import time
 from collections import defaultdict
 from functools import partial
@@ -13,12 +16,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchvision.datasets import ImageFolder
+from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.stores import folder_store
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
+from savable_pipeline.tools.cli.main import app
 from tests.support.draws import examples
 from tests.support.toy_files import fill
 
@@ -40,7 +46,7 @@ def walked(folder: Path, *, last: bool = False) -> dict[str, dict[str, bytes]]:
         folders[:] = [name for name in folders if name[0] != "."]
         for name in files:
             stem, _, extension = name.rpartition(".") if last else name.partition(".")
-            key = os.path.relpath(Path(here, stem.replace(".", "_")), folder)
+            key = os.path.relpath(Path(here, stem), folder)
             found[key][extension] = Path(here, name).read_bytes()
     return {key: dict(sorted(found[key].items())) for key in sorted(found)}
 
@@ -60,8 +66,9 @@ def test_samples_are_what_os_walk_finds(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_they_are_those_that_convert_writes_with_their_classes(tmp_path: Path) -> None:
-    source = write(fill(tmp_path / "in", 8), "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension")
-    (source / "empty.jpg").touch()
+    images = fill(tmp_path / "in/images", 8)
+    source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
+    (source / "cat/empty.jpg").touch()
     for each in ({}, {"classes": True}, {"key_end": "last"}):
         sp.convert(source, tmp_path / str(each), **each)  # type: ignore[arg-type]
         inside = opened(source, **each)
@@ -193,13 +200,127 @@ def test_a_run_that_goes_on_without_a_lost_file_keeps_its_samples(tmp_path: Path
     assert len(sp.open_dataset(folder)) == 39
 
 
-def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
-    names = ["z", "Z", "b/z", "b/a", "10", "9", "é", "c/d/e"]
-    write(tmp_path, "none.txt", *(f"{name}/0.txt" for name in names))
-    classes = sorted({name.rpartition("/")[2] for name in names})
-    for sample in sp.open_dataset(tmp_path, classes=True):
-        name = sample.key.rpartition("/")[0].rpartition("/")[2]
-        assert sample.get("cls") == (b"%d" % classes.index(name) if name else None)
+def labels(folder: Path, classes: Any) -> dict[str, int | None]:
+    samples = sp.open_dataset(folder, classes=classes)
+    return {sample.key: int(sample["cls"]) if "cls" in sample else None for sample in samples}
+
+
+def test_classes_are_those_of_torchvision(tmp_path: Path) -> None:
+    names = ["z/0", "Z/0", "b/z/0", "b/a/1", "10/0", "9/0", "é/0", "c/d/e/0"]
+    write(tmp_path, *(f"{name}.jpg" for name in names))
+    (tmp_path / "a").mkdir()  # has a number too
+    there = ImageFolder(tmp_path, allow_empty=True)
+    expected = {os.path.relpath(path, tmp_path).removesuffix(".jpg"): label for path, label in there.samples}
+    assert labels(tmp_path, True) == expected and set(expected) == set(names)
+
+
+@pytest.fixture
+def splits(tmp_path: Path) -> Path:
+    """Training data with a folder in one of its classes, and validation data without one of them."""
+    write(tmp_path / "train", "animals/0.jpg", "animals/birds/1.jpg", "bikes/0.jpg", "cars/0.jpg")
+    write(tmp_path / "val", "animals/2.jpg", "cars/2.jpg")
+    return tmp_path
+
+
+def test_other_splits_have_the_numbers_of_a_list_a_file_or_the_training_folder(splits: Path) -> None:
+    names = ["animals", "bikes", "cars"]
+    (splits / "names.json").write_text(json.dumps(names))
+    (splits / "names.txt").write_text("\n".join(names))
+    expected = {"animals/2": 0, "cars/2": 2}
+    for classes in (names, splits / "names.json", str(splits / "names.txt"), splits / "train"):
+        assert labels(splits / "val", classes) == expected
+        samples = sp.read(splits / "val", classes=classes, epochs=1)
+        assert {sample.key: int(sample["cls"]) for sample in samples} == expected
+        sp.convert(splits / "val", splits / "out", classes=classes, check_images=False)
+        written = sp.open_dataset(splits / "out")
+        assert {sample.key: int(sample["cls"]) for sample in written} == expected
+        shutil.rmtree(splits / "out")
+    command = ["convert", str(splits / "val"), str(splits / "out"), "--classes-from", str(splits / "train")]
+    assert CliRunner().invoke(app, [*command, "--no-check-images"]).exit_code == 0
+    assert json.loads((splits / "out/classes.json").read_text()) == names
+
+
+@pytest.mark.parametrize(
+    ("classes", "extra", "told"),
+    [
+        (True, "train/0.jpg", r"no class has a folder here, only splits have \(train\)\. Read each split by itself"),
+        (True, "loose.jpg", "loose.jpg is in no folder, so it has no class"),
+        (["a", "b"], "loose.jpg", "loose.jpg is in no folder, so it has no class"),
+        (["a", "b"], "new/0.jpg", "the samples in new have no class. Move them"),
+        (["a", "a"], "a/0.jpg", "not the names of folders, each once"),
+        ("missing", "a/0.jpg", "No such file or directory"),
+    ],
+)
+def test_samples_without_a_class_are_refused(tmp_path: Path, classes: Any, extra: str, told: str) -> None:
+    folder = write(tmp_path / "in", extra) if "train" in extra else write(tmp_path / "in", "a/1.jpg", extra)
+    with pytest.raises((ShardError, ValueError), match=told):
+        sp.open_dataset(folder, classes=classes)
+
+
+def test_another_list_of_classes_is_another_run_and_is_logged(splits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def run(state: Any = None) -> Any:
+        pipeline = sp.read(splits / "val", classes=splits / "train").map(lambda sample: int(sample["cls"]))
+        with sp.SavableLoader(pipeline.batch(1), seed=1, lanes=1) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            next(loader)
+            return loader.state_dict()
+
+    state = run()
+    assert caplog.text.count("val: 3 classes: animals, bikes, cars") == 1
+    run(state)
+    (splits / "train/boats").mkdir()
+    with pytest.raises(CheckpointMismatchError, match=r"FolderReader\.classes: .*animals.*boats"):
+        run(state)
+
+
+def test_a_worker_that_finds_other_classes_than_the_run_began_with_is_an_error(splits: Path) -> None:
+    pinned: dict[str, bytes] = {}
+    opened = sp.open_dataset(splits / "val", classes=splits / "train")
+    opened.pinned(pinned)
+    (splits / "train/boats").mkdir()
+    with pytest.raises(ShardError, match="than when another process opened it"):
+        pickle.loads(pickle.dumps(opened))
+
+
+def test_two_images_of_one_name_are_an_error_that_counts_them(tmp_path: Path) -> None:
+    names = [f"{i}.jpg" for i in range(9)]
+    folder = write(tmp_path / "in", *names, "lion.jpg", "lion.png", "pineapple.jpg", "pineapple.JPG")
+    told = r"2 samples have two files of one kind, such as lion\.jpg and lion\.png\. Rename one"
+    with pytest.raises(ShardError, match=told):
+        sp.open_dataset(folder)
+    with pytest.raises(ValueError, match=told):
+        sp.convert(folder, tmp_path / "out")
+    for command in ("info", "check"):
+        found = CliRunner().invoke(app, [command, str(folder)])
+        assert found.exit_code and "2 samples have two files of one kind" in " ".join(found.output.split())
+    report = sp.convert(folder, tmp_path / "out", key_end="first", check_images=False)
+    assert sorted(reject.file for reject in report.rejected) == ["pineapple.JPG", "pineapple.jpg"]
+    samples = sp.open_dataset(folder, key_end="first")
+    assert len(samples) == 10 and list(samples["lion"]) == ["jpg", "png"]
+    assert "2 files left out" in samples.dataset.store.left_out()
+    checked = CliRunner().invoke(app, ["check", "--key-end", "first", str(folder)])
+    assert checked.output.count("two parts with one extension") == 2
+
+
+@pytest.mark.parametrize("masks", [5, 9])
+def test_images_with_masks_in_half_of_the_samples_are_parts_of_one(tmp_path: Path, masks: int) -> None:
+    folder = write(tmp_path, *(f"{i}.jpg" for i in range(9)), *(f"{i}.png" for i in range(masks)), "0.seg.png")
+    assert len(sp.open_dataset(folder)) == 9
+
+
+def test_keys_up_to_the_last_dot_are_the_names_of_files_and_those_in_tars_are_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "v1.0/dromedary.v1.final.txt", "v1.0/camel.txt")
+    assert [sample.key for sample in sp.open_dataset(folder, key_end="last")] == [
+        "v1.0/camel",
+        "v1.0/dromedary.v1.final",
+    ]
+    report = sp.convert(folder, tmp_path / "out", key_end="last")
+    told = "1 key had dots, which become _ in tars: v1.0/dromedary.v1.final is v1.0/dromedary_v1_final there"
+    assert told in report.warnings
+    assert [sample.key for sample in sp.open_dataset(tmp_path / "out")] == ["v1.0/camel", "v1.0/dromedary_v1_final"]
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,23 @@ def test_files_that_outlive_the_names_of_their_module_as_at_exit_are_closed(
     assert not ignored
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_run_resumes_without_the_samples_of_a_deleted_shard_as_the_error_says(make_shards: Any) -> None:
+    root = make_shards([40, 40, 40])
+
+    def run(on_error: Any, state: Any = None) -> tuple[Any, list[int]]:
+        pipeline = sp.read(root, on_error=on_error).encode(Ids()).batch(1)
+        with sp.SavableLoader(pipeline, seed=0, lanes=1) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            begun = [next(loader).item() for _ in range(5)]
+            return loader.state_dict(), begun + [next(loader).item() for _ in range(50)]
+
+    state, _ = run("raise")
+    _, expected = run("raise", state)
+    (root / "0001.tar").unlink()
+    with pytest.raises(sp.ShardError, match=r'resume without their samples by on_error="skip"'):
+        run("raise", state)
+    kept = [number for number in expected if not 40 <= number < 80]
+    assert len(kept) < len(expected) and run("skip", state)[1][: len(kept)] == kept

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.errors import ShardError
 from savable_pipeline.testing import assert_exact_resume
@@ -264,3 +265,18 @@ def test_a_pointer_of_git_lfs_is_recognized(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(pointer)
     with pytest.raises(ShardError, match=rf"{name}: a pointer of Git LFS, not the file; `git lfs pull` fetches it"):
         sp.open_dataset(tmp_path / name)
+
+
+def test_info_counts_missing_files_and_prints_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("zero")
+    (tmp_path / "t.csv").write_text("file\n1.txt\n0.txt\n2.txt\n")
+    found = dataset_info(tmp_path / "t.csv")
+    assert found.parts["txt"].samples == 1 and found.first_key == "t.csv:0"
+    assert len(found.warnings) == 1
+    assert found.warnings[0].startswith("2 samples name files that are not there, of 3 looked at: ")
+
+
+def test_a_list_nested_too_deep_is_the_fault_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 60_000 + "]" * 60_000)
+    with pytest.raises(ShardError, match=r"deep\.json: not a whole list of objects"):
+        sp.open_dataset(tmp_path / "deep.json")

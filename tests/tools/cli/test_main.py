@@ -261,7 +261,7 @@ def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_pa
         told = run(*command, photos, "--key-end", "last", "--classes")
         assert told.exit_code == 0, told.output
         assert "30 samples" in told.stdout or command[0] == "preview"
-    assert "img_v1_0000" in page.read_text()
+    assert "img.v1.0000" in page.read_text()
     assert json.loads(run("info", "--json", photos, "--key-end=last", "--classes").stdout)["parts"].keys() == {
         "cls",
         "txt",
