@@ -4,7 +4,7 @@ SavableError
 ├── CheckpointMismatchError   an intact state of another run: other data, settings or stages
 ├── StateError                bytes that are not a state: damaged, cut short, or of another version
 ├── ShardError                a tar or an index that is missing or damaged
-├── RemoteError               a server, or the cache on this machine, still failed after all retries
+├── RemoteError               a server, a network disk, or the cache here, still failed after all retries
 ├── EncodeError               an encoder raised, or is not pure; with stage, shard, key and byte offset
 └── WorkerError               a worker process died, or did not answer in time
 
@@ -85,7 +85,7 @@ class ShardError(SavableError):
 
 
 class RemoteError(SavableError):
-    """A server that holds shards, or the cache on this machine, still failed after all retries; no fault of the data.
+    """A server or network disk with shards, or the cache here, still failed after all retries; no fault of the data.
 
     Args:
         message: What failed, and what to do.

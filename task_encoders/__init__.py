@@ -9,9 +9,9 @@ LanguageModelingEncoder  text; with a prompt before it, or without
 SpeechEncoder            speech and its text
 
 Their arguments are `Tokenizer`; for a single image `SquareCrop`; for speech `SpecAugment`; for images among text
-`Vision`, with `NativeSize`, `Tiles` or `Buckets`; for videos `VideoTokens` or `VideoFrames`, for sounds `AudioTokens`,
-for positions in time, height and width `MRope`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of
-tokens that are not learned. `task_encoders.parts` has more parts for an encoder of your own.
+`Vision`, with `NativeSize`, `Tiles`, `SplitTiles` or `Buckets`; for videos `VideoTokens` or `VideoFrames`, for sounds
+`AudioTokens`, for positions in time, height and width `MRope`; for conversations `ChatML` or `OwnTemplate`. `IGNORED`
+is the label of tokens that are not learned. `task_encoders.parts` has more parts for an encoder of your own.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from task_encoders.parts.audio_tokens import AudioTokens
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
     from task_encoders.parts.data_formats import Message
-    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, SplitTiles, Tiles
     from task_encoders.parts.medium import MRope
     from task_encoders.parts.square_crop import SquareCrop
     from task_encoders.parts.token_packing import IGNORED
@@ -55,6 +55,7 @@ __all__ = [
     "OwnTemplate",
     "SpecAugment",
     "SpeechEncoder",
+    "SplitTiles",
     "SquareCrop",
     "Tiles",
     "Tokenizer",
@@ -74,7 +75,7 @@ _FILES = {
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
     "parts.data_formats": ["Message"],
     "parts.audio_tokens": ["AudioTokens"],
-    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
+    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "SplitTiles", "Tiles"],
     "parts.medium": ["MRope"],
     "parts.square_crop": ["SquareCrop"],
     "parts.token_packing": ["IGNORED"],

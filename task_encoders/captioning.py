@@ -22,6 +22,8 @@ from task_encoders.parts.token_packing import (
 )
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
+_TEXT = Field("txt")
+
 
 class CaptioningEncoder(TaskEncoder):
     """Predicts the tokens of a caption from its image.
@@ -44,6 +46,8 @@ class CaptioningEncoder(TaskEncoder):
         exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
         multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
+        eos: The end of a caption, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
+            False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
     An item has `image`, uint8 (3, size, size), and `tokens` and `labels`, int64 (n,): a label is the next token, -100
     behind the last. A batch of B items, rows of T tokens, has
@@ -95,10 +99,11 @@ class CaptioningEncoder(TaskEncoder):
         decode: Decode = "scaled",
         exif: bool = True,
         multiple: int = 1,
+        eos: bool | int | str | None = None,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
-        self.tokenizer = as_tokenizer(tokenizer)
+        self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, exif)
         check_multiple(multiple, None)
         self.multiple = multiple
@@ -153,7 +158,7 @@ class CaptioningEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
-        return sample.text("txt") if "txt" in sample else self.caption.read_text(sample) or ""
+        return (_TEXT if "txt" in sample else self.caption).read_text(sample) or ""
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-from task_encoders.parts.data_formats import CONVERSATIONS, Message, parse_conversation
+from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate, answers_in
+from task_encoders.parts.data_formats import CONVERSATIONS, parse_conversation, read_record, refuse_preferences
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.medium import MRope, Seen, Unmeasured
 from task_encoders.parts.sample_parts import MediaPart, SampleMedia, SeenImage, kind_of
@@ -21,9 +23,10 @@ from task_encoders.parts.vision import Vision
 
 
 class _Asked(NamedTuple):
-    """What is learned of a conversation: its text in pieces, each with whether it is learned; and what it shows."""
+    """What is learned of a conversation: its text, where the answers begin and end, and what it shows."""
 
-    spans: list[tuple[str, bool]]
+    text: str
+    answers: list[tuple[int, int]]
     shown: list[SeenImage | MediaPart]
 
 
@@ -32,8 +35,9 @@ class ChatEncoder(MixedEncoder):
 
     Conversations are JSON in one of the common forms, those of OpenAI, TRL, LLaVA, LLaMA-Factory, ms-swift and
     FineVision (parts/data_formats.py), with the images as parts of the sample, and videos and sounds where `video` and
-    `audio` take them. Which form it is, each process says once, by `logging.info`. Text is cut at these and where
-    answers begin and end, and each piece is tokenized by itself, as it is when a model answers.
+    `audio` take them. Which form it is, each process says once, by `logging.info`. The template writes the whole text,
+    also of the sample's `tools`, which is tokenized once; a token is learned if one of its characters is an answer's,
+    as in `apply_chat_template(…, return_assistant_tokens_mask=True)`.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -42,8 +46,8 @@ class ChatEncoder(MixedEncoder):
         vision: How images become tokens. Without it, a conversation with images is an error.
         template: How messages become text: `ChatML`, `OwnTemplate`, or a `ChatTemplate` of yours. None takes the
             template of the tokenizer where it is one of `transformers`, else `ChatML()`.
-        answers: "all" learns every answer, with the mark of its end; "last" the last one only. What comes after the
-            last answer is left out.
+        answers: "all" learns every answer, with the mark of its end or, if the template has `{% generation %}`, what is
+            within; "last" the last one only. What comes after the last answer is left out.
         max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are as
             long as the longest.
         part: The part that holds the conversation. Of samples without `json`, as rows of Parquet are, it is the column
@@ -116,6 +120,7 @@ class ChatEncoder(MixedEncoder):
             video=video,
             audio=audio,
             rope=rope,
+            eos=False,  # the template writes the ends
         )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
@@ -154,22 +159,28 @@ class ChatEncoder(MixedEncoder):
     def _asked(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _Asked | Skip:
         """What a sample asks to learn."""
         columns = CONVERSATIONS if self.part == "json" else ()
+        if columns:
+            refuse_preferences(sample)
         name = next((name for name in (self.part, *columns) if name in sample), None)
         if name is None:
             return Skip(f"no {' or '.join((self.part, *columns))}")
-        record = sample.json(name)
+        record, arguments = read_record(sample, name)
         messages = parse_conversation({name: record} if name in columns else record, media_of(sample))
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")
         parts = [part for message in messages for part in message.parts]
-        if any(self._special.search(part) for part in parts if isinstance(part, str)):
+        texts = [part for part in parts if isinstance(part, str)]
+        more = [each for each in [arguments, *(message.more for message in messages)] if each]
+        if any(map(self._special.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
             return Skip("special token in text")
         asked = [part for message in messages[: learned[-1] + 1] for part in message.parts]
         shown = [part for part in asked if not isinstance(part, str)]
         if self.vision is None and any(kind_of(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder no way to see: give it vision=Vision(...)")
-        return _Asked(self._spans(messages, learned if self.answers == "all" else learned[-1:]), shown)
+        image = self.vision.text if self.vision else ""
+        chosen = learned if self.answers == "all" else learned[-1:]
+        return _Asked(*answers_in(self.template, messages[: learned[-1] + 1], chosen, image, arguments), shown)
 
     def _measured(self, sample: Sample) -> tuple[int, int] | None:
         """The tokens, and tiles and steps, of a sample's item."""
@@ -184,35 +195,16 @@ class ChatEncoder(MixedEncoder):
             return None
         return size if self.max_length is None or size[0] <= self.max_length else None
 
-    def _spans(self, messages: Sequence[Message], learned: Sequence[int]) -> list[tuple[str, bool]]:
-        """The text of a conversation up to its last learned answer, in pieces, each with whether it is learned."""
-        image = self.vision.text if self.vision else ""
-        whole = self.template.render(messages[: learned[-1] + 1], image, answering=False)
-        spans, done = [], 0
-        for number in learned:
-            if number == 0:
-                raise ValueError("messages[0]: an answer to nothing; a conversation begins with a question")
-            asked = self.template.render(messages[:number], image, answering=True)
-            answered = self.template.render(messages[: number + 1], image, answering=False)
-            if not (whole.startswith(answered) and answered.startswith(asked) and len(asked) >= done):
-                raise ValueError(
-                    f"messages[{number}]: the chat template writes it otherwise when more follows, or not after what "
-                    "it asks with (some drop the reasoning of earlier answers): split the conversation so that each "
-                    "answer comes last once, and pass answers='last'"
-                )
-            spans += [(asked[done:], False), (answered[len(asked) :], True)]
-            done = len(answered)
-        return spans
-
     def _mixed(self, asked: _Asked, pieces: Callable[[SeenImage | MediaPart], Iterator[str | Seen]]) -> MixedTokens:
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
-        waiting = self._waiting("".join(text for text, _ in asked.spans), asked.shown)
-        for text, learned in asked.spans:
-            for piece in self._places.split(text):  # a text, what stands for an image, a text, …
+        waiting = self._waiting(asked.text, asked.shown)
+        borders = [0, *(border for answer in asked.answers for border in answer), len(asked.text)]
+        for number, (begin, end) in enumerate(pairwise(borders)):
+            for piece in self._places.split(asked.text[begin:end]):  # a text, what stands for an image, a text, …
                 if piece in waiting:
                     mixed.add(pieces(next(waiting[piece])))
                 else:
-                    mixed.add_text(piece, target=learned)
+                    mixed.add_text(piece, target=number % 2 == 1)
         return mixed
 
     def _waiting(

@@ -17,8 +17,8 @@ class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
     Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
-    sample, and videos and sounds where `video` and `audio` take them. Each text is tokenized by itself, between the
-    tokenizer's `bos` and `eos`.
+    sample, and videos and sounds where `video` and `audio` take them. The texts are tokenized as one, with the text of
+    `token` in the place of each image.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -34,6 +34,8 @@ class InterleavedEncoder(MixedEncoder):
             parts are passed over.
         audio: How sounds become tokens. Without it, sounds are passed over.
         rope: Positions in time, height and width as well: `MRope()`.
+        eos: The end of a document, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
+            False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -80,14 +82,12 @@ class InterleavedEncoder(MixedEncoder):
         document = parse_document(sample.json(self.part), self.media_of(sample))
         if not document:
             return Skip("empty")
-        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
-        mixed.add_ids(self.tokenizer.before, target=False)
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope, is_document=True)
         for part in document:
             if isinstance(part, str):
                 mixed.add_text(part, target=True)
             else:
                 mixed.add(self.pieces(sample, part))
-        mixed.add_ids(self.tokenizer.after, target=True)
         item = mixed.item()
         if self.max_length is None or len(item["tokens"]) <= self.max_length:
             return with_target(item)

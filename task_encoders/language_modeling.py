@@ -28,10 +28,12 @@ class LanguageModelingEncoder(MixedEncoder):
         max_length: The most tokens of an item, and the length of a batch's rows; None does not cut, and rows are as
             long as the longest.
         part: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
-        prompt: For fine-tuning, the part or field whose text comes before and is not learned. Each of the two is
-            tokenized by itself, with `bos` before the prompt and `eos` behind the text.
+        prompt: For fine-tuning, the part or field whose text comes before and is not learned. Both are tokenized as one
+            text; a token that has characters of both is learned.
         multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
+        eos: The end of a document, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
+            False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -42,7 +44,7 @@ class LanguageModelingEncoder(MixedEncoder):
     nothing to learn as "no target".
 
     Raises:
-        ValueError: A setting is out of its range, a field is no text, or a pack is longer than `max_length`.
+        ValueError: A setting is out of its range or missing, a field is no text, or a pack is longer than `max_length`.
         UnicodeDecodeError: A part is no UTF-8.
         JSONDecodeError: A part is no JSON.
 
@@ -67,8 +69,9 @@ class LanguageModelingEncoder(MixedEncoder):
         part: str = "txt",
         prompt: str | None = None,
         multiple: int = 1,
+        eos: bool | int | str | None = None,
     ) -> None:
-        super().__init__(tokenizer, vision=None, max_length=max_length, part=part, multiple=multiple)
+        super().__init__(tokenizer, vision=None, max_length=max_length, part=part, multiple=multiple, eos=eos)
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 
@@ -102,11 +105,9 @@ class LanguageModelingEncoder(MixedEncoder):
         return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}
 
     def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
-        mixed = MixedTokens(self.tokenizer)
-        mixed.add_ids(self.tokenizer.before, target=False)
+        mixed = MixedTokens(self.tokenizer, is_document=True)
         mixed.add_text(prompt, target=False)
         mixed.add_text(text, target=True)
-        mixed.add_ids(self.tokenizer.after, target=True)
         return mixed.item()
 
     def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any] | Skip]:

@@ -41,6 +41,8 @@ class SpeechEncoder(TaskEncoder):
         max_s: Longer audio is skipped, in seconds.
         speeds: The speeds of which one is drawn for each sample and epoch, such as (0.9, 1.0, 1.1) (Ko et al., 2015).
         masks: What is covered of the features at random; None: nothing.
+        eos: The end of a text, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
+            False for none. It is required where such a tokenizer has special tokens.
 
     An item has `features`, float32 (bins, F), `frames`, int, those of F that are not silence behind the speech, and
     `tokens` and `labels`, int64 (n,): a label is the next token, -100 behind the last. Its length is its frames. A
@@ -87,6 +89,7 @@ class SpeechEncoder(TaskEncoder):
         max_s: float = 30.0,
         speeds: Sequence[float] = (1.0,),
         masks: SpecAugment | None = None,
+        eos: bool | int | str | None = None,
     ) -> None:
         if bins < 1 or not 0 < min_s <= max_s or not all(0.1 <= speed <= 10 for speed in speeds) or not speeds:
             raise ValueError(
@@ -95,7 +98,7 @@ class SpeechEncoder(TaskEncoder):
             )
         if frames is not None and frames * HOP < max_s * RATE:
             raise ValueError(f"frames={frames} have room for {frames * HOP / RATE} s, less than max_s={max_s}")
-        self.tokenizer = as_tokenizer(tokenizer)
+        self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.text = Field(text)
         self.audio = audio
         self.bins, self.frames = bins, frames

@@ -1,18 +1,18 @@
 """Trains on packs of chats with images in Hugging Face's Trainer."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TrainingArguments
 
 import savable_pipeline as sp
 from savable_pipeline.trainers.hf import SavableTrainer, model_inputs
-from task_encoders import ChatEncoder, MRope, NativeSize, Vision
+from task_encoders import ChatEncoder, MRope, Vision
 
 name = "Qwen/Qwen2.5-VL-3B-Instruct"
 settings = {"max_steps": 30, "save_steps": 10, "gradient_accumulation_steps": 2, "report_to": []}
 config = AutoConfig.from_pretrained(name)  # with attn_implementation=…, if the model gets one
 processor = AutoProcessor.from_pretrained(name)
-eyes, seen = config.vision_config, processor.image_processor
 
 
 class Inputs(ChatEncoder):
@@ -22,16 +22,9 @@ class Inputs(ChatEncoder):
         return model_inputs(super().batch(items, rng), config)
 
 
-vision = Vision(
-    NativeSize(eyes.patch_size, eyes.spatial_merge_size, max_pixels=512 * 28 * 28),
-    config.image_token_id,
-    text="<|image_pad|>",
-    before="<|vision_start|>",
-    after="<|vision_end|>",
-    mean=tuple(seen.image_mean),
-    std=tuple(seen.image_std),
-)
-encoder = Inputs(processor.tokenizer, vision=vision, rope=MRope(eyes.tokens_per_second))
+vision = Vision.from_processor(processor)
+vision = replace(vision, tiles=replace(vision.tiles, max_pixels=512 * 28 * 28))  # an image of at most 512 tokens
+encoder = Inputs(processor.tokenizer, vision=vision, rope=MRope(config.vision_config.tokens_per_second))
 pipeline = sp.read("chats/").shuffle(100).encode(encoder).pack(max_length=512).batch(2)
 
 

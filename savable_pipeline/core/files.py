@@ -5,6 +5,10 @@ A file is replaced atomically: a reader sees the old one or the whole new one, n
 Half of the descriptors that the system permits a process (`ulimit -n`) is for all its datasets, limited together and
 closed when none is left; the other half is for its encoders and workers and for other uses. A process that has run out
 of descriptors has a fault of its environment, never of its data: no policy skips a sample because of it.
+
+Any thread may close the descriptors of any dataset, so Python's reference counts own them: a keeper only drops its
+reference, and the last reference closes the file. A thread that reads has one of its own for as long as the read takes,
+so the number cannot be reused under it, and a read needs no lock.
 """
 
 from __future__ import annotations
@@ -82,21 +86,34 @@ def user_cache() -> Path | None:
         return None
 
 
+class Descriptor(int):
+    """An open descriptor, which is closed when the last reference to it is gone."""
+
+    __slots__ = ()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone first
+        close(self)
+
+
 class Keeper(Protocol):
-    """Keeps descriptors open, and can open each again."""
+    """Keeps descriptors open, and can open each again. Any thread may call its methods."""
 
     def __len__(self) -> int: ...
     def close_oldest(self) -> None:
-        """Close the descriptor that has been open for longest; there is at least one."""
+        """Drop the descriptor that has been open for longest, if there is one."""
 
 
-_keepers: list[weakref.ref[Keeper]] = []
+_keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()  # by `id`: not all have a hash
 
 
 def register(keeper: Keeper) -> None:
     """Count the descriptors of `keeper`, as long as it exists, among those of the process."""
-    _keepers[:] = [known for known in _keepers if known() is not None]
-    _keepers.append(weakref.ref(keeper))
+    _keepers[id(keeper)] = keeper
+
+
+def _all_keepers() -> list[Keeper]:
+    # `valuerefs` is a copy, while another thread may register a keeper during an iteration over `values`
+    return [keeper for known in _keepers.valuerefs() if (keeper := known()) is not None]
 
 
 def most_kept() -> int:
@@ -107,7 +124,7 @@ def most_kept() -> int:
 
 def keep_below(limit: int) -> None:
     """Close descriptors, of the keeper that has the most, until all together keep at most `limit`."""
-    keepers = [keeper for known in _keepers if (keeper := known()) is not None]
+    keepers = _all_keepers()
     excess = sum(map(len, keepers)) - limit
     for _ in range(excess):
         max(keepers, key=len).close_oldest()
@@ -121,17 +138,19 @@ def is_out_of_handles(error: BaseException) -> bool:
 def with_handles(act: Callable[[], T]) -> T:
     """Return what `act` returns; if it runs out of descriptors, close those of datasets and try again.
 
-    Raises `SavableError` if there is none to close, and what `act` raises.
+    Raises `SavableError` if that fails although there is none to close, and what `act` raises.
     """
+    kept = True
     while True:
         try:
             return act()
         except OSError as error:
             if not is_out_of_handles(error):
                 raise
-            kept = any(known() for known in _keepers)  # those that keep none are false
             if not kept:
                 raise _none_left(error) from error
+        # Try again even if there are none: another thread may have just closed them.
+        kept = any(map(len, _all_keepers()))
         keep_below(0)
 
 

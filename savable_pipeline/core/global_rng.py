@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
+
+from savable_pipeline.core.named_object import imported
 
 KINDS = ("python", "numpy", "torch")
 
@@ -53,7 +54,7 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
 
     Afterwards, restores torch's number of threads and the trainer's global generators named in `seeded`.
     """
-    torch = sys.modules.get("torch")  # if nothing has imported torch, it has no state to restore
+    torch = imported("torch")  # if nothing has imported torch, it has no state to restore
     threads = torch.get_num_threads() if torch else 1
     python = random.getstate() if "python" in seeded else None
     numpy = np.random.get_state() if "numpy" in seeded else None

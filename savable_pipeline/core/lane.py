@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.core.thread_copies import thread_copy
 
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
@@ -133,28 +133,26 @@ class Lane:
             values[key] = make()
         return values[key]  # type: ignore[no-any-return]
 
+    @property
+    def in_thread(self) -> bool:
+        """Whether a thread runs the lane, beside those that run others."""
+        return isinstance(self.worker.shared, ThreadValues)
+
     def own(self, value: T) -> T:
         """Return the value; in a worker thread a copy that only the thread's lanes use, unless it is `thread_safe`.
 
         Args:
-            value: An encoder, or a function of samples.
+            value: An encoder, or a function that a stage calls.
 
         Raises:
-            ValueError: It cannot be copied.
+            ValueError: It cannot be copied, or refers to what threads must not share.
         """
         values = self.worker.shared
         if not isinstance(values, ThreadValues) or getattr(value, "thread_safe", False):
             return value
         if ("own", id(value)) not in values:
-            try:
-                with values.lock:
-                    values["own", id(value)] = value, copy.deepcopy(value)
-            except Exception as error:
-                raise ValueError(
-                    f"{type(value).__name__} cannot be copied for a worker thread ({type(error).__name__}: {error}): "
-                    "say thread_safe = True in its class if threads may call it at the same time, or make it there, "
-                    "by a function, .encode(make)"
-                ) from error
+            with values.lock:
+                values["own", id(value)] = value, thread_copy(value)
         return values["own", id(value)][1]  # type: ignore[no-any-return]
 
     def save_state(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Imports an object that a user names on a command line: `package.module:name` or `train.py:name`.
+"""Imports an object that a user names on a command line: `package.module:name` or `train.py:name`; `imported`.
 
 The import runs the user's own code, as the user asked. Never pass a name that comes from data.
 """
@@ -19,6 +19,15 @@ from savable_pipeline.errors import SavableError
 _NAME = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
 _importing: list[str] = []  # what a command is importing
+
+
+def imported(name: str) -> Any:
+    """A module that was imported; None if it was not, or if another thread is still importing it.
+
+    A half-made module lacks most of its names. None of its objects exists yet in threads other than the one importing.
+    """
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
 def refuse_while_importing() -> None:

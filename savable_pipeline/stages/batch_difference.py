@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from savable_pipeline.core.containers import listed_parts, named_parts
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.sample import Sample
 
 
@@ -89,7 +89,7 @@ def difference_of_leaves(
 
 def has_a_value(leaf: Any) -> bool:
     """Whether a leaf is compared by what it holds, and not by the address at which it is."""
-    images = sys.modules.get("PIL.Image")
+    images = imported("PIL.Image")
     if isinstance(leaf, str) or (images is not None and isinstance(leaf, images.Image)):
         return True
     return " at 0x" not in repr(leaf)
@@ -101,7 +101,7 @@ def copied_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _copied(leaf: Any) -> Any:
-    torch, images = sys.modules.get("torch"), sys.modules.get("PIL.Image")
+    torch, images = imported("torch"), imported("PIL.Image")
     if torch is not None and isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     if isinstance(leaf, np.ndarray | bytearray | set) or (images is not None and isinstance(leaf, images.Image)):
@@ -110,7 +110,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _bytes(leaf: Any) -> tuple[str, bytes]:
-    torch = sys.modules.get("torch")  # if nothing has imported torch, no leaf is a tensor
+    torch = imported("torch")  # if nothing has imported torch, no leaf is a tensor
     if torch is not None and isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -121,7 +121,7 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
         return f"numpy {array.dtype} {array.shape}", raw
     if isinstance(leaf, bytes | bytearray):
         return "bytes", bytes(leaf)
-    images = sys.modules.get("PIL.Image")
+    images = imported("PIL.Image")
     if images is not None and isinstance(leaf, images.Image):
         return f"{leaf.mode} {leaf.size}", leaf.tobytes()
     if isinstance(leaf, set | frozenset):  # equal ones may give their members in another order

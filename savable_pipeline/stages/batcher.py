@@ -277,9 +277,9 @@ class Batcher(EncoderBatches):
         return index is not None
 
     def save_state(self) -> State:
-        """`held`: refs of the items taken for the next batch; `count`: batches given so far."""
+        """`held`: refs and sizes of the items taken for the next batch; `count`: batches given so far."""
         first = {} if self._first is None else {"first": self._first}
-        return {"held": self._held.refs(), "count": self._count, "source": self.source.save_state(), **first}
+        return {"held": self._held.save(), "count": self._count, "source": self.source.save_state(), **first}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read."""

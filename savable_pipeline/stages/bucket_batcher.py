@@ -292,13 +292,13 @@ class BucketBatcher(EncoderBatches):
     ) -> None:
         if type(hold) is not int or hold < 1:
             raise ValueError(f"BucketBatcher: hold must be an integer of at least 1, not {hold!r}")
-        self._sizes = BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
+        self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
         self.bounds = self._sizes.bounds
         self.size = size
         self.max_tokens = max_tokens
-        self.group = group
+        self.group = source.lane.own(group)
         self._check_group(group)
         self._buckets: dict[Bucket, HeldItems] = {}  # those that hold items, in the order in which they began
         self._taken = HeldItems(self)  # an item of the source that is in no bucket yet
@@ -445,18 +445,18 @@ class BucketBatcher(EncoderBatches):
         self._buckets.setdefault(key, HeldItems(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
-        """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
+        """`buckets`: refs and sizes of the items in each bucket; `count`: batches given so far.
 
-        `taken`: the ref of an item that an error kept from its bucket; else None. With groups `keys`: group and number
-        of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`: group
-        and number of each bucket, and the items that came to it.
+        `taken`: the same of an item that an error kept from its bucket, if there is one. With groups `keys`: group and
+        number of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`:
+        group and number of each bucket, and the items that came to it.
         """
         keys: list[Bucket] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
             keys = list(self._buckets)
         state: State = {
-            "buckets": [self._buckets[key].refs() if key in self._buckets else [] for key in keys],
-            "taken": next(iter(self._taken.refs()), None),
+            "buckets": [self._buckets[key].save() if key in self._buckets else [] for key in keys],
+            "taken": self._taken.save(),
             "count": self._count,
             "source": self.source.save_state(),
         }
@@ -474,12 +474,12 @@ class BucketBatcher(EncoderBatches):
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         self._buckets = {}
-        for key, refs in zip(keys, saved.buckets, strict=True):
+        for key, elements in zip(keys, saved.buckets, strict=True):
             held = HeldItems(self)
-            held.restore(refs)
+            held.restore(elements)
             if held:
                 self._buckets[key] = held
-        self._taken.restore([] if saved.taken is None else [saved.taken])
+        self._taken.restore(saved.taken)
         self._count = saved.count
         if self._rule is not None:
             self._rule.restore(came)

@@ -28,7 +28,7 @@ from savable_pipeline.stages.held_items import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
-from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
+from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
 from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
@@ -162,14 +162,15 @@ class Encode(TakesItems):
         elements.append(element)
 
     def _is_left_out(self, sample: Sample) -> bool:
-        return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided
+        avoided = (sample.index, sample.epoch) in self._skipped.avoided
+        return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
-        dataset, base = None, 0
+        dataset, base, absent = None, 0, ""
         if status is not None:
             status[0] = self.info.depth
         first = ahead.next
@@ -177,10 +178,13 @@ class Encode(TakesItems):
         for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
-                base = keyed.base(dataset.source)
+                base, absent = keyed.base(dataset.source), absent_reason(dataset)
             index, epoch = sample.index, sample.epoch
             if excluded and index in excluded:
                 self._skipped.skipped(sample, EXCLUDED)
+                continue
+            if absent:
+                self._skipped.skipped(sample, Skip(absent))
                 continue
             if status is not None:
                 status[1], status[2] = index, epoch
@@ -387,8 +391,8 @@ class KeyedEncoder:
 def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
     """The check of some samples, by default of the first ones that all lanes of a process encode."""
     if share is None:
-        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None))
-    return PurityCheck(encoder, share) if share else None
+        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, in_threads=lane.in_thread))
+    return PurityCheck(encoder, share, in_threads=lane.in_thread) if share else None
 
 
 class FanOut:

@@ -36,7 +36,7 @@ def check_encoder(stage: str, encoder: object) -> None:
 def made_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
     """The encoder, or the one that a function makes, once a process. Raises ValueError if it is neither."""
     if is_maker(encoder):
-        made = lane.shared(("encoder", encoder), encoder)  # of a thread alone, as a copy is
+        made = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
         check_encoder(stage, made)
         return cast(TaskEncoder, made)
     check_encoder(stage, encoder)

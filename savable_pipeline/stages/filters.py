@@ -16,7 +16,7 @@ from savable_pipeline.stages.held_items import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.skipped_samples import SkippedSamples, max_empty_samples
+from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, PassThrough, SampleStage, State, TakesRefs, parse_state, saved_refs
 
 _NONE = np.empty(0, REF)
@@ -26,7 +26,7 @@ _NOTHING = "it returned None; return True or False"
 class SampleFilter(TakesRefs):
     """Yields the samples of which `keep(sample)`, or `keep(sample, rng)`, is true.
 
-    Samples that a reader excludes pass through it, untried, as they do through a buffer.
+    Samples that a reader excludes, or a `Join` skips, pass through it, untried, as they do through a buffer.
 
     Args:
         source: A stage of samples.
@@ -71,7 +71,8 @@ class SampleFilter(TakesRefs):
             try:
                 chosen = ahead.samples[first : first + n]
                 for ahead.next, sample in enumerate(chosen, first):
-                    kept.append(sample.index in excluded or self._keeps(sample))
+                    untried = sample.index in excluded or absent_reason(sample.origin)
+                    kept.append(True if untried else self._keeps(sample))
                     if kept[-1]:
                         given.append(Element((sample.index, sample.epoch, 0)))
                 ahead.next += 1
@@ -143,7 +144,7 @@ class ItemFilter(PassThrough, ItemStage):
         super().__init__(source)
         check_mapped(".filter", keep, most=1)
         check_on_error("filter", on_error)
-        self.keep, self.on_error = keep, on_error
+        self.keep, self.on_error = source.lane.own(keep), on_error
         self._in_vain = _InVain(self, keep)
 
     def __next__(self) -> Any:

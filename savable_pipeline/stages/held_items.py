@@ -1,6 +1,7 @@
 """`HeldItems`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
 
-refs     r3  r7  r8  r9     all that a state keeps of them
+refs     r3  r7  r8  r9     in a state
+sizes    s3  s7  ·   ·      in a state too, where they are known: later stages may decide by them
 values   a   ·   b   ·      in memory, or · UNMADE: made again from the ref when it is needed
 bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
 
@@ -16,21 +17,27 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.containers import named_parts
+from savable_pipeline.core.named_object import imported
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, left_sizes, sample_indices
 from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
+SavedElement: TypeAlias = tuple[ItemRef, tuple[Size, ...] | None]
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
 
@@ -56,7 +63,7 @@ class HeldItems:
         ...                 return item
         ...         raise StopIteration
         ...     def save_state(self):
-        ...         return {"held": self.held.refs(), **super().save_state()}
+        ...         return {"held": self.held.save(), **super().save_state()}
         ...     def restore_state(self, state):
         ...         super().restore_state(state)
         ...         self.held.restore(state["held"])
@@ -99,23 +106,30 @@ class HeldItems:
         return sum([1 for element in self._elements if element.value is not UNMADE])
 
     def refs(self, n: int | None = None) -> list[ItemRef]:
-        """Return the refs, in order: for `save_state`.
+        """Return the refs, in order.
 
         Args:
             n: Of the first ones only, at most this many. None: all.
         """
         return [element.ref for element in self._elements[:n]]
 
-    def restore(self, refs: Sequence[Any]) -> None:
+    def save(self) -> list[SavedElement]:
+        """Return ref and sizes of each element, in order: for `save_state`."""
+        return saved_elements(self._elements)
+
+    def restore(self, saved: Any) -> None:
         """Hold the elements of a saved state, none of them made, and no others.
 
         Elements of a source that was removed since are left out, and counted.
 
         Args:
-            refs: What `refs()` returned.
+            saved: What `save()` returned.
+
+        Raises:
+            CheckpointMismatchError: It is anything else.
         """
         self.drop(len(self._elements))
-        self.add(list(map(Element, known_refs(self._holder, list(map(as_ref, refs))))))
+        self.add(restored_elements(self._holder, saved))
 
     def add(self, elements: Sequence[Element]) -> None:
         """Hold more elements, behind the others.
@@ -272,6 +286,28 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     return kept  # type: ignore[no-any-return]
 
 
+def saved_elements(elements: Iterable[Element]) -> list[SavedElement]:
+    """What a state keeps of elements: ref and sizes. Where there are none, a later stage measures the element."""
+    return [(element.ref, element.sizes) for element in elements]
+
+
+def restored_elements(stage: Stage, saved: Any) -> list[Element]:
+    """What is left of a state's elements, unmade. Raises `CheckpointMismatchError` for anything else."""
+    try:
+        pairs = msgspec.convert(saved, list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
+    except msgspec.ValidationError as error:
+        raise CheckpointMismatchError(
+            f"{type(stage).__name__}: the state has elements that cannot be read ({error}). Use another copy of the "
+            "checkpoint, or save them with `HeldItems.save()`"
+        ) from error
+    elements = [(as_ref(ref), sizes) for ref, sizes in pairs]
+    return [
+        Element(left, sizes=left_sizes(sizes, ref, left))
+        for ref, sizes in elements
+        for left in known_refs(stage, [ref])
+    ]
+
+
 def is_whole(stage: Stage, ref: ItemRef) -> bool:
     """Whether nothing of what a saved ref names is lost, as `known_refs` says; else all of it is counted as dropped."""
     left = known_refs(stage, [ref])
@@ -296,15 +332,15 @@ class HeldRefs:
         """The refs, in order: REF (held,)."""
         return self._slots[: self._filled]
 
-    def refs(self) -> bytes:
+    def save(self) -> bytes:
         """The same as bytes: for `save_state`."""
         return self.array.tobytes()
 
-    def restore(self, refs: object) -> None:
+    def restore(self, saved: object) -> None:
         """Hold the refs of a saved state, but for those of a source that was removed since, which are counted."""
         stage = self._stage()
         assert stage is not None, "a stage lives as long as it asks"
-        self._slots = known_refs(stage, saved_refs(stage, refs)).copy()
+        self._slots = known_refs(stage, saved_refs(stage, saved)).copy()
         self._filled = len(self._slots)
 
     def add(self, fresh: RefArray) -> None:
@@ -389,11 +425,12 @@ class MemoryBudget:
 class BudgetShare:
     """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
 
+    _bytes = 0  # of the class, since Ctrl-C may end `__init__` before its first line
+    count = 0
+
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget = budget
         self._max_bytes = max_bytes
-        self._bytes = 0
-        self.count = 0
 
     def keep(self, element: Element, value: Any) -> None:
         """Give an unmade element this value, if that does not exceed the limit."""
@@ -415,8 +452,9 @@ class BudgetShare:
             self.count -= 1
 
     def __del__(self) -> None:
-        with self._budget.lock:
-            self._budget.used -= self._bytes
+        if self._bytes:
+            with self._budget.lock:
+                self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:
@@ -433,7 +471,7 @@ def size_of(item: Any) -> int:
         return 64 + _sum_of(list(item))
     if (named := named_parts(item)) is not None:
         return 64 + size_of(list(named)) + size_of(list(named.values()))
-    pillow = sys.modules.get("PIL.Image")  # if nothing has imported Pillow, no item is an image
+    pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
     if pillow is not None and isinstance(item, pillow.Image):
         return int(item.width * item.height * len(item.getbands()))
     if hasattr(item, "__dict__"):

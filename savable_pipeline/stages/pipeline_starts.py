@@ -55,6 +55,8 @@ def read(
     classes: bool = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    per_sample: Sequence[Any] = (),
+    replace: Mapping[Any, Any] | None = None,
 ) -> SamplePipeline:
     """Begin a pipeline: the samples of tars, of tables (Parquet, Arrow, JSONL, CSV, lists of JSON), of token files, of
     folders of MDS or LitData, or of a folder of photos or other files as they are.
@@ -87,6 +89,8 @@ def read(
         classes: A folder of files: whether a sample's deepest folder is its part `cls`, as a number.
         file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
         files_from: The folder of these files. None: that of the table.
+        per_sample: A webdataset pipeline: your own stages that handle one sample at a time.
+        replace: A webdataset pipeline: your own stages, and the stage of webdataset that each stands for.
 
     Returns:
         A pipeline of samples. An option that the files do not have is a ValueError when it is used.
@@ -99,9 +103,21 @@ def read(
         ...     print(sample.key, list(sample), sample.json())
         s000000 ['json', 'txt', 'png'] {'id': 0}
     """
-    options = {name: value for name, value in locals().items() if name != "path"}
+    options = {name: value for name, value in locals().items() if name not in ("path", "per_sample", "replace")}
+    if is_webdataset(path):
+        from savable_pipeline.stages.webdataset_chain import read_webdataset
+
+        chosen = unlike_defaults(read, options)
+        made: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
+        return made  # type: ignore[no-any-return]
     named: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
     return SamplePipeline(PipelineStep("read", _read, (named,), unlike_defaults(read, options)))
+
+
+def is_webdataset(value: object) -> bool:
+    """Whether a value is a pipeline or a dataset of webdataset or wids. Imports neither."""
+    kinds = type(value).__mro__ if not isinstance(value, type) else ()
+    return any(kind.__module__.split(".")[0] in ("webdataset", "wids") for kind in kinds)
 
 
 def _read(lane: Lane, one_pass: bool, path: Readable, **options: Any) -> Stage:

@@ -32,15 +32,16 @@ _WORD = -4  # this word of a sample's key decides whether it is checked; `Rng.nu
 class PurityCheck:
     """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
 
-    None: the first ones of a process, unless one takes longer than a second.
+    None: the first ones of a process, unless one takes longer than a second. `in_threads`: whether other threads encode
+    at the same time.
     """
 
-    def __init__(self, encoder: TaskEncoder, share: float | None) -> None:
+    def __init__(self, encoder: TaskEncoder, share: float | None, *, in_threads: bool = False) -> None:
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {share!r}")
         self.left = self._parts_of_one = _FIRST if share is None else math.inf  # samples, and parts of each, to check
         self._longest_s = _LONGEST_S if share is None else math.inf
-        self._encoder = encoder
+        self._encoder, self._in_threads = encoder, in_threads
         self._limit = int((1.0 if share is None else share) * 2.0**64)
         self._seed_globals = seeder(encoder.global_rng)
 
@@ -93,17 +94,18 @@ class PurityCheck:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
     def _compare(self, sample: Sample, before: list[tuple[str, Any]], second: Any) -> None:
-        difference = None
+        difference, after = None, _leaves(second)
         with contextlib.suppress(Exception):  # of whatever class a value is: it may not be printed or compared
-            difference = difference_of_leaves(before, _leaves(second), has_a_value) if before else None
+            difference = difference_of_leaves(before, after, has_a_value) if before and after else None
         if difference is not None:
             raise self._differs(sample, str(difference))
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
+        threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
             f"{encoder_call(self._encoder)} gave two results for one sample, {difference}; {_where(sample)}; "
-            "an item must depend on the sample, the encoder's settings and `rng` alone, not on a clock, an unseeded "
-            "generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
+            f"an item must depend on the sample, the encoder's settings and `rng` alone, not on {threads}a clock, an "
+            "unseeded generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
         )
 
 

@@ -106,9 +106,11 @@ class ShuffleBuffer(Stage):
         return last
 
     def save_state(self) -> State:
-        """`refs`: the buffer's refs in order, those of samples in 12 bytes each (index uint64, epoch uint32); `draws`:
-        draws so far."""
-        return {"refs": self._held.refs(), "draws": self._draws, "source": self.source.save_state()}
+        """`refs`: those of samples in order, 12 bytes each (index uint64, epoch uint32); of items, with their sizes.
+
+        `draws`: draws so far.
+        """
+        return {"refs": self._held.save(), "draws": self._draws, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; nothing is read or made, but downloads of remote samples begin."""

@@ -23,7 +23,8 @@ from savable_pipeline.core.on_error import (
     skips,
 )
 from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
-from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import JoinedParts, Sample
+from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.held_items import SamplesAhead
 from savable_pipeline.stages.item_ref import Element, ItemRef, first_sample
@@ -169,9 +170,9 @@ class SkippedSamples:
         where = sample.index, sample.epoch
         if where in self._lost_reasons:
             return Skip(self._lost_reasons[where])
-        if where not in self.avoided:
+        if not (reason := self.avoided.get(where) or absent_reason(sample.origin)):
             return None
-        skip = self._uncounted(sample, self.avoided[where])
+        skip = self._uncounted(sample, reason)
         self.skipped(sample, skip)
         return skip
 
@@ -227,6 +228,11 @@ class SkippedSamples:
             "errors": self.errors,
             "avoided": {reason: np.array(refs, REF).tobytes() for reason, refs in avoided.items()},
         }
+
+
+def absent_reason(origin: SampleSource) -> str:
+    """Why a `Join` upstream skips the sample that is read from there; "" if none does."""
+    return origin.absent if isinstance(origin, JoinedParts) else ""
 
 
 def _key_of(sample: Sample) -> str:

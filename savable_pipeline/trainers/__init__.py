@@ -12,6 +12,7 @@
 
     device.py             batches on a GPU, one ahead
     micro_batches.py      batches in parts
+    loss_scale.py         one weight for every target of all ranks
     model_inputs.py       batches as a causal model of transformers takes them
     context_parallel.py   packs cut for the ranks of context parallelism
     elastic.py            the state of ranks that are gone

@@ -76,8 +76,7 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
 
     Every part is what the encoder would have made of its rows, with rows as long as those of the whole: `cu_seqlens`
     begins at 0, and `max_seqlen`, `image_index` and the images are those of its rows. The loss of the batch is the sum
-    over the parts of summed losses, divided by the targets of the whole batch; the mean of the parts' means is another
-    number.
+    over the parts of summed losses, times the `loss_scale` of all parts. The mean of the parts' means is another one.
 
     Args:
         batch: A batch of B rows.

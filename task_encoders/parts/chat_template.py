@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,7 +21,7 @@ class ChatTemplate(Protocol):
         ```python
         from task_encoders import ChatEncoder
         class Plain:
-            def render(self, messages, image, *, answering):
+            def render(self, messages, image, *, answering, arguments):
                 said = "".join(f"{message.role}: {message.parts[0]}\n" for message in messages)
                 return said + "assistant:" * answering
             def settings(self):
@@ -29,13 +30,14 @@ class ChatTemplate(Protocol):
         ```
     """
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
         """Render messages as text.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
+            arguments: What else the sample has for the template: {"tools": […]}.
         """
 
     def settings(self) -> str:
@@ -54,25 +56,28 @@ class ChatML:
         ```python
         from task_encoders import ChatML, Message
         messages = [Message("user", ["Hello"]), Message("assistant", ["Hi."])]
-        ChatML().render(messages[:1], "<image>", answering=True)   # '<|im_start|>user\nHello<|im_end|>\n<|im_...'
-        ChatML("[", "]").render(messages, "", answering=False)     # '[user\nHello]\n[assistant\nHi.]\n'
+        ChatML().render(messages[:1], "<image>", answering=True, arguments={})   # '<|im_start|>user\nHello<|im_...'
+        ChatML("[", "]").render(messages, "", answering=False, arguments={})     # '[user\nHello]\n[assistant\n...'
         ```
     """
 
     start: str = "<|im_start|>"
     end: str = "<|im_end|>"
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
         """Render messages as text, as `ChatTemplate`.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
+            arguments: What else the sample has for the template: {"tools": […]}.
 
         Raises:
-            ValueError: A message has fields besides its role and content.
+            ValueError: A message has fields besides its role and content, or the sample has tools.
         """
+        if arguments:
+            raise ValueError(f"ChatML has no place for {', '.join(arguments)}. Pass template=OwnTemplate(tokenizer)")
         for number, message in enumerate(messages):
             if message.more:
                 raise ValueError(f"messages[{number}]: ChatML has no place for {', '.join(message.more)}")
@@ -129,32 +134,61 @@ class OwnTemplate:
         if self.content not in ("text", "parts"):
             raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
 
-    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool, arguments: Mapping[str, Any]) -> str:
         """Render messages as text, as `ChatTemplate`.
 
         Args:
             messages: The messages, in order.
             image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
+            arguments: What else the sample has for the template: {"tools": […]}.
 
         Raises:
             TemplateError: The template raises it (jinja2's), or asks for the date.
         """
-        listed = [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
         text: str = self.tokenizer.apply_chat_template(
-            listed,
+            self._listed(messages, image),
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             tokenize=False,
             add_generation_prompt=answering,
-            **self.arguments,
+            **{**self.arguments, **arguments},
         )
         return text
+
+    def marked(
+        self, messages: Sequence[Message], image: str, arguments: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """Render messages, with where each `{% generation %}` of the template begins and ends; None without such.
+
+        Args:
+            messages: The messages, in order.
+            image: The text in the place of each image.
+            arguments: As of `render`.
+        """
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.chat_template):
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, places = render_jinja_template(
+            conversations=[self._listed(messages, image)],
+            chat_template=_NO_CLOCK + self.tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **{
+                **getattr(self.tokenizer, "tokenizer", self.tokenizer).special_tokens_map,
+                **self.arguments,
+                **arguments,
+            },
+        )
+        return texts[0], places[0]
 
     def settings(self) -> str:
         """A hash of the template, the special tokens it may name, and the arguments."""
         special = {name: str(text) for name, text in getattr(self.tokenizer, "special_tokens_map", {}).items()}
         made_of = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
         return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())}"
+
+    def _listed(self, messages: Sequence[Message], image: str) -> list[dict[str, Any]]:
+        return [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
 
     def _content(self, message: Message, image: str) -> Any:
         if self.content == "text":
@@ -163,6 +197,48 @@ class OwnTemplate:
             {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
             for part in message.parts
         ]
+
+
+def answers_in(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    learned: Sequence[int],
+    image: str,
+    arguments: Mapping[str, Any],
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of messages, and where in it the learned ones begin and end, by their numbers.
+
+    Where the template marks answers by `{% generation %}`, these marks say it; else an answer begins where what asks
+    for it ends. Raises ValueError where neither says it.
+    """
+    if (
+        marked := template.marked(messages, image, arguments) if isinstance(template, OwnTemplate) else None
+    ) is not None:
+        text, places = marked
+        answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        if len(places) == len(answers):
+            return text, [place for number, place in zip(answers, places, strict=True) if number in learned]
+        if [*learned] == answers:
+            return text, places
+        raise ValueError(
+            f"the chat template marks {len(places)} generations in {len(answers)} answers, of which some are not "
+            "learned. Have it mark each answer once by {% generation %}"
+        )
+    whole, places = template.render(messages, image, answering=False, arguments=arguments), []
+    for number in learned:
+        if number == 0:
+            raise ValueError("messages[0]: an answer to nothing; a conversation begins with a question")
+        asked = template.render(messages[:number], image, answering=True, arguments=arguments)
+        answered = template.render(messages[: number + 1], image, answering=False, arguments=arguments)
+        done = places[-1][1] if places else 0
+        if not (whole.startswith(answered) and answered.startswith(asked) and len(asked) >= done):
+            raise ValueError(
+                f"messages[{number}]: the chat template writes it otherwise when more follows, or not after what "
+                "it asks with (some drop the reasoning of earlier answers): split the conversation so that each "
+                "answer comes last once, and pass answers='last'; or mark answers in it by {% generation %}"
+            )
+        places.append((len(asked), len(answered)))
+    return whole, places
 
 
 def _text(message: Message, image: str) -> str:

@@ -10,10 +10,16 @@ assistant (FineVision). They are the list `messages`, `conversations` or `texts`
 
     {"texts": [{"user": "What is it?", "assistant": "A cat."}]}
 
+`tools` beside them goes to the chat template, and so do the entries of `chat_template_kwargs`. Tool calls are OpenAI's,
+or turns of `function_call` (LLaMA-Factory) and `tool_call` (ms-swift), whose text is JSON; arguments that are JSON text
+are read, since templates write them as JSON themselves. Turns of `observation`, `tool_response`, `function` and `tool`
+are the role `tool`. Rows with `chosen` and `rejected` answers, or a `label` that is false, are refused.
+
 A place for an image is `<image>` in a text, and in lists of content {"type": "image"}: these take the images of the
 sample in order, or as the object's `images`, or `image`, names their parts or has them as `data:` URLs. An `image_url`
-of a content names a part, or has a `data:` URL. Of user and assistant, images without a place stand before the first
-text. So with `video` and `audio` in the place of `image`, where the encoder takes them.
+of a content names a part, or has a `data:` URL; an `index` says which of the images it is. Of user and assistant,
+images without a place stand before the first text. So with `video` and `audio` in the place of `image`, where the
+encoder takes them.
 
 OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
 al., 2023), where an image comes before the text it is matched with:
@@ -28,17 +34,21 @@ order. OBELICS' may have the lists `videos` and `audios` as well: one list has s
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from savable_pipeline import Sample
 from task_encoders.parts.sample_parts import MediaPart, SampleImages, SampleMedia, SeenImage
 
 log = logging.getLogger(__name__)
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_CALLS = ("function_call", "tool_call")
+_RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "tool")
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"} | _RESULTS
 _LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
 
 Part = str | SeenImage | MediaPart
@@ -108,8 +118,10 @@ def _found(record: Any) -> str:
 
 def _llava(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     role = turn.get("from")
+    if role in _CALLS:
+        return [_call(turn.get("value"), f"{at}.value")]
     if role not in _ROLES:
-        raise ValueError(f"{at}.from: expected one of {', '.join(_ROLES)}, found {role!r}")
+        raise ValueError(f"{at}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
     return [Message(_ROLES[role], _with_places(turn.get("value"), media.kinds, f"{at}.value", media))]
 
 
@@ -134,6 +146,12 @@ def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     if weight not in (0, 1):
         raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
     content = turn.get("content")
+    if role in _CALLS:
+        return [_call(content, f"{at}.content", trained=weight == 1)]
+    if "function_call" in turn:  # OpenAI's form before `tool_calls`
+        turn["tool_calls"] = [{"function": turn.pop("function_call")}]
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}.tool_calls")
     if isinstance(content, str):
         parts = _with_places(content, media.shown_kinds, f"{at}.content", media)
     elif content is None and "tool_calls" in turn:
@@ -142,7 +160,7 @@ def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
         listed = enumerate(_expect(content, list, f"{at}.content"))
         parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", media) for i, part in listed]
     more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
-    return [Message(role, parts, trained=weight == 1, more=more)]
+    return [Message(_RESULTS.get(role, role), parts, trained=weight == 1, more=more)]
 
 
 def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
@@ -152,6 +170,8 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
         return text
     if kind in _LISTS:
         found = media.of(kind, at)
+        if isinstance(index := part.get("index"), int):
+            return found.numbered(index, f"{at}.index")
         address = next((known for name in (kind, "url", "path") if (known := found.known(part.get(name)))), None)
         return found.next(at) if address is None else found.named(address, at)
     named = kind.removesuffix("_url")
@@ -163,6 +183,77 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
     raise ValueError(
         f"{at}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
     )
+
+
+def _call(value: Any, at: str, *, trained: bool = True) -> Message:
+    """The answer that calls tools, of one call, or a list of calls, of name and arguments, as JSON text or not."""
+    found = _read_json(value, at)
+    calls = _calls(found if isinstance(found, list) else [found], at)
+    return Message("assistant", [], trained=trained, more={"tool_calls": calls})
+
+
+def _calls(value: Any, at: str) -> list[dict[str, Any]]:
+    """Tool calls as chat templates take them: functions, whose arguments are objects."""
+    calls = []
+    for number, each in enumerate(_expect(_read_json(value, at), list, at)):
+        call = _expect(_read_json(each, f"{at}[{number}]"), dict, f"{at}[{number}]")
+        call = {"function": call} if "name" in call else call
+        function = _expect(call.get("function"), dict, f"{at}[{number}].function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            function = {**function, "arguments": _read_json(arguments, f"{at}[{number}].function.arguments")}
+        calls.append({"type": "function", **call, "function": function})
+    return calls
+
+
+def _read_json(value: Any, at: str) -> Any:
+    """What a text is as JSON; anything else as it is. Raises ValueError that names the field."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{at}: expected JSON, found {value[:80]!r} ({error})") from error
+
+
+def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
+    """The JSON of a conversation, and what the chat template takes beside the messages, of the object or its columns.
+
+    That is `tools`, which may be JSON text, and the entries of `chat_template_kwargs`; a function by itself becomes
+    OpenAI's form. Fields that are null in a column are left out: its schema has them for all rows. Raises ValueError
+    that names the field.
+    """
+    value = sample.json(name)
+    if isinstance(value, dict):
+        refuse_preferences(value)
+        beside = value
+    else:
+        value = value if name.endswith("json") else _without_nulls(value)
+        columns = [column for column in ("tools", "chat_template_kwargs") if column in sample]
+        beside = {column: _without_nulls(_read_json(sample.text(column) or "null", column)) for column in columns}
+    read = {each: _read_json(beside.get(each) or "null", each) for each in ("tools", "chat_template_kwargs")}
+    arguments: dict[str, Any] = _expect(read["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
+    tools = [_read_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(read["tools"] or [], list, "tools"))]
+    wrapped = [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    ]
+    return value, {**arguments, **({"tools": wrapped} if tools else {})}
+
+
+def refuse_preferences(fields: Any) -> None:
+    """Raise ValueError where a row has answers that are not to be learned: of DPO, KTO and the like."""
+    found = [name for name in ("rejected", "rejected_response") if name in fields and fields[name] is not None]
+    labels = [name for name in ("label", "kto_tag") if name in fields]
+    found += [name for name in labels if fields[name] is False or fields[name] == b"false"]
+    if found:
+        raise ValueError(
+            f"the row has {found[0]!r}, as preferences have, whose answers are not all to be learned. Drop such rows "
+            "or this field; of a table, part='messages' learns that column alone"
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 CONVERSATIONS = ("messages", "conversations", "texts")
@@ -234,8 +325,8 @@ def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Par
         before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
     parts: list[Part] = []
     for number, text in enumerate(texts):
-        parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]")]
-    return parts
+        parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]"), " "]  # between sentences
+    return parts[:-1]
 
 
 def _listed(record: dict[str, Any], name: str) -> list[Any]:

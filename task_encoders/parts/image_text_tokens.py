@@ -15,9 +15,12 @@ features of videos and of sounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
@@ -41,52 +44,60 @@ from task_encoders.parts.vision import Vision
 class MixedTokens:
     """A sequence under construction: add texts and pieces of media in order, then call `item`.
 
+    The texts are tokenized together, with the text of the medium's token in the place of each image, video or sound.
+    A function, which has no such text, tokenizes what is before and behind it by itself.
+
     Args:
         tokenizer: The tokenizer of all texts.
         media: Those whose fields an item has.
         rope: Gives each token its `mrope_ids`; None: there are none.
+        is_document: The sequence gets what the tokenizer adds around a text, `bos` and `eos`. Of tiktoken, special
+            tokens in it are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *media: Medium, rope: MRope | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *media: Medium, rope: MRope | None = None, is_document: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._media = media
         self._rope = rope
+        self._is_document = is_document
+        self._texts: list[tuple[str, bool]] = []  # of one tokenization, with whether they are targets
+        self._due: list[Seen] = []  # whose places are in these texts
         self._pieces: list[Ids] = []
-        self._targets: list[bool] = []  # of each piece
+        self._targets: list[NDArray[np.bool_]] = []  # of each piece
         self._runs: list[int | Grid] = []  # the numbers of tokens that follow each other, and the grids of others
         self._seen: list[Seen] = []
-
-    def add_ids(self, ids: Ids, *, target: bool) -> None:
-        """Append ids, which are learned if `target`. Raises ValueError if one stands for an image, video or sound."""
-        for medium in self._media:
-            if medium.token in ids:
-                kind, token = medium.kind, medium.token
-                raise ValueError(f"the text holds the {kind} token {token} itself; its {kind}s would be mistaken")
-        self._append(ids, target, [len(ids)])
+        if is_document:
+            self._append(tokenizer.before, False)
 
     def add_text(self, text: str, *, target: bool) -> None:
-        """Append a text, tokenized by itself."""
-        self.add_ids(self._tokenizer.piece(text), target=target)
+        """Append a text, whose tokens contribute to the loss if `target`."""
+        self._texts.append((text, target))
 
     def add(self, pieces: Iterable[str | Seen]) -> None:
         """Append texts and what a medium made, none of it learned: `medium.pieces(thing)`."""
         for piece in pieces:
             if isinstance(piece, str):
                 self.add_text(piece, target=False)
+            elif (text := self._tokenizer.text_of(piece.medium.token)) is not None:
+                self.add_text(text, target=False)
+                self._due.append(piece)
             else:
-                self._append([piece.medium.token] * piece.tokens, False, piece.grids or [piece.tokens])
-                self._seen.append(piece)
+                self._tokenize()
+                self._append_seen(piece)
 
     @property
     def size(self) -> tuple[int, int]:
         """The number of tokens, and of tiles and steps of videos."""
+        self._finish()
         return sum(map(len, self._pieces)), sum(grid.steps for seen in self._seen for grid in seen.grids)
 
     def item(self) -> dict[str, Any]:
         """`tokens` and `labels`, int64 (n,), the fields of all media, and with `rope` `mrope_ids`, int64 (n, 3)."""
+        self._finish()
         tokens = joined(self._pieces) if self._pieces else torch.empty(0, dtype=torch.int64)
-        lengths = torch.tensor([len(piece) for piece in self._pieces], dtype=torch.int64)
-        target = torch.tensor(self._targets, dtype=torch.bool).repeat_interleave(lengths)
+        target = torch.from_numpy(np.concatenate([*self._targets, np.empty(0, np.bool_)]))
         labels = torch.full_like(tokens, IGNORED)
         labels[:-1] = torch.where(target[1:], tokens[1:], IGNORED)
         made: dict[str, Any] = {"tokens": tokens, "labels": labels}
@@ -98,22 +109,60 @@ class MixedTokens:
             )
         return made
 
-    def _append(self, ids: Ids, target: bool, runs: Sequence[int | Grid]) -> None:
+    def _finish(self) -> None:
+        self._tokenize()
+        if self._is_document:
+            self._append(self._tokenizer.after(self._pieces[-1] if self._pieces else ()), True)
+            self._is_document = False
+
+    def _tokenize(self) -> None:
+        """Append the tokens of the texts. Raises ValueError if one of them stands for an image, video or sound."""
+        text, due = "".join(text for text, _ in self._texts), self._due
+        ends = list(accumulate(len(text) for text, _ in self._texts))
+        ranges: list[tuple[int, int]] = []
+        for (piece, target), end in zip(self._texts, ends, strict=True):
+            if target and piece:
+                begin = end - len(piece)
+                ranges.append((ranges.pop()[0], end) if ranges and ranges[-1][1] == begin else (begin, end))
+        self._texts, self._due = [], []
+        standing = {seen.medium.token: self._tokenizer.text_of(seen.medium.token) or "" for seen in due}
+        special = tuple(standing.values()) if self._is_document else None
+        ids, mask = self._tokenizer.marked(text, ranges, special=special)
+        kinds = {medium.token: medium.kind for medium in self._media}
+        places = [place for place, token in enumerate(ids) if token in kinds]
+        wanted = [seen.medium.token for seen in due]
+        if [ids[place] for place in places] != wanted:
+            token = next(token for token in kinds if wanted.count(token) != list(ids).count(token))
+            raise ValueError(
+                f"the text holds the {kinds[token]} token {token} itself; its {kinds[token]}s would be mistaken"
+            )
+        done = 0
+        for place, seen in zip(places, due, strict=True):
+            self._append(ids[done:place], mask[done:place])
+            self._append_seen(seen)
+            done = place + 1
+        self._append(ids[done:], mask[done:])
+
+    def _append_seen(self, seen: Seen) -> None:
+        self._append([seen.medium.token] * seen.tokens, False, seen.grids or [seen.tokens])
+        self._seen.append(seen)
+
+    def _append(self, ids: Ids, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
         if len(ids):
             self._pieces.append(ids)
-            self._targets.append(target)
-            self._runs += runs
+            self._targets.append(np.broadcast_to(np.asarray(target), (len(ids),)))
+            self._runs += runs or [len(ids)]
 
 
 _OF_TOKENS = ("tokens", "labels", "mrope_ids")
 
 
 def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
-    """Where the tokens of each image, video or sound begin, and where they end."""
+    """Where the tokens of each image, video or sound begin, and where they end, with texts between its tiles."""
     tokens = (item["tokens"] == medium.token).nonzero().flatten().tolist()
     found, seen = [], 0
     for count in medium.token_counts(item):
-        found.append((tokens[seen], tokens[seen] + count))
+        found.append((tokens[seen], tokens[seen + count - 1] + 1))
         seen += count
     return found
 
@@ -138,11 +187,12 @@ class MixedEncoder(TaskEncoder):
         video: VideoTokens | VideoFrames | None = None,
         audio: AudioTokens | None = None,
         rope: MRope | None = None,
+        eos: bool | int | str | None = None,
     ) -> None:
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
         check_multiple(multiple, max_length)
-        self.tokenizer = as_tokenizer(tokenizer)
+        self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.multiple = multiple
         self.vision = vision
         self.max_length = max_length
@@ -153,6 +203,8 @@ class MixedEncoder(TaskEncoder):
         own = [vision, video if isinstance(video, VideoTokens) else None, audio]
         self.media: tuple[Medium, ...] = tuple(medium for medium in own if medium is not None)
         _check_media(self.media, vision, video)
+        for medium in self.media:
+            self.tokenizer.text_of(medium.token)
 
     def media_of(self, sample: Sample, *, headers: bool = False) -> SampleMedia:
         """The parts of a sample to which its text may refer; with `headers`, images are `sample.media(part)`."""

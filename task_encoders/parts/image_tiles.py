@@ -3,6 +3,7 @@
     1280 × 720 ─ NativeSize ─ one tile, 1288 × 728        both sides a multiple of 28
                ─ Buckets    ─ one tile of a few shapes    the nearest in aspect, filled and cropped in the centre
                ─ Tiles      ─ 4 × 2 tiles and a thumbnail, each 448 × 448
+               ─ SplitTiles ─ 4 × 3 tiles and the whole, each 512 × 512
 
 A tile is then cut into square patches, row by row; its model merges `merge` × `merge` of them into one token.
 """
@@ -20,14 +21,16 @@ from PIL import Image
 
 from task_encoders.parts.sample_parts import ScaledImage
 
-BICUBIC = Image.Resampling.BICUBIC
+BICUBIC, LANCZOS = Image.Resampling.BICUBIC, Image.Resampling.LANCZOS
+_THIN = 100  # from this aspect on, an image that covers a bucket is too large to be made
 
 
 @dataclass(frozen=True)
 class ImageTiles(ABC):
-    """How an image becomes tiles: the base of `NativeSize`, `Buckets` and `Tiles`, and of one of your own.
+    """How an image becomes tiles: the base of `NativeSize`, `Buckets`, `Tiles` and `SplitTiles`, and of your own.
 
-    A subclass defines `tiles(image)`, a list of images both of whose sides are multiples of `patch * merge`.
+    A subclass defines `tiles(image)`, a list of images whose sides have a multiple of `merge` whole patches. Pixels at
+    the right and the bottom that fill no patch are left out, as by a model's convolution.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -69,7 +72,7 @@ class ImageTiles(ABC):
             image: The image, of any size.
 
         Returns:
-            The tiles, whose sides are multiples of `unit`.
+            The tiles, whose sides have a multiple of `merge` patches.
 
         Raises:
             ValueError: There are no tiles for an image of this shape.
@@ -83,6 +86,15 @@ class ImageTiles(ABC):
             height: Its height.
         """
         return None
+
+    def texts(self, width: int, height: int) -> tuple[str, ...]:
+        """Return the text before each tile of an image, where a model takes such; by default ().
+
+        Args:
+            width: Width of the image, in pixels.
+            height: Its height.
+        """
+        return ()
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """Return the least size at which an image must be decoded, by default its own: `tiles` may get a `ScaledImage`.
@@ -124,9 +136,18 @@ class ImageTiles(ABC):
         """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"tiles": type(self).__qualname__, **asdict(self)}
 
+    def _check_side(self, side: int) -> None:
+        if not side // self.patch or side // self.patch % self.merge:
+            raise ValueError(
+                f"{type(self).__name__}: a side of {side} pixels has {side // self.patch} patches of {self.patch}, "
+                f"which is no multiple of merge={self.merge}: give it the model's image size"
+            )
+
     def _patches(self, tile: Image.Image) -> Any:
         """A tile as uint8 (n, 3, patch, patch), row by row."""
-        pixels = np.asarray(tile).reshape(-1, self.patch, tile.width // self.patch, self.patch, 3)
+        rows, columns = tile.height // self.patch, tile.width // self.patch
+        whole = np.asarray(tile)[: rows * self.patch, : columns * self.patch]
+        pixels = whole.reshape(rows, self.patch, columns, self.patch, 3)
         return pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, self.patch, self.patch)
 
 
@@ -210,7 +231,7 @@ class Tiles(ImageTiles):
     Args:
         patch: The side of a patch, in pixels.
         merge: A model merges `merge` × `merge` patches into one token.
-        side: The side of a tile, in pixels: a multiple of `patch * merge`.
+        side: The side of a tile, in pixels, of a multiple of `merge` whole patches.
         min_tiles: The least number of tiles, without the thumbnail.
         max_tiles: The greatest.
         thumbnail: Whether several tiles are followed by the whole image as one more.
@@ -224,7 +245,7 @@ class Tiles(ImageTiles):
         from task_encoders import Tiles
         Tiles().grid(1280, 720)                              # (4, 2)
         len(Tiles().tiles(Image.new("RGB", (1280, 720))))    # 9
-        Tiles(side=450)                                      # ValueError: Tiles: side is a multiple of ...
+        Tiles(side=440)                                      # ValueError: Tiles: a side of 440 pixels has 31 ...
         ```
     """
 
@@ -235,8 +256,7 @@ class Tiles(ImageTiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.side % self.unit or self.side < 1:
-            raise ValueError(f"Tiles: side is a multiple of patch × merge, {self.unit}, not {self.side}")
+        self._check_side(self.side)
         if not 1 <= self.min_tiles <= self.max_tiles:
             raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
 
@@ -254,9 +274,7 @@ class Tiles(ImageTiles):
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The tiles, row by row, then the thumbnail."""
         columns, rows = self.grid(image.width, image.height)
-        whole = image.resize((columns * self.side, rows * self.side), BICUBIC)
-        corners = [(column * self.side, row * self.side) for row in range(rows) for column in range(columns)]
-        tiles = [whole.crop((left, upper, left + self.side, upper + self.side)) for left, upper in corners]
+        tiles = _squares(image.resize((columns * self.side, rows * self.side), BICUBIC), self.side)
         more = [image.resize((self.side, self.side), BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
         return tiles + more
 
@@ -277,12 +295,99 @@ class Tiles(ImageTiles):
 
 
 @dataclass(frozen=True)
+class SplitTiles(ImageTiles):
+    """Square tiles of an image whose longer side is resized to one length, each named by a text, and then the whole.
+
+    Each side is then enlarged to whole tiles. This is the splitting of Idefics3 (Laurençon et al., 2024) and SmolVLM,
+    with the texts that these models have before the tiles. An image of one tile is not split.
+
+    Args:
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+        side: The side of a tile, in pixels, of a multiple of `merge` whole patches.
+        long_side: The longer side of a resized image, in pixels, at most 4096.
+
+    Raises:
+        ValueError: A setting is out of its range.
+
+    Example:
+        ```python
+        from task_encoders import SplitTiles
+        tiles = SplitTiles(patch=16, merge=4, side=512, long_side=1024)
+        len(tiles.sizes(1280, 720))      # 5
+        tiles.texts(1280, 720)[-2:]      # ('<fake_token_around_image><row_2_col_2>', ...
+        ```
+    """
+
+    side: int = 512
+    long_side: int = 2048
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_side(self.side)
+        if not 1 <= self.long_side <= 4096:
+            raise ValueError(f"SplitTiles: long_side is 1 to 4096 pixels, not {self.long_side}")
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """As many squares as there are tiles, and the whole."""
+        return [(self.side, self.side)] * len(self.texts(width, height))
+
+    def at_least(self, width: int, height: int) -> tuple[float, float]:
+        """The size to which it is resized first."""
+        return self._resized(width, height)
+
+    def texts(self, width: int, height: int) -> tuple[str, ...]:
+        """The mark of an image and the place of each tile, a line for each row; then those of the whole."""
+        wide, high = self._whole_tiles(*self._resized(width, height))
+        columns, rows = wide // self.side, high // self.side
+        mark, whole = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+        if columns * rows == 1:
+            return (whole,)
+        places = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
+        lines = ["\n" * (column == 1 < row) + f"{mark}<row_{row}_col_{column}>" for row, column in places]
+        return (*lines, f"\n\n{whole}")
+
+    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
+        """The tiles, row by row, then the whole."""
+        first = self._resized(image.width, image.height)
+        split = image.resize(first, LANCZOS).resize(self._whole_tiles(*first), LANCZOS)
+        tiles = _squares(split, self.side)
+        return tiles if len(tiles) == 1 else [*tiles, split.resize((self.side, self.side), LANCZOS)]
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """The longer side becomes `long_side`, the other an even number."""
+        aspect = width / height
+        other = int(self.long_side / aspect) if width >= height else int(self.long_side * aspect)
+        other = max(other + other % 2, 1)
+        return (self.long_side, other) if width >= height else (other, self.long_side)
+
+    def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Multiples of `side`: the longer one first, then the other as the aspect has it."""
+        aspect = width / height
+        if width >= height:
+            width = self._round_up(width)
+            return width, self._round_up(int(width / aspect))
+        height = self._round_up(height)
+        return self._round_up(int(height * aspect)), height
+
+    def _round_up(self, pixels: int) -> int:
+        return -(-pixels // self.side) * self.side
+
+
+def _squares(whole: Image.Image, side: int) -> list[Image.Image]:
+    """The squares of this side in an image, row by row."""
+    corners = [(left, upper) for upper in range(0, whole.height, side) for left in range(0, whole.width, side)]
+    return [whole.crop((left, upper, left + side, upper + side)) for left, upper in corners]
+
+
+@dataclass(frozen=True)
 class Buckets(ImageTiles):
     """One tile, of the shape among a few of like area that is nearest to the image's aspect.
 
     The image is scaled until it covers the shape, and cropped evenly on both sides (NovelAI: aspect ratio bucketing,
     2022). The shapes have sides from `min_side` to `max_side` in steps of `patch * merge`; for each width, the height
-    is the largest that keeps within `max_pixels`.
+    is the largest that keeps within `max_pixels`. With `min_side=336, max_side=336` there is one, the centre that CLIP
+    sees.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -332,17 +437,23 @@ class Buckets(ImageTiles):
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """The size to which it is scaled."""
-        shrunk = min(full / side for full, side in zip((width, height), self._shape(width, height), strict=True))
-        return width / shrunk, height / shrunk
+        return self._covering(width, height)
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The image, scaled and cropped to its bucket."""
         wide, high = self._shape(image.width, image.height)
-        scale = min(image.width / wide, image.height / high)
-        left, upper = (image.width - wide * scale) / 2, (image.height - high * scale) / 2
-        right, lower = min(image.width, left + wide * scale), min(image.height, upper + high * scale)
-        box = (max(0.0, left), max(0.0, upper), right, lower)  # rounding must not leave the image
-        return [image.resize((wide, high), BICUBIC, box=box)]
+        covering = self._covering(image.width, image.height)
+        left, upper = (covering[0] - wide) // 2, (covering[1] - high) // 2
+        if max(covering) <= _THIN * min(covering):  # Pillow's bits differ between a resized box and a cropped image
+            return [image.resize(covering, BICUBIC).crop((left, upper, left + wide, upper + high))]
+        across, down = image.width / covering[0], image.height / covering[1]
+        right, lower = min(image.width, (left + wide) * across), min(image.height, (upper + high) * down)
+        return [image.resize((wide, high), BICUBIC, box=(left * across, upper * down, right, lower))]
+
+    def _covering(self, width: int, height: int) -> tuple[int, int]:
+        """The least size of the same aspect that covers the bucket."""
+        wide, high = self._shape(width, height)
+        return (high * width // height, high) if wide * height <= high * width else (wide, wide * height // width)
 
     def _shape(self, width: int, height: int) -> tuple[int, int]:
         aspect = math.log(width / height)

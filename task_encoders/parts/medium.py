@@ -48,12 +48,14 @@ class Seen:
         tokens: The number of its tokens.
         fields: Its rows of each of `medium.empty()`.
         grids: How its tokens lie; none where they only follow each other, as those of a sound.
+        texts: The text before each of its grids, where there is such.
     """
 
     medium: Medium
     tokens: int
     fields: dict[str, torch.Tensor]
     grids: tuple[Grid, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 class MediaHeader(Protocol):

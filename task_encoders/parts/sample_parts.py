@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,9 +102,22 @@ class Field:
     def read_text(self, sample: Sample) -> str | None:
         """The value, None where the sample has none. Raises ValueError where it is no text."""
         value = self.read(sample)
+        if isinstance(value, str) and not self.path:
+            value = self._field_of_line(sample, value)
         if value is None or isinstance(value, str):
             return value
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
+
+    def _field_of_line(self, sample: Sample, text: str) -> Any:
+        """A part's text; or the value of which it is the JSON, in a line such as {"text": ["x"]}."""
+        if "json" not in sample or self.part == "json" or text[:1] not in "[{-0123456789tf":
+            return text
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+        record = sample.json("json")
+        return value if isinstance(record, dict) and record.get(self.part) == value else text
 
 
 def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:
@@ -148,17 +162,22 @@ class PartsOfKind(Generic[Seen]):
         self.names = sorted([n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_numbered)
         if not self.names and kind in sample and _is_image(sample, kind):  # a column of bytes
             self.names = [kind]
-        self._used: dict[str, None] = {}
+        self._due = list(self.names)  # a name that is listed twice is due twice
+        self._used = 0
 
     def next(self, field: str) -> Seen:
         """The first one not yet used. Raises ValueError that names `field`, which asks for it."""
-        for name in self.names:
-            if name not in self._used:
-                return self.named(name, field)
-        number = len(self._used) + 1
+        if self._due:
+            return self.named(self._due[0], field)
         raise ValueError(
-            f"{field}: a place for {self._kind} {number}, but the sample has {self._described()}{self._hint}"
+            f"{field}: a place for {self._kind} {self._used + 1}, but the sample has {self._described()}{self._hint}"
         )
+
+    def numbered(self, index: int, field: str) -> Seen:
+        """The one of this number, from 0 on. Raises ValueError that names `field`, which asks for it."""
+        if not 0 <= index < len(self.names):
+            raise ValueError(f"{field}: {index}, but the sample has {self._described()}{self._hint}")
+        return self.named(self.names[index], field)
 
     def known(self, address: Any) -> str | None:
         """The name of a part, or the `data:` URL, that something in a text is; None for anything else."""
@@ -173,7 +192,9 @@ class PartsOfKind(Generic[Seen]):
         """Take them in the order of a list of their names, if each is known; paths are of the parts in their order."""
         found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
         if None not in found:
-            self.names = list(dict.fromkeys([*(name for name in found if name is not None), *self.names]))
+            listed_ones = [name for name in found if name is not None]
+            self.names = [*listed_ones, *(name for name in self.names if name not in listed_ones)]
+            self._due = list(self.names)
 
     def check_any(self, listed: Any, field: str) -> None:
         """Raises ValueError that names `field`, which lists some, where the sample has none."""
@@ -184,11 +205,17 @@ class PartsOfKind(Generic[Seen]):
         """All of them, where none has a place; else none."""
         return [] if self._used else [self.named(name, name) for name in self.names]
 
+    def take(self, name: str) -> None:
+        """Count one as used."""
+        self._used += 1
+        if name in self._due:
+            self._due.remove(name)
+
     def named(self, name: str, field: str) -> Seen:
         """The one in this part. Raises ValueError that names `field`, and what `read` raises."""
         for known in self.names:
             if known.lower() == name.lower():
-                self._used[known] = None
+                self.take(known)
                 return self._read(known)
         hint = self._hint or (
             f"; nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
@@ -197,10 +224,9 @@ class PartsOfKind(Generic[Seen]):
 
     def check_all_used(self) -> None:
         """Raises ValueError that names the first one which no field asked for."""
-        for name in self.names:
-            if name not in self._used:
-                of = f"{len(self._used)} of {len(self.names)}"
-                raise ValueError(f"{self._kind} {name} has no place in the text: {of} have")
+        if self._due:
+            of = f"{len(self.names) - len(self._due)} of {len(self.names)}"
+            raise ValueError(f"{self._kind} {self._due[0]} has no place in the text: {of} have")
 
     @property
     def _hint(self) -> str:
@@ -225,7 +251,8 @@ class SampleImages(PartsOfKind[SeenImage]):
         """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
         if not name.startswith("data:"):
             return super().named(name, field)
-        self._used |= {name: None} if name in self.names else {}
+        if name in self.names:
+            self.take(name)
         return _from_data_url(name, field, self._exif)
 
 
@@ -294,6 +321,8 @@ def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
             raise ValueError("no base64")
         raw = base64.b64decode(encoded, validate=True)
         image: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
+        if image.mode.startswith(("I", "F")):
+            raise ValueError("an image of more than 8 bits a channel. Make it one of 8 bits")
         image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")

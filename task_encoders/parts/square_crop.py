@@ -40,6 +40,7 @@ class SquareCrop:
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the result has fewer pixels than that;
             "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
+        bits: 8 takes images of 16 bits a channel as v >> 8; None refuses them.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -62,6 +63,7 @@ class SquareCrop:
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
     exif: bool = True
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -86,6 +88,7 @@ class SquareCrop:
 
         Raises:
             OSError: The image is damaged.
+            ValueError: It has more than 8 bits a channel, and `bits` is None.
         """
         part = named_part(sample, None, "image")
         if part is None:
@@ -133,7 +136,14 @@ class SquareCrop:
     def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
         size = (self.size, self.size)
         needed = size if self.decode == "scaled" else None
-        cut = sample.image(part, at_least=needed, box=lambda *full: random_box(full, self.scale, rng), exif=self.exif)
+        cut = sample.image(
+            part,
+            mode="RGB",
+            bits=self.bits,
+            at_least=needed,
+            box=lambda *full: random_box(full, self.scale, rng),
+            exif=self.exif,
+        )
         image = cut.resize(size, _BILINEAR, box=cut.info["box"])
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
 
@@ -148,7 +158,7 @@ class SquareCrop:
             resized = (self.size, other) if width <= height else (other, self.size)
             return resized if self.decode == "scaled" else (width, height)
 
-        whole = sample.image(part, at_least=needed, exif=self.exif)
+        whole = sample.image(part, mode="RGB", bits=self.bits, at_least=needed, exif=self.exif)
         image = whole.resize(resized, _BILINEAR, box=whole.info["box"])
         left, upper = (round((side - self.size) / 2) for side in resized)
         return image.crop((left, upper, left + self.size, upper + self.size))

@@ -1,11 +1,19 @@
-"""`Tokenizer`: one class around every kind of tokenizer; UTF-8 bytes if none is given."""
+"""`Tokenizer`: one class around every kind of tokenizer; UTF-8 bytes if none is given.
+
+A text is tokenized as a whole, and a token contributes to the loss if one of its characters does, which is also the
+rule of `return_assistant_tokens_mask` in `transformers`. Of `Q: 2+2? four`, only `four` is to be learned:
+
+    tokens    ▁Q   :   ▁2  +   2   ?   ▁four      `▁four` has the space, and is learned
+    spans    0 1  1 2  2 4 4 5 5 6 6 7 7    12
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -34,14 +42,14 @@ class Tokenizer:
         tokenize: A function from text to token ids, or an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece.
         bos: The id in front of a text, if any.
-        eos: The id behind a text, if any.
+        eos: The id behind a text, if any; not added where the text ends in it already.
         pad: The id that fills rows; it is never learned.
         name: The tokenizer's name in a saved state. By default a hash of its vocabulary and rules where it shows them
             (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Give one where that says
             too little: after changing a function, or for one of several vocabularies of a class.
 
     Raises:
-        ValueError: `tokenize` is neither a function nor such an object.
+        ValueError: `tokenize` is neither a function nor such an object, or cuts or pads its texts.
 
     Example:
         ```python
@@ -58,6 +66,7 @@ class Tokenizer:
     eos: int | None = None
     pad: int = 0  # never a target: labels are masked where the padding is
     name: str | None = None
+    _own: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)  # what it adds around a text
 
     def __post_init__(self) -> None:
         if isinstance(self.tokenize, str) or not (callable(self.tokenize) or hasattr(self.tokenize, "encode")):
@@ -65,33 +74,92 @@ class Tokenizer:
                 f"a tokenizer is a function from str to token ids or an object with encode(text), not "
                 f"{self.tokenize!r}; load it first, or pass None for bytes"
             )
+        tokenize: Any = self.tokenize
+        if hasattr(tokenize, "to_str") and (tokenize.truncation or tokenize.padding):
+            raise ValueError(
+                "the tokenizer cuts or pads its texts, which would lose tokens or learn padding. Call its "
+                "no_truncation() and no_padding() first"
+            )
+        object.__setattr__(self, "_own", self._added())
 
     def __call__(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, int64 (n,); for an empty text n = 0, without `bos` and `eos`.
 
         tiktoken reads special tokens in it as text: a document may contain `<|endoftext|>`.
         """
-        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
-        encode = getattr(self.tokenize, "encode_ordinary", encode)
-        ids = _ids(encode(text)) if text else ()
+        ids = self.piece(text, special=())
         if len(ids) == 0:
             return torch.empty(0, dtype=torch.int64)
-        return joined([self.before, ids, self.after])
+        return joined([self.before, ids, self.after(ids)])
 
-    def piece(self, text: str) -> Ids:
-        """Return the ids of a piece of a longer text, with nothing added.
+    def piece(self, text: str, *, special: Sequence[str] | None = None) -> Ids:
+        """Return the ids of a text, with nothing added.
 
         Args:
-            text: The piece; special tokens written in it are recognized.
+            text: The text; special tokens written in it are recognized.
+            special: Of tiktoken, those that are recognized; None: all.
         """
-        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
         if not text:
             return ()
+        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
         if hasattr(self.tokenize, "encode_ordinary"):  # tiktoken
-            return _ids(encode(text, allowed_special="all"))
+            allowed = "all" if special is None else set(special)
+            return _ids(encode(text, allowed_special=allowed, disallowed_special=()))
         if hasattr(self.tokenize, "get_vocab"):  # Hugging Face
             return _ids(encode(text, add_special_tokens=False))
         return _ids(encode(text))
+
+    def marked(
+        self, text: str, ranges: Sequence[tuple[int, int]], *, special: Sequence[str] | None = None
+    ) -> tuple[Ids, NDArray[np.bool_]]:
+        """Return the ids of a text, with nothing added, and which of them have a character of some ranges.
+
+        Args:
+            text: The text.
+            ranges: Where the ranges begin and end, in characters.
+            special: As of `piece`.
+
+        Raises:
+            ValueError: The tokenizer does not say which characters a token has, and reads the text in front of a
+                border otherwise than in the whole.
+        """
+        if not text or not ranges:
+            ids = self.piece(text, special=special)
+            return ids, np.zeros(len(ids), np.bool_)
+        ids, spans = self._spans(text, special)
+        mask = np.zeros(len(ids), np.bool_)
+        for begin, end in ranges:
+            if spans is not None:
+                mask |= (spans[:, 0] < end) & (spans[:, 1] > begin)
+            else:
+                mask[slice(*(self._tokens_before(text, border, ids, special) for border in (begin, end)))] = True
+        return ids, mask
+
+    def text_of(self, token: int) -> str | None:
+        """Return the text that is read as this token; None where a function or bytes have none.
+
+        Args:
+            token: The id of the token.
+
+        Raises:
+            ValueError: The tokenizer has a vocabulary, in which no text is read as it.
+        """
+        tokenize: Any = self.tokenize
+        names = ("convert_ids_to_tokens", "id_to_token", "id_to_piece", "decode_single_token_bytes")
+        finds = [getattr(tokenize, name) for name in names if hasattr(tokenize, name)]
+        if not finds:
+            return None
+        try:
+            found = finds[0](token)
+            text = found.decode() if isinstance(found, bytes) else found or ""
+        except (IndexError, KeyError, OverflowError, UnicodeDecodeError):
+            text = ""
+        if list(self.piece(text)).count(token) != 1:
+            raise ValueError(
+                f"{type(tokenize).__name__} reads no text as the token {token}, which stands for an image, video or "
+                "sound. Take the id of a token that was added to it, such as '<image>'"
+            )
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with that of special tokens.
@@ -120,22 +188,110 @@ class Tokenizer:
             return set(map(str, tokenize.all_special_tokens))
         if hasattr(tokenize, "get_added_tokens_decoder"):  # tokenizers
             return {token.content for token in tokenize.get_added_tokens_decoder().values() if token.special}
+        if hasattr(tokenize, "id_to_piece"):  # SentencePiece
+            return {tokenize.id_to_piece(n) for n in range(tokenize.get_piece_size()) if tokenize.is_control(n)}
         return set()
 
     @property
     def before(self) -> list[int]:
-        """The ids that a text begins with: `bos` or none."""
-        return [] if self.bos is None else [self.bos]
+        """The ids that a document begins with: `bos`, and those that the tokenizer adds by itself."""
+        own = self._own[0]
+        return own if self.bos is None or own[:1] == [self.bos] else [self.bos, *own]
 
-    @property
-    def after(self) -> list[int]:
-        """The ids that a text ends with: `eos` or none."""
-        return [] if self.eos is None else [self.eos]
+    def after(self, ids: Ids) -> list[int]:
+        """Return the ids that a document ends with: those that the tokenizer adds by itself, and `eos`, once.
+
+        Args:
+            ids: The last ids of its text.
+        """
+        own = self._own[1]
+        if self.eos is None or [*ids[-1:], *own][-1:] == [self.eos]:
+            return own
+        return [*own, self.eos]
+
+    def ending(self, eos: bool | int | str | None) -> Tokenizer:
+        """Return this tokenizer with an end of documents; itself where `eos` is None and it has one, or knows none.
+
+        Args:
+            eos: True for its own `eos_token`, a token as text or id, False for none.
+
+        Raises:
+            ValueError: `eos` is None, and the tokenizer has special tokens, but adds none behind a text; or there is
+                no such token, or two ends.
+        """
+        tokenize: Any = self.tokenize
+        if eos is None or eos is False:
+            if eos is None and self.eos is None and not self._own[1] and (known := self.special_texts()):
+                own = getattr(tokenize, "eos_token", None)
+                others = [text for text in sorted(known - {own}) if _END.search(text.lower())][:6]
+                ends = [*([f"True ({own!r}, which may end turns)"] if own else []), *map(repr, others), "False"]
+                raise ValueError(
+                    "the tokenizer adds no token behind a document, so that a model would not learn to end. Pass eos= "
+                    f"to the encoder: {', '.join(ends)}"
+                )
+            return self
+        if self.eos is not None:
+            raise ValueError(f"there are two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
+        token: Any = eos
+        if eos is True:  # of transformers, tiktoken or SentencePiece
+            own = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
+            token = next((each() if callable(each) else each for each in own if each is not None), None)
+        elif isinstance(eos, str):
+            ids = list(self.piece(eos))
+            token = ids[0] if len(ids) == 1 else None
+        if token is None:
+            raise ValueError(f"{type(tokenize).__name__} has no token for eos={eos!r}. Pass one by its text or its id")
+        return replace(self, eos=token)
 
     def settings(self) -> dict[str, Any]:
         """Return the identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What a tokenizer of Hugging Face adds in front of a text and behind it."""
+        if not hasattr(self.tokenize, "get_vocab"):
+            return [], []
+        encode: Any = self.tokenize
+        plain, whole = list(self.piece("a")), list(_ids(encode.encode("a")))
+        for first in range(len(whole) - len(plain) + 1):
+            if whole[first : first + len(plain)] == plain:
+                return whole[:first], whole[first + len(plain) :]
+        raise ValueError(f"{type(encode).__name__} adds tokens not around a text, but within. Pass a function for it")
+
+    def _spans(self, text: str, special: Sequence[str] | None) -> tuple[Ids, NDArray[np.int64] | None]:
+        """The ids of a text, and the characters of each, int64 (n, 2); None where the tokenizer does not say them."""
+        tokenize: Any = self.tokenize
+        if getattr(tokenize, "is_fast", False):  # transformers
+            made = tokenize(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            return made["input_ids"], np.array(made["offset_mapping"], np.int64).reshape(-1, 2)
+        if hasattr(tokenize, "to_str"):  # tokenizers
+            encoding = tokenize.encode(text, add_special_tokens=False)
+            return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        ids = self.piece(text, special=special)
+        if tokenize is utf8:
+            sizes = np.ones(len(ids), np.int64)
+        elif hasattr(tokenize, "decode_tokens_bytes"):  # tiktoken
+            sizes = np.array([len(token) for token in tokenize.decode_tokens_bytes(ids)])
+        else:
+            return ids, None
+        widths = [len(letter.encode(errors="surrogatepass")) for letter in text]
+        letters, ends = np.repeat(np.arange(len(text)), widths), np.cumsum(sizes)
+        return ids, np.stack([letters[ends - sizes], letters[ends - 1] + 1], 1)
+
+    def _tokens_before(self, text: str, border: int, ids: Ids, special: Sequence[str] | None) -> int:
+        """How many tokens are in front of a border, of a tokenizer that does not say where its tokens are."""
+        if border == len(text):
+            return len(ids)
+        front = self.piece(text[:border], special=special)
+        if list(ids[: len(front)]) != list(front):
+            name = getattr(self.tokenize, "__name__", type(self.tokenize).__name__)
+            raise ValueError(
+                f"{name} reads {text[max(0, border - 20) : border]!r} otherwise when {text[border : border + 20]!r} "
+                "follows, and does not say which characters a token has. Pass a fast tokenizer of transformers, or end "
+                "the prompt where a token ends"
+            )
+        return len(front)
 
 
 def joined(pieces: Sequence[Ids]) -> torch.Tensor:
@@ -156,6 +312,9 @@ def as_tokenizer(tokenizer: Tokenizer | Tokenize | None) -> Tokenizer:
     if tokenizer is None:
         return BYTES
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+
+
+_END = re.compile(r"end|eo[stm]|/s>|sep")  # in the texts of tokens that end something
 
 
 def _ids(encoded: Any) -> Ids:

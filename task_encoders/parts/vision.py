@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,16 +12,17 @@ from PIL import Image
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.processor_tiles import shown_by
 from task_encoders.parts.sample_parts import Decode, ScaledImage, check_decode
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
 
 @dataclass(frozen=True)
 class Vision(Medium):
-    """How images appear in a sequence of tokens.
+    """How images appear in a sequence of tokens. `Vision.from_processor` takes a model's numbers from its processor.
 
     Args:
-        tiles: How an image becomes patches: `NativeSize`, `Tiles` or `Buckets`.
+        tiles: How an image becomes patches: `NativeSize`, `Tiles`, `SplitTiles` or `Buckets`.
         token: The id in the place of each token of an image; text must not contain it.
         text: What a chat template writes in the place of an image.
         before: Text in front of each image, such as the tokenizer's mark of its beginning.
@@ -30,6 +32,7 @@ class Vision(Medium):
         decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
             same tiles of the same sizes; "exact" always in full.
         exif: Turn a photo by its EXIF orientation; False takes the pixels as they are stored.
+        bits: 8 takes images of 16 bits a channel as v >> 8; None refuses them.
 
     Raises:
         ValueError: `token` is no id, `text` is empty, or `decode` is neither.
@@ -37,9 +40,8 @@ class Vision(Medium):
     Example:
         ```python
         from task_encoders import NativeSize, Vision
-        qwen = Vision(
-            NativeSize(), 151655, text="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"
-        )
+        mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+        qwen = Vision(NativeSize(), 151655, text="<|image_pad|>", mean=mean, std=std)
         qwen.tiles.size(1280, 720)   # (1288, 728)
         ```
     """
@@ -53,12 +55,34 @@ class Vision(Medium):
     std: tuple[float, float, float] = STD
     decode: Decode = "scaled"
     exif: bool = True
+    bits: int | None = None
 
     kind: ClassVar[str] = "image"
 
     def __post_init__(self) -> None:
         self.check_token()
         check_decode(self.decode)
+
+    @classmethod
+    def from_processor(cls, processor: Any, *, patch: int | None = None, decode: Decode = "scaled") -> Vision:
+        """Show images as a processor of `transformers` does: its tiles, numbers and special tokens.
+
+        For the processors of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni, LLaVA 1.5 (the image processors of CLIP and
+        SigLIP), InternVL, and SmolVLM and Idefics3.
+
+        Args:
+            processor: `AutoProcessor.from_pretrained(name)`.
+            patch: `config.vision_config.patch_size` of the model; None: the processor's own, where it has one.
+            decode: As for `Vision`.
+
+        Raises:
+            ValueError: The processor is another, or one of its settings is.
+        """
+        tiles, before, after = shown_by(processor, patch)
+        images, text = processor.image_processor, processor.image_token
+        mean, std = tuple(images.image_mean), tuple(images.image_std)
+        token = processor.tokenizer.convert_tokens_to_ids(text)
+        return cls(tiles, token, text, before, after, mean, std, decode=decode)
 
     def image(self, sample: Sample, part: str) -> Image.Image | ScaledImage:
         """Decode an image of a sample as large as its tiles need it, for `tiles.cut`.
@@ -69,9 +93,10 @@ class Vision(Medium):
 
         Raises:
             OSError: The image is damaged.
+            ValueError: It has more than 8 bits a channel, and `bits` is None.
         """
         if self.decode == "exact" or not self.tiles.takes_scaled:
-            return sample.image(part, exif=self.exif)
+            return sample.image(part, mode="RGB", bits=self.bits, exif=self.exif)
         full = (0, 0)
 
         def needed(width: int, height: int) -> tuple[float, float]:
@@ -79,7 +104,7 @@ class Vision(Medium):
             full = width, height
             return self.tiles.at_least(width, height)
 
-        pixels = sample.image(part, at_least=needed, exif=self.exif)
+        pixels = sample.image(part, mode="RGB", bits=self.bits, at_least=needed, exif=self.exif)
         return pixels if pixels.size == full else ScaledImage(*full, pixels)
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
@@ -103,7 +128,8 @@ class Vision(Medium):
             ValueError: There are no tiles for its shape.
         """
         patches, grids = self.tiles.cut(thing)
-        return self._seen(grids, {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])})
+        fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
+        return self._seen(grids, fields, self.tiles.texts(thing.width, thing.height))
 
     def measured(self, info: MediaHeader) -> Seen:
         """The same without patches, by the size of the image."""
@@ -112,7 +138,20 @@ class Vision(Medium):
         if (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured
         patch = self.tiles.patch
-        return self._seen(torch.tensor([(high // patch, wide // patch) for wide, high in sizes]), {})
+        grids = torch.tensor([(high // patch, wide // patch) for wide, high in sizes])
+        return self._seen(grids, {}, self.tiles.texts(info.width, info.height))
+
+    def pieces(self, seen: Seen) -> Iterator[str | Seen]:
+        """What stands in a sequence for an image: texts and its tokens, and before each tile its own text if any."""
+        yield self.before
+        fields = seen.fields
+        for text, grid in zip(seen.texts, seen.grids, strict=bool(seen.texts)):
+            yield text
+            yield Seen(self, grid.tokens, fields, (grid,))
+            fields = self.empty()  # the first has those of all tiles
+        if not seen.texts:
+            yield seen
+        yield self.after
 
     def empty(self) -> dict[str, torch.Tensor]:
         """`patches`, uint8 (0, 3, patch, patch); `grids`, int64 (0, 2); `tile_counts`, int64 (0,)."""
@@ -158,7 +197,7 @@ class Vision(Medium):
         own |= {"mean": list(self.mean), "std": list(self.std)}
         return {**self.tiles.settings(), **own, "decode": self.decode, "exif": self.exif}
 
-    def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor]) -> Seen:
+    def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]) -> Seen:
         merge = self.tiles.merge
         places = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
-        return Seen(self, self.tiles.tokens(grids), fields, places)
+        return Seen(self, self.tiles.tokens(grids), fields, places, texts)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.core.named_object import named_object
+from savable_pipeline.core.named_object import imported, named_object
 from savable_pipeline.tools.cli.main import app
 
 _FILE = """
@@ -80,3 +82,23 @@ def test_a_guarded_file_is_imported_and_its_loader_can_be_used_afterwards(tmp_pa
     with pytest.raises(ValueError, match="no 'gone'"):
         named_object(f"{file}:gone")
     assert len(next(loader)) == 2
+
+
+def test_a_module_that_another_thread_still_imports_counts_as_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "begun_and_go_on", (begun, go_on), raising=False)
+    (tmp_path / "slowly_made.py").write_text(
+        "import threading\nbegun, go_on = threading.begun_and_go_on\nbegun.set()\nassert go_on.wait(30)\nTensor = 3\n"
+    )
+    assert imported("slowly_made") is None
+    other = threading.Thread(target=importlib.import_module, args=("slowly_made",))
+    other.start()
+    assert begun.wait(30) and "slowly_made" in sys.modules
+    assert imported("slowly_made") is None
+    go_on.set()
+    other.join()
+    assert imported("slowly_made").Tensor == 3
+    del sys.modules["slowly_made"]

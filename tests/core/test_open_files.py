@@ -7,7 +7,9 @@ import errno
 import gc
 import os
 import resource
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.core.files import keep_below, with_handles
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 
@@ -102,3 +105,67 @@ def test_an_encoder_that_runs_out_of_descriptors_is_not_skipped(make_shards: Any
     encode = sp.Encode(sp.TarShardReader(make_shards([4]), sp.Lane(), epochs=1), Opening(), on_error="skip")
     with pytest.raises(sp.EncodeError, match="Too many open files"):
         next(encode)
+
+
+def test_a_read_has_the_bytes_of_its_shard_though_another_thread_closes_the_shard_before(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = make_shards([9]), make_shards([50, 9], folder="other") / "0001.tar"
+    dataset = open_any(mine)
+    samples, closed, real = dataset.open_samples(np.array([(i, 0) for i in range(9)], REF)), [], os.pread
+
+    def meanwhile(descriptor: int, size: int, offset: int) -> bytes:
+        monkeypatch.setattr(os, "pread", real)
+        keep_below(0)
+        closed.append(os.open(other, os.O_RDONLY))  # which has the lowest number that is free
+        return real(descriptor, size, offset)
+
+    samples[0]["json"]
+    monkeypatch.setattr(os, "pread", meanwhile)
+    assert samples[5].json()["id"] == 5
+    os.close(*closed)
+
+
+def in_threads(call: Callable[[int], None]) -> None:
+    """Call with each number 0 … 7 in a thread of its own, all at the same time; they take turns as often as can be."""
+    interval, begin = sys.getswitchinterval(), threading.Barrier(8)
+
+    def run(number: int) -> None:
+        begin.wait()
+        call(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_threads_that_have_few_descriptors_read_each_sample_right(make_shards: Any) -> None:
+    root, found = make_shards([2] * 60), dict[int, list[int]]()
+
+    def read(number: int) -> None:
+        dataset, order = open_any(root), np.random.default_rng(number).integers(0, 120, 1000)
+        samples = dataset.open_samples(np.array([(i, 0) for i in order], REF))
+        wrong = [i for i, sample in zip(order, samples, strict=True) if sample.json()["id"] != i]
+        dataset.verify(number)
+        found[number] = wrong
+
+    with limited(80):
+        in_threads(read)
+    assert found == {number: [] for number in range(8)}
+
+
+def test_a_process_tries_again_where_another_thread_has_just_closed_what_was_open() -> None:
+    answers = iter([OSError(errno.EMFILE, "Too many open files"), None])
+
+    def act() -> str:
+        if (error := next(answers)) is not None:
+            raise error
+        return "done"
+
+    assert with_handles(act) == "done"

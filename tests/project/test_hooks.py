@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,24 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_the_hook_passes(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("subject", "problem"),
+    [
+        ("Tolerate a raised proxy limit in tests", ""),
+        ("Pass the address as written", ""),
+        ("Merge branch 'x'", ""),
+        ("A proxy of the tests bears that its limit is lifted", "starts with 'A'"),
+        ("Adds a test", "starts with 'Adds'"),
+        ("Fixed the reader", "starts with 'Fixed'"),
+        ("Fix the reader.", "full stop"),
+        ("Fix " + 69 * "x", "73 characters"),
+    ],
+)
+def test_commit_subjects_are_short_imperatives(subject: str, problem: str) -> None:
+    found = " ".join(runpy.run_path(str(ROOT / "tools/check_commit_message.py"))["problems"](subject))
+    assert problem in found and bool(problem) == bool(found)
 
 
 @pytest.mark.landing

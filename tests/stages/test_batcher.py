@@ -61,10 +61,10 @@ def test_more_says_whether_another_batch_will_come(count: int, drop_last: bool, 
 def test_more_holds_no_more_items_than_it_needs() -> None:
     stage = batcher(9)
     stage.more()
-    assert stage.save_state()["held"] == [(0, 0, 0)]
+    assert stage.save_state()["held"] == [((0, 0, 0), None)]
     dropping = batcher(9, drop_last=True)
     dropping.more()
-    assert dropping.save_state()["held"] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert dropping.save_state()["held"] == [((number, 0, 0), None) for number in range(3)]
 
 
 @given(

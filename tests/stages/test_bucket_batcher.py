@@ -244,7 +244,7 @@ def test_a_group_that_cannot_be_is_an_error_and_the_item_is_not_lost(how: dict[s
     for _ in range(2):
         with pytest.raises(sp.EncodeError, match=what):
             next(stage)
-    assert stage.save_state()["taken"] == (0, 0, 0)
+    assert stage.save_state()["taken"] == [((0, 0, 0), None)]
 
 
 def test_a_state_with_other_groups_is_a_mismatch() -> None:

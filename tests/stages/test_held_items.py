@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.held_items import size_of
+from savable_pipeline.stages.held_items import BudgetShare, size_of
 from savable_pipeline.stages.item_ref import Element
 
 
@@ -76,17 +77,29 @@ def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
 def test_what_is_restored_is_made_when_it_is_needed(shards: str) -> None:
     stage, _ = holder(shards)
     held = stage.held
-    held.restore([[3, 0, 0], [1, 0, 0], [2, 0, 0]])
+    held.restore([[[3, 0, 0], None], [[1, 0, 0], [[1, 0]]], [[2, 0, 0], None]])
     assert held.refs() == [ref(3), ref(1), ref(2)] and held.made == 0
+    assert held.save() == [(ref(3), None), (ref(1), ((1, 0),)), (ref(2), None)]
     assert held.look(1) == ("1", ref(1)) and held.made == 0, "looking keeps nothing"
     assert held.ready(2) == ["3", "1"] and held.made == 2
     assert held.take(2) == ("2", ref(2)) and held.made == 2
 
 
+@pytest.mark.parametrize("saved", [[ref(0)], [[ref(0), 3]], [[ref(0), [[1]]]], [[ref(0), [[-1, 0]]]], [[5, None]], 5])
+def test_a_state_of_anything_but_refs_and_sizes_is_a_mismatch(shards: str, saved: object) -> None:
+    stage, _ = holder(shards)
+    with pytest.raises(sp.CheckpointMismatchError, match="the state has"):
+        stage.held.restore(saved)
+
+
+def test_a_share_of_the_budget_that_ctrl_c_kept_from_its_values_is_let_go_of_silently() -> None:
+    BudgetShare.__new__(BudgetShare).__del__()
+
+
 def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
     stage, encoder = holder(shards)
     encoder.gone = frozenset({1, 2})
-    stage.held.restore([ref(number) for number in range(5)])
+    stage.held.restore([(ref(number), None) for number in range(5)])
     item, found = stage.held.take(1)
     assert type(item) is sp.Skip and found == ref(1)
     assert stage.held.ready(2) == ["0", "3"] and stage.held.refs() == [ref(0), ref(3), ref(4)]
@@ -95,7 +108,7 @@ def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
 
 def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(shards: str) -> None:
     stage, encoder = holder(shards)
-    stage.held.restore([ref(0), ref(1)])
+    stage.held.restore([(ref(0), None), (ref(1), None)])
     encoder.broken = frozenset({1})
     for ask in (lambda: stage.held.take(1), lambda: stage.held.ready(2)):
         with pytest.raises(sp.EncodeError):
@@ -113,7 +126,7 @@ def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> No
     assert [other.held.take(0)[0] for _ in range(3)] == ["0", "1", "2"]
     one.held.drop(3)
     assert other.held.fill(2) == 2 and other.held.made == 2, "let go of, their bytes are free again"
-    other.held.restore([ref(0)])
+    other.held.restore([(ref(0), None)])
     one.held.add([Element(ref(7), "x"), Element(ref(8))])
     assert other.held.made == 0 and one.held.made == 1 and one.held.take(1) == ("8", ref(8))
     assert one.held.ready(1) == ["x"]
@@ -186,3 +199,13 @@ def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
 
     assert size_of([Part() for _ in range(100_000)]) == pytest.approx(100_000 * 116, rel=0.2)
     assert len(looked_at) == 16
+
+
+def test_a_share_of_memory_whose_making_ctrl_c_has_ended_is_let_go_of_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    BudgetShare.__new__(BudgetShare)  # as far as `__init__` may have come: not at all
+    gc.collect()
+    assert not ignored

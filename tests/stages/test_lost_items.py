@@ -209,7 +209,7 @@ def test_a_batch_of_a_bucket_is_full_though_an_item_of_it_is_lost(shards: str) -
     before = pipeline(shards, encoder, how, sp.Lane())
     next(before)
     state = before.save_state()
-    held = {ref[0] for bucket in state["buckets"] for ref in bucket}
+    held = {ref[0] for bucket in state["buckets"] for ref, _ in bucket}
     encoder.bad = frozenset(held)
     stage = pipeline(shards, encoder, how, sp.Lane())
     stage.restore_state(state)
@@ -316,7 +316,7 @@ def test_a_held_pack_that_lost_an_item_is_named_without_it(
     next(before)
     assert before.more()
     state = before.save_state()
-    held = [ref for bucket in state["buckets"] for ref in bucket] if bucketed else state["held"]
+    held = [ref for elements in (state["buckets"] if bucketed else [state["held"]]) for ref, _ in elements]
     gone = {ref[1][0] for ref in held}
     (tmp_path / "gone").write_text("".join(f"s{number:06d}\n" for number in gone))
     if not excluded:

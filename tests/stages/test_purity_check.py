@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import itertools
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,13 @@ import torch
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline.core.global_rng import as_in_a_worker
+from savable_pipeline.run.engine.worker_main import be_one_thread
+from savable_pipeline.run.transport.batch_pickle import dumps, loads
+from savable_pipeline.stages import purity_check
+from savable_pipeline.stages.batch_difference import first_difference
+from savable_pipeline.stages.held_items import size_of
+from tests.support.toy_faults import NumberEncoder
 from tests.support.toy_pipelines import ToyEncoder
 
 
@@ -208,3 +219,34 @@ def test_what_fails_the_second_time_is_told(items: Any) -> None:
 def test_a_share_lies_between_none_and_all(items: Any, share: float) -> None:
     with pytest.raises(ValueError, match=r"0\.0 to 1\.0"):
         items(OneField(lambda rng: 0), check=share)
+
+
+def test_an_item_that_cannot_be_looked_at_the_second_time_is_not_a_difference(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = itertools.count(), purity_check.copied_leaves
+
+    def fails_every_second_time(value: Any, path: str) -> list[tuple[str, Any]]:
+        if next(calls) % 2:
+            raise AttributeError("partially initialized module 'torch' has no attribute 'Tensor'")
+        return real(value, path)
+
+    monkeypatch.setattr(purity_check, "copied_leaves", fails_every_second_time)
+    items = sp.Encode(sp.TarShardReader(make_shards([4]), sp.Lane(), epochs=1), NumberEncoder())
+    assert sorted(items) == [0, 1, 2, 3]
+    assert next(calls) == 8
+
+
+def test_a_torch_that_another_thread_still_imports_is_no_fault_of_items_and_batches(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = ModuleType("torch")
+    half.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    half.__spec__._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", half)
+    assert first_difference({"a": np.arange(3)}, {"a": np.arange(3)}) is None
+    assert size_of({"a": [1, b"two"]}) > 0
+    pieces, buffers = dumps({"a": np.arange(3), "b": {1, 2}})
+    assert loads(b"".join(pieces), buffers)["a"].tolist() == [0, 1, 2]
+    with as_in_a_worker({"torch"}):
+        be_one_thread()

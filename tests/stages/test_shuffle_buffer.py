@@ -242,10 +242,13 @@ def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
     assert (held.held_items, made_again.held_items) == (10, 0)
 
 
-def test_its_state_holds_refs_alone(shards: str) -> None:
+def test_its_state_holds_refs_and_sizes_alone(shards: str) -> None:
     items = items_of(shards, sp.Lane())
     next(items)
     state = items.save_state()
     assert len(state["refs"]) == 10
-    assert all(len(ref) == 3 for ref in state["refs"])
+    assert all(len(ref) == 3 and sizes is None for ref, sizes in state["refs"])
+    packs = sp.ShuffleBuffer(sp.OnlinePacker(items_of(shards, sp.Lane()), max_length=7), size=5)
+    next(packs)
+    assert all(len(ref) == len(sizes) + 1 for ref, sizes in packs.save_state()["refs"])
     assert sp.ShuffleBuffer.__name__ == type(items).__name__ == "ShuffleBuffer"

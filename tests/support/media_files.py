@@ -56,6 +56,7 @@ def video_bytes(
     audio: str = "",
     rotation: int = 0,
     times: list[int] | None = None,
+    numbers_from: int = 0,
     options: dict[str, str] | None = None,
 ) -> bytes:
     """A video of numbered frames. `audio`: a codec, for a tone beside them; `times`: of frames, in 1/1000 s."""
@@ -74,7 +75,7 @@ def video_bytes(
                 made.add_stream(audio, rate=48000 if audio == "libopus" else 16000, layout="mono") if audio else None
             )
             for number in range(frames):
-                frame = av.VideoFrame.from_ndarray(numbered_frame(number, size, noise), "rgb24")
+                frame = av.VideoFrame.from_ndarray(numbered_frame(numbers_from + number, size, noise), "rgb24")
                 frame.pts, frame.time_base = (
                     (number, 1 / Fraction(fps)) if times is None else (times[number], Fraction(1, 1000))
                 )
@@ -83,6 +84,42 @@ def video_bytes(
             if sound is not None:
                 _encode_tone(made, sound, frames / float(fps), sound.codec_context.sample_rate, 1)
         return path.read_bytes()
+
+
+def cut_without_decoding(data: bytes, begin_s: float) -> bytes:
+    """A video as MP4 from a time on, whose edit list leaves out the frames between the last keyframe and that time."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="mp4") as made:
+        stream = source.streams.video[0]
+        copied, ticks = made.add_stream_from_template(stream), round(begin_s / stream.time_base)
+        source.seek(ticks, stream=stream)
+        for packet in source.demux(stream):
+            if packet.dts is not None and packet.pts is not None:
+                packet.pts, packet.dts, packet.stream = packet.pts - ticks, packet.dts - ticks, copied
+                made.mux(packet)
+    return file.getvalue()
+
+
+def joined_without_decoding(videos: list[bytes]) -> bytes:
+    """Videos after each other as one MP4, by FFmpeg's concat demuxer, as LeRobot joins the files of merged sets."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.mp4" for number in range(len(videos))]
+        for path, video in zip(paths, videos, strict=True):
+            path.write_bytes(video)
+        listed, joined = Path(folder) / "listed", Path(folder) / "joined"
+        listed.write_text("ffconcat version 1.0\n" + "".join(f"file '{path}'\n" for path in paths))
+        with (
+            av.open(str(listed), format="concat", options={"safe": "0"}) as source,
+            av.open(str(joined), "w", format="mp4") as made,
+        ):
+            stream = source.streams.video[0]
+            copied = made.add_stream_from_template(stream)
+            copied.time_base = stream.time_base
+            for packet in source.demux(stream):
+                if packet.dts is not None:
+                    packet.stream = copied
+                    made.mux(packet)
+        return joined.read_bytes()
 
 
 def flac_bytes(
@@ -104,19 +141,25 @@ def flac_bytes(
 
 
 def audio_bytes(
-    seconds: float = 2.0, *, rate: int = 16000, channels: int = 1, container: str = "flac", codec: str = ""
+    seconds: float = 2.0,
+    *,
+    rate: int = 16000,
+    channels: int = 1,
+    container: str = "flac",
+    codec: str = "",
+    begin_s: float = 0.0,
 ) -> bytes:
-    """A tone. `codec`: by default the container's usual one."""
+    """A tone, whose times begin at `begin_s`. `codec`: by default the container's usual one."""
     usual = {"flac": "flac", "wav": "pcm_s16le", "ogg": "libopus", "mp3": "libmp3lame", "mp4": "aac", "webm": "libopus"}
     file = io.BytesIO()
     with av.open(file, "w", format=container) as made:
         layout = "mono" if channels == 1 else "stereo"
         stream: Any = made.add_stream(codec or usual[container], rate=rate, layout=layout)
-        _encode_tone(made, stream, seconds, rate, channels)
+        _encode_tone(made, stream, seconds, rate, channels, begin_s)
     return file.getvalue()
 
 
-def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: int) -> None:
+def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: int, begin_s: float = 0.0) -> None:
     layout = stream.codec_context.layout.name
     formats = {one.name for one in stream.codec_context.codec.audio_formats or ()}
     format_name = next(name for name in ("s16", "s16p", "flt", "fltp") if name in formats)
@@ -125,7 +168,7 @@ def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: in
     for begin in range(0, pcm.shape[1], 1024):
         block = np.ascontiguousarray(pcm[:, begin : begin + 1024].T).reshape(1, -1)
         frame = av.AudioFrame.from_ndarray(block, "s16", layout)
-        frame.sample_rate, frame.pts, frame.time_base = rate, begin, Fraction(1, rate)
+        frame.sample_rate, frame.pts, frame.time_base = rate, begin + round(begin_s * rate), Fraction(1, rate)
         for converted in resampler.resample(frame):
             made.mux(stream.encode(converted))
     for converted in resampler.resample(None):

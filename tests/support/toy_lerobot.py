@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
-from tests.support.media_files import video_bytes
+from tests.support.media_files import numbered_frame, video_bytes
 
 FPS = 10
 TOP = "observation.images.top"
@@ -38,21 +40,40 @@ def _file(folder: Path, kind: str, chunk: int, file: int, suffix: str) -> Path:
     return path
 
 
-def write_lerobot(folder: Path, **info: Any) -> Path:
-    """The folder. The state of a frame is its number in its video, then that among all frames."""
+def _where(episode: int, begin: int) -> dict[str, Any]:
+    """The columns that say where the video of an episode is."""
+    chunk, file = VIDEO_FILES[episode]
+    seconds = {"from_timestamp": begin / FPS, "to_timestamp": (begin + LENGTHS[episode]) / FPS}
+    return {
+        f"videos/{TOP}/{name}": value for name, value in {"chunk_index": chunk, "file_index": file, **seconds}.items()
+    }
+
+
+def _png(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(numbered_frame(number, (64, 48), noise=10)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_lerobot(folder: Path, *, images: bool = False, lacking: int = 0, **info: Any) -> Path:
+    """The folder. The state of a frame is its number in its video, then that among all frames.
+
+    `images`: instead of videos, as LeRobot's `use_videos=False` writes; `lacking`: last frames that videos do not have.
+    """
     firsts = np.cumsum([0, *LENGTHS])
     begins = [
         sum(n for n, file in zip(LENGTHS[:e], VIDEO_FILES, strict=False) if file == VIDEO_FILES[e]) for e in range(4)
     ]
-    for chunk, file in sorted(set(VIDEO_FILES)):
-        frames = sum(n for n, each in zip(LENGTHS, VIDEO_FILES, strict=True) if each == (chunk, file))
+    for chunk, file in () if images else sorted(set(VIDEO_FILES)):
+        frames = sum(n for n, each in zip(LENGTHS, VIDEO_FILES, strict=True) if each == (chunk, file)) - lacking
         _file(folder, f"videos/{TOP}", chunk, file, ".mp4").write_bytes(video_bytes(frames, fps=FPS, noise=10))
     for chunk, file in sorted(set(DATA_FILES)):
         rows = [
             {
                 "observation.state": [float(begins[e] + i), float(firsts[e] + i)],
                 "action": [[float(i), float(e)]] * 3,
-                "task": "pick",
+                "task": f"pick {i}",
+                **({TOP: {"bytes": _png(begins[e] + i), "path": f"frame-{i:06d}.png"}} if images else {}),
                 "index": int(firsts[e]) + i,
                 "episode_index": e,
             }
@@ -60,7 +81,8 @@ def write_lerobot(folder: Path, **info: Any) -> Path:
             if DATA_FILES[e] == (chunk, file)
             for i in range(LENGTHS[e])
         ]
-        kinds = {"observation.state": pa.list_(pa.float32(), 2), "action": pa.list_(pa.list_(pa.float32()))}
+        kinds: dict[str, Any] = {TOP: pa.struct([("bytes", pa.binary()), ("path", pa.string())])}
+        kinds |= {"observation.state": pa.list_(pa.float32(), 2), "action": pa.list_(pa.list_(pa.float32()))}
         schema = pa.schema([(name, kinds.get(name, pa.string() if name == "task" else pa.int64())) for name in rows[0]])
         pq.write_table(
             pa.Table.from_pylist(rows, schema=schema), _file(folder, "data", chunk, file, ".parquet"), row_group_size=10
@@ -74,10 +96,7 @@ def write_lerobot(folder: Path, **info: Any) -> Path:
             "data/file_index": DATA_FILES[e][1],
             "dataset_from_index": int(firsts[e]),
             "dataset_to_index": int(firsts[e + 1]),
-            f"videos/{TOP}/chunk_index": VIDEO_FILES[e][0],
-            f"videos/{TOP}/file_index": VIDEO_FILES[e][1],
-            f"videos/{TOP}/from_timestamp": begins[e] / FPS,
-            f"videos/{TOP}/to_timestamp": (begins[e] + LENGTHS[e]) / FPS,
+            **({} if images else _where(e, begins[e])),
             "stats/action/min": [0.0],
         }
         for e in range(4)
@@ -86,5 +105,6 @@ def write_lerobot(folder: Path, **info: Any) -> Path:
         table = pa.Table.from_pylist(episodes[2 * file : 2 * file + 2])
         pq.write_table(table, _file(folder, "meta/episodes", 0, file, ".parquet"))
     pq.write_table(pa.table({"task_index": [0]}), folder / "meta/tasks.parquet")
-    (folder / "meta/info.json").write_text(json.dumps({**INFO, **info}))
+    features = {**FEATURES, TOP: {**FEATURES[TOP], "dtype": "image" if images else "video"}}
+    (folder / "meta/info.json").write_text(json.dumps({**INFO, "features": features, **info}))
     return folder

@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
     "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
     "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled, None),
     "captions": (
-        lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact"),
+        lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact", eos=False),
         labelled,
         None,
     ),
@@ -196,7 +196,11 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
         documents,
         96,
     ),
-    "packed text": (lambda: LanguageModelingEncoder(trained_tokenizer(), max_length=128, part="py"), sources, 128),
+    "packed text": (
+        lambda: LanguageModelingEncoder(trained_tokenizer(), max_length=128, part="py", eos=3),
+        sources,
+        128,
+    ),
     "packed prompts": (
         lambda: LanguageModelingEncoder(max_length=400, part="json[code]", prompt="json[prompt]"),
         sources,
@@ -207,7 +211,7 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
         sounds,
         None,
     ),
-    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0), sounds, 60),
+    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0, eos="<|endoftext|>"), sounds, 60),
     "clips of videos": (
         lambda: ContrastiveEncoder(text="json[texts]", crop=CROP, clips=sp.Clips(length_s=0.2, fps=10, count=2)),
         videos,

@@ -158,7 +158,7 @@ def test_a_model_makes_of_a_batch_of_packs_what_it_makes_of_each_document_alone(
 
 def test_a_prompt_is_read_and_not_learned() -> None:
     encoder = LanguageModelingEncoder(Tokenizer(words, bos=8, eos=9), part="json[completion]", prompt="json[prompt]")
-    record = json.dumps({"prompt": "a bb", "completion": "ccc dddd"})
+    record = json.dumps({"prompt": "a bb ", "completion": "ccc dddd"})
     assert plain(encoder.encode(sample(json=record), RNG)) == {  # type: ignore[arg-type]
         "tokens": [8, 1, 2, 3, 4, 9],
         "labels": [-100, -100, 3, 4, 9, -100],
@@ -167,7 +167,7 @@ def test_a_prompt_is_read_and_not_learned() -> None:
 
 def test_what_is_prompt_alone_of_a_long_sample_is_left_out() -> None:
     encoder = LanguageModelingEncoder(words, part="json[completion]", prompt="json[prompt]", max_length=2)
-    record = json.dumps({"prompt": "a bb ccc dddd eeeee", "completion": "ffffff ggggggg"})
+    record = json.dumps({"prompt": "a bb ccc dddd eeeee ", "completion": "ffffff ggggggg"})
     first, second, third, last = encoder.encode(sample(json=record), RNG)  # type: ignore[misc]
     assert [each.reason for each in (first, second, last) if isinstance(each, Skip)] == ["no target"] * 3
     assert plain(third) == {"tokens": [5, 6], "labels": [6, 7]}  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,16 @@ import torch
 from savable_pipeline.core.rng import Rng
 from task_encoders.chat import ChatEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
+from task_encoders.parts.chat_template import OwnTemplate
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.medium import MRope
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 from tests.support.media_files import audio_bytes, video_bytes
+from tests.support.toy_chats import chats, save_small_qwen
 from tests.support.toy_media import plain_video
 from tests.support.toy_samples import item, png, sample, trained_tokenizer
+from tests.support.toy_tokenizers import tokenizer as family_tokenizer
 
 pytestmark = pytest.mark.landing  # the processors of transformers take eight seconds to import
 
@@ -284,3 +288,54 @@ def _by_tokens(patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         blocks = own.view(rows // 2, 2, columns // 2, 2, 3, 1, 14, 14).transpose(1, 2)
         made.append(blocks.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, -1))
     return torch.cat(made)
+
+
+def masked(made: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The tokens of an item, and which of them are learned, as `assistant_masks` says it."""
+    learned = [-100, *made["labels"].tolist()[:-1]]
+    return made["tokens"].tolist(), [int(label != -100) for label in learned]
+
+
+def test_chats_of_qwens_processor_are_its_tokens_and_its_loss_mask(tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    save_small_qwen(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    own = processor.tokenizer
+    sizes = processor.image_processor.size
+    tiles = NativeSize(14, 2, sizes["shortest_edge"], sizes["longest_edge"])
+    pad = own.convert_tokens_to_ids("<|image_pad|>")
+    encoder = ChatEncoder(
+        own, vision=Vision(tiles, pad, text="<|image_pad|>"), template=OwnTemplate(processor, content="parts")
+    )
+    for turns, images in chats():
+        parts = {f"{number}.png": png(np.asarray(image)) for number, image in enumerate(images)}
+        made = item(encoder, sample({"json": {"messages": turns}, **parts}))
+        waiting = iter(images)
+        filled = [
+            {**turn, "content": [{**p, "image": next(waiting)} if p["type"] == "image" else p for p in turn["content"]]}
+            for turn in turns
+        ]
+        both = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "return_tensors": "pt"}
+        theirs = processor.apply_chat_template(filled, **both)
+        assert masked(made) == (theirs["input_ids"][0].tolist(), theirs["assistant_masks"][0].tolist())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "llama3"])
+def test_chats_of_llavas_processor_are_its_tokens(family: str) -> None:
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    own = family_tokenizer(family)
+    own.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }}{% else %} ASSISTANT: {{ m.content }}"
+        "</s>{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    )
+    eyes = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor = LlavaProcessor(eyes, own, 14, "default", num_additional_image_tokens=1)
+    tiles = Tiles(14, 1, 28, max_tiles=1, thumbnail=False)
+    encoder = ChatEncoder(own, vision=Vision(tiles, own.convert_tokens_to_ids("<image>")))
+    photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
+    for question in ("<image>\nWhat is it?", "What is it?\n<image>", "Look, <image> is it four?"):
+        made = item(encoder, asked(question, png=png(photo)))
+        theirs = processor(text=f"USER: {question} ASSISTANT: yes</s>", images=[photo], add_special_tokens=False)
+        assert made["tokens"].tolist() == theirs["input_ids"][0]

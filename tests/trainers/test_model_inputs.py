@@ -111,7 +111,8 @@ def text_batch(packs: Sequence[Sequence[int]] | None = ((0, 1), (2, 3)), **setti
 def test_a_pack_of_texts_has_the_loss_of_its_documents_alone(name: str, attention: str) -> None:
     model = made(name, attention, **MODELS[name])
     expected = alone(model, DOCUMENTS)
-    for batch in (text_batch(), text_batch(max_length=64), text_batch([[0, 1, 2, 3]]), text_batch(None)):
+    padded = (text_batch(multiple=16), text_batch(None, multiple=16))
+    for batch in (text_batch(), text_batch(max_length=64), text_batch([[0, 1, 2, 3]]), text_batch(None), *padded):
         for given in (model, model.config, torch.nn.DataParallel(model)):
             assert loss(model, model_inputs(batch, given)) == pytest.approx(expected, abs=1e-5)
     packed = text_batch()
@@ -271,7 +272,7 @@ def kinds(document: Document) -> Document:
     return document._replace(more={**document.more, "mm_token_type_ids": types})
 
 
-def qwen_stories(model: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], list[Document]]:
+def qwen_stories(model: Any, **settings: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], list[Document]]:
     """An encoder, items, and their documents by the processor of `transformers`."""
     from transformers import Qwen2VLImageProcessor
 
@@ -281,7 +282,7 @@ def qwen_stories(model: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], 
     processor = Qwen2VLImageProcessor(size=sizes, image_mean=MEAN, image_std=STD)
     vision = Vision(NativeSize(14, 2, *sizes.values()), IMAGE, mean=MEAN, std=STD)
     rate = getattr(model.config.vision_config, "tokens_per_second", None)
-    encoder = InterleavedEncoder(vision=vision, rope=MRope(rate))
+    encoder = InterleavedEncoder(vision=vision, rope=MRope(rate), **settings)
     items, documents = [], []
     for (text, number, more), photo in zip(STORIES, photos, strict=True):
         seen = processor(images=[photo], return_tensors="pt")
@@ -312,6 +313,30 @@ def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(made_so: tup
     packed = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
     for wrong in (packed["position_ids"][1:], packed["position_ids"][0]):  # not in the document, not in space
         assert abs(loss(model, {**packed, "position_ids": wrong}) - expected) > 1e-4
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen2VL"])
+def test_positions_in_packs_with_images_are_those_that_the_model_gives_each_document_alone(
+    name: str, multiple: int
+) -> None:
+    model = qwen(name=name)
+    encoder, items, documents = qwen_stories(model, multiple=multiple)
+    assert len({len(document.ids) % multiple for document in documents}) > 1 or multiple == 1
+    for rows in ([encoder.pack(items, Rng(7))], [encoder.pack(items[:2], Rng(7)), encoder.pack(items[2:], Rng(7))]):
+        batch = encoder.batch(rows, Rng(7))
+        positions = model_inputs(batch, model)["position_ids"].flatten(1)  # int64 (4, B * T)
+        begins = batch["cu_seqlens"].tolist()
+        for begin, end, document in zip(begins, begins[1:], documents, strict=False):
+            ids = torch.tensor([document.ids])
+            more = {key: document.more[key] for key in ("mm_token_type_ids", "image_grid_thw")}
+            theirs = model.model.get_rope_index(ids, **more)[0][:, 0]
+            assert torch.equal(positions[1:, begin : begin + len(document.ids)], theirs)
+            assert positions[0, begin:end].tolist() == list(range(end - begin))  # the padding is its document's end
+            beyond = positions[1:, begin + len(document.ids) : end]
+            assert (beyond.diff() == 1).all() and (beyond > theirs.max()).all()
+        expected = alone(model, documents)
+        assert loss(model, model_inputs(batch, model)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_qwens_texts_without_images_are_kept_apart_too() -> None:

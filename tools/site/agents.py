@@ -1,15 +1,17 @@
-"""Writes what coding agents read, from the pages: `python tools/site/agents.py` after a page has changed.
+"""Write the files that coding agents read. Run `python tools/site/agents.py` after a page has changed.
 
-docs/llms.txt                        the form of llmstxt.org: title, summary, each page with its first sentence
-skills/savable-pipeline/SKILL.md     sections of pages: the recipe, its settings, mistakes, words and commands
+docs/llms.txt                        title, summary, and each page with its first sentence (form of llmstxt.org)
+skills/savable-pipeline/SKILL.md     sections of pages: training loop, settings, mistakes, glossary and commands
 
-As a hook of mkdocs it copies the pages as they are into the site, beside the llms.txt that names them.
+`python tools/site/agents.py site` also copies the Markdown pages into a built site, where llms.txt links to them.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ WHEN = (
     "reading shards or tables, encoders, packing, checkpoints of the data that resume bit for bit, ranks, trainers."
 )
 SECTIONS = {  # of the skill, by page
-    "index.md": ["The recipe", "The words", "The commands"],
+    "index.md": ["A complete training loop", "Glossary", "Command line"],
     "first-day.md": ["Write the pipeline", "Choose seed and lanes", "Common mistakes"],
 }
 
@@ -62,23 +64,33 @@ def _line(page: str) -> str:
 
 
 def _section(page: str, title: str) -> str:
-    """A section of a page, up to the next heading of its level; a heading is not looked for in code."""
+    """A section of a page, with links relative to docs/."""
     lines, inside, code = [], False, False
     for line in (DOCS / page).read_text().splitlines():
         code ^= line.startswith("```")
         if line.startswith("## ") and not code:
             inside = line == f"## {title}"
         lines += [line] if inside else []
-    return "\n" + "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip()
+    folder = posixpath.dirname(page)
+    return (
+        "\n"
+        + re.sub(r"(?<=\]\()[\w./-]+\.md", lambda link: posixpath.normpath(f"{folder}/{link[0]}").lstrip("/"), text)
+        + "\n"
+    )
 
 
-def on_post_build(config: Any, **_: Any) -> None:
-    """Mkdocs calls it when the site is there."""
+def copy_pages(site: Path) -> None:
+    """Copy the Markdown pages into a built site."""
     for page in DOCS.rglob("*.md"):
-        shutil.copy(page, Path(config["site_dir"]) / page.relative_to(DOCS))
+        target = site / page.relative_to(DOCS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, target)
 
 
 if __name__ == "__main__":
     for path, text in texts().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for folder in sys.argv[1:]:
+        copy_pages(Path(folder))

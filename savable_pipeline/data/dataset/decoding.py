@@ -38,10 +38,13 @@ from savable_pipeline.data.shards.orientation import (
     turned_size,
 )
 from savable_pipeline.data.shards.part_types import (
+    DEEP_MODES,
     IMAGE_PARTS,
     JSON_PARTS,
     SUBTITLE_PARTS,
     TEXT_PARTS,
+    eight_bits,
+    is_deep,
     open_image,
     part_type,
 )
@@ -78,18 +81,20 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
 def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
     """A part by the last word of its extension: of "seg.png" an image, turned with `exif`. Raises what they raise.
 
+    An image is uint8 (height, width, 3), or one of more bits that is gray (height, width).
+
     What is compressed may become `most` bytes.
     """
     kind = part_type(extension)
     if kind in JSON_PARTS:
         return decoded_json(data)
     if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
-        return data.decode()
+        return data.decode("utf-8-sig")
     if kind in IMAGE_PARTS:
         opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
         pixels = jpeg_pixels(opened, data)
         if pixels is None:
-            return np.array(converted(turned(opened, orientation), "RGB", "white"))
+            return np.array(converted(turned(opened, orientation), None, "white"))
         return turned_pixels(pixels, orientation)
     if kind == "npy":
         return _array(data)
@@ -158,8 +163,17 @@ def has_alpha(image: Image.Image) -> bool:
     )
 
 
-def converted(image: Image.Image, mode: str, background: Colour) -> Image.Image:
-    """The image in this mode, decoded; one with alpha is laid over the background, unless the mode has alpha itself."""
+def converted(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
+    """The image in this mode, decoded; one with alpha is laid over the background, unless the mode has alpha itself.
+
+    Without a mode RGB, or where an image of more bits is gray, all its bits. Raises as `eight_bits`.
+    """
+    if is_deep(image) and mode not in DEEP_MODES:
+        if mode is None and bits is None and image.mode in DEEP_MODES:
+            image.load()
+            return image.convert("I").convert("I;16") if image.mode == "I;16B" else image
+        image = eight_bits(image, bits)
+    mode = mode or "RGB"
     if mode.endswith(("A", "a")) or not has_alpha(image):
         if image.mode != mode:
             return image.convert(mode)
@@ -199,8 +213,9 @@ def _simplejpeg() -> Any:
 
 def image_region(
     image: Image.Image,
-    mode: str,
+    mode: str | None,
     background: Colour,
+    bits: int | None,
     *,
     at_least: Size | Callable[[int, int], Size] | None,
     box: Box | Callable[[int, int], Box] | None,
@@ -230,7 +245,7 @@ def image_region(
     covering = (first, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
     region = image if covering == (0, 0, *image.size) else image.crop(covering)
     inner = (left - first, upper - top, right - first, lower - top)
-    found = converted(turned(region, orientation), mode, background)
+    found = converted(turned(region, orientation), mode, background, bits)
     found.info["box"] = stored_box(inner, region.size, BACK[orientation])
     return found
 
@@ -271,7 +286,7 @@ def image_doubts(data: bytes) -> list[str]:
 def _doubts(image: Image.Image) -> Iterator[str]:
     if has_alpha(image):
         yield ALPHA
-    if image.mode.startswith(("I", "F")):
+    if is_deep(image):
         yield DEEP
     if orientation_of(image) != UPRIGHT:
         yield TURNED

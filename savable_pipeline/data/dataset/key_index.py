@@ -1,8 +1,9 @@
-"""`KeyIndex`: finds samples by their key. It is made once for a dataset, lies beside its index, and is memory-mapped.
+"""`KeyIndex`: finds samples by their key. It is made once for a dataset, and lies beside its index.
 
     "SAVKEY01" │ xxh3_64 of the header │ header: 64 bytes │ high │ low │ places
 
-    header   manifest: 16 bytes │ samples u64 │ numbers of two samples that have one key, 2 × u64, or 2⁶⁴-1 │ zeros
+    header   manifest: 16 bytes │ samples u64 │ numbers of two samples that have one key, 2 × u64, or 2⁶⁴-1
+             │ xxh3_64 of what follows the header │ zeros
     high     uint64 (samples,)   first half of the 16-byte hash of a key; the hashes ascend
     low      uint64 (samples,)   second half
     places   uint64 (samples,)   the sample's number, and above it 16 bits that check it against damage
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.core.keyed_random import GAMMA
 from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.shards.byte_source import WholeFile
 from savable_pipeline.data.shards.indexing import in_first_of
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
@@ -38,7 +39,7 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 _MAGIC = b"SAVKEY01"
-_HEADER = struct.Struct("<16sQQQ24x")
+_HEADER = struct.Struct("<16sQQQQ16x")
 _BEGIN = len(_MAGIC) + 8 + _HEADER.size
 _NONE = (1 << 64) - 1
 _AT_ONCE = 1 << 16  # keys read at a time
@@ -50,26 +51,35 @@ class KeyIndex:
 
     def __init__(self, path: Path, manifest: bytes) -> None:
         self.path = path
-        with with_handles(partial(path.open, "rb")) as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        begin = self._map[:_BEGIN]
+        self._file = with_handles(partial(WholeFile, path))
+        view = self._file.view
+        begin = view[:_BEGIN]
         known = begin[:8] == _MAGIC and len(begin) == _BEGIN
         if not known or xxh3_64_intdigest(begin[16:]) != int.from_bytes(begin[8:16], "little"):
             raise ShardError(f"{path}: not an index of keys, or damaged; remove it and start again")
-        found, count, first, second = _HEADER.unpack(begin[16:])
-        if found != manifest or len(self._map) != _BEGIN + 24 * count:
+        found, count, first, second, digest = _HEADER.unpack(begin[16:])
+        if found != manifest or len(view) != _BEGIN + 24 * count:
             raise ShardError(f"{path}: an index of the keys of other shards, or cut short; remove it and start again")
+        if not self._file.is_mapped and xxh3_64_intdigest(view[_BEGIN:]) != digest:
+            raise ShardError(f"{path}: the index of keys is damaged; remove it and start again")
         self._count = count
         self.twice: tuple[int, int] | None = None if first == _NONE else (first, second)
         self._high, self._low, self._places = (
-            np.frombuffer(self._map, "<u8", count, _BEGIN + 8 * part * count) for part in range(3)
+            np.frombuffer(view, "<u8", count, _BEGIN + 8 * part * count) for part in range(3)
         )
 
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """The number of the sample with each of these keys, -1 where there is none: int64 (keys,).
 
-        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
+        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there, or was
+        overwritten since it was opened.
         """
+        self._file.check()
+        found = self._found(keys)
+        self._file.check()
+        return found
+
+    def _found(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         high, low = _halves(b"".join(map(_hashed, keys)))
         found = np.full(len(keys), -1, np.int64)
         wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
@@ -128,10 +138,12 @@ def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
     high, low = high[order], low[order]
     again = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
     twice = (int(order[again[0]]), int(order[again[0] + 1])) if len(again) else (_NONE, _NONE)
-    header = _HEADER.pack(manifest, dataset.count, *twice)
-    digest = xxh3_64_intdigest(header).to_bytes(8, "little")
-    parts = (high, low, _checked(low, order))
-    replace_file(path, [_MAGIC, digest, header, *(part.astype("<u8").tobytes() for part in parts)])
+    parts = [part.astype("<u8").tobytes() for part in (high, low, _checked(low, order))]
+    whole = xxh3_64()
+    for part in parts:
+        whole.update(part)
+    header = _HEADER.pack(manifest, dataset.count, *twice, whole.intdigest())
+    replace_file(path, [_MAGIC, xxh3_64_intdigest(header).to_bytes(8, "little"), header, *parts])
 
 
 def _hashed(key: str | bytes) -> bytes:

@@ -29,9 +29,16 @@ from savable_pipeline.data.dataset.decoding import (
 )
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
-from savable_pipeline.data.shards.byte_source import seconds_of
+from savable_pipeline.data.shards.byte_source import RangeFile, seconds_of
 from savable_pipeline.data.shards.orientation import to_be_turned, turned
-from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
+from savable_pipeline.data.shards.part_types import (
+    AUDIO_PARTS,
+    IMAGE_PARTS,
+    TEXT_PARTS,
+    VIDEO_PARTS,
+    open_image,
+    part_type,
+)
 from savable_pipeline.errors import SavableError, ShardError
 
 if TYPE_CHECKING:
@@ -159,12 +166,15 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def array(self, extension: str) -> NDArray[Any]:
         """Return the bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
 
-        Tokens of a `TokenReader` are numbers of their own type, (tokens,). In a worker it is read directly into the
-        memory of the batch: `sp.stack` of such arrays as tensors (`torch.from_numpy`) need not copy them, if their size
-        in bytes is a multiple of 64.
+        Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
+        numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
+        tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
 
         Args:
             extension: The name of the part.
+
+        Raises:
+            TypeError: The part is a column of other values, or of lists of several lengths: `json` reads it.
         """
         return self.origin.array(self._shard, self._row, extension)
 
@@ -205,20 +215,21 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
-        """Decode a part as UTF-8.
+        """Decode a part as UTF-8, without the mark U+FEFF with which some editors begin a file.
 
         Args:
             extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
                 the first of txt, text, caption and md that the sample has.
         """
         part = extension or self._first(TEXT_PARTS)
-        return unpacked(part, self[part], self.origin.unpacked_bytes).decode()
+        return unpacked(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
 
     def image(
         self,
         part: str | None = None,
         *,
-        mode: str = "RGB",
+        mode: str | None = None,
+        bits: int | None = None,
         at_least: Size | Callable[[int, int], Size] | None = None,
         box: Box | Callable[[int, int], Box] | None = None,
         background: Colour = "white",
@@ -228,7 +239,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Args:
             part: The name of the part. None: the first of `Sample.KINDS["image"]` that the sample has.
-            mode: The mode of the image, as of Pillow.
+            mode: The mode of the image, as of Pillow. None: "RGB", but a gray image of 16 bits, 32 bits or floats as it
+                is.
+            bits: 8 makes an image of 16 bits a channel one of 8, by v >> 8.
             at_least: Width and height that suffice for the box, or a function that returns them, given the width and
                 height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
             box: The region wanted, (left, upper, right, lower) in pixels of the full image, or a function as above.
@@ -241,20 +254,24 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             `image.info["box"]`: `image.resize(size, box=image.info["box"])`.
 
         Raises:
-            ValueError: The box is empty or reaches beyond the image.
+            ValueError: The box is empty or reaches beyond the image; or a `mode` of 8 bits would lose bits without
+                `bits=8`, or is asked for of floats.
             OSError: The image is damaged.
         """
+        if bits not in (None, 8):
+            raise ValueError(f"bits={bits!r}. Pass 8, or None to lose no bits")
         name = part or self._first(IMAGE_PARTS)
         opened = open_image(self[name], name)
         if at_least is None and box is None:
-            return converted(turned(*to_be_turned(opened, exif=exif)), mode, background)
-        return image_region(opened, mode, background, at_least=at_least, box=box, exif=exif)
+            return converted(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
+        return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
 
     def video(self, part: str | None = None) -> Video:
         """Open a part as a video, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`). None: the first video.
+            part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`), or of an archive of images,
+                as an episode of LeRobot without videos has. None: the first video.
 
         Raises:
             MediaError: The part is damaged, or no video.
@@ -262,7 +279,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.video import Video
 
-        return self._opened(Video, part or self._first(VIDEO_PARTS))
+        name = part or self._first(VIDEO_PARTS)
+        if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
+            from savable_pipeline.data.media.image_frames import ImageFrames, is_archive
+
+            if is_archive(file):
+                return ImageFrames(file, self._name_of(name))
+        return self._opened(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
         """Open a part as a sound, of which no more is read and decoded than is asked for.
@@ -302,8 +325,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def decoded(self, *, exif: bool = True) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
-        json: as JSON; txt, text, caption, md, srt, vtt: str; an image: uint8 (height, width, 3); npy: an array;
-        npz: a dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
+        json: as JSON; txt, text, caption, md, srt, vtt: str; an image: uint8 (height, width, 3), or a gray one of 16
+        bits, 32 bits or floats (height, width); npy: an array; npz: a dict of arrays; any other: bytes. Nothing is
+        unpickled. A malformed part raises the error of its decoder.
 
         Args:
             exif: Turn images by their EXIF orientation, as `image` does.
@@ -355,12 +379,20 @@ Mapping.register(Sample)
 class JoinedParts(msgspec.Struct, eq=False):
     """The parts of one sample. `others` has the joined samples by name; None: there is none with this key.
 
-    `fault` is what kept the key from being read: raised where a joined part is asked for.
+    `fault` is what kept the key from being read: raised where a joined part is asked for. `skips`: whether samples that
+    lack one are skipped.
     """
 
     own: SampleSource
     others: Mapping[str, Sample | None]
     fault: SavableError | None = None
+    skips: bool = False
+
+    @property
+    def absent(self) -> str:
+        """Why the sample is skipped; "" if it is not. A stage may have taken it before it was joined."""
+        lacking = [name for name, other in self.others.items() if other is None]
+        return f"no such key in {lacking[0]}" if lacking and self.skips and self.fault is None else ""
 
     @property
     def source(self) -> int:

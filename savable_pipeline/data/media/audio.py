@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import gcd
+from functools import partial
+from math import ceil, gcd
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -53,6 +54,7 @@ class Audio(MediaStream):
         self.rate: int = self._stream.codec_context.sample_rate
         self.channels: int = self._stream.codec_context.channels
         self._packer: Any = None
+        self._ended: int | None = None  # the sample at which the last range met the end of what can be decoded
         if not 0 < self.rate <= _MOST_HZ or self.channels <= 0:
             self.close()
             raise MediaError(f"{name}: a sound of {self.channels} channels at {self.rate} Hz")
@@ -70,8 +72,9 @@ class Audio(MediaStream):
 
         Returns:
             float32 (channels, samples), from -1 to 1: `round((stop_s - start_s) * rate)` samples, zeros where the range
-            reaches beyond the end, and where there is a pause between two packets. The begin is exact to one sample; in
-            Matroska and WebM, whose clocks have milliseconds, to one of these.
+            reaches beyond the end, and where there is a pause between two packets. Without `stop_s`, to the last sample
+            that is decoded, where the header rounds. The begin is exact to one sample; in Matroska and WebM, whose
+            clocks have milliseconds, to one of these.
 
         Raises:
             ValueError: The range begins before 0, or ends before it begins.
@@ -87,7 +90,12 @@ class Audio(MediaStream):
         if count * self.channels > _MOST_SAMPLES:
             raise ValueError(f"{self.name}: {count} samples at once; take shorter ranges")
         first = round(Fraction(start_s) * self.rate)
-        found = self._native(first, count) if wanted == self.rate else self._resampled(first, count, wanted)
+        more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
+        decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
+        found = decode(first, count + more)
+        if more:  # to the end of what was decoded, unless it goes on behind what the header says
+            end = round((Fraction(self._ended or 0, self.rate) - Fraction(start_s)) * wanted)
+            found = found[:, : count if self._ended is None or end > count + more else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
     def _resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
@@ -107,6 +115,7 @@ class Audio(MediaStream):
         found = np.zeros((self.channels, count), np.float32)
         end = first + count if self._whole else round(self._duration * self.rate)
         expected: int | None = None
+        self._ended = None
         for frame in self._frames_before(Fraction(first, self.rate)) if count else ():
             place = round(self._time(frame.pts) * self.rate)
             if expected is not None and abs(place - expected) <= _GAP_S * self.rate:
@@ -121,6 +130,7 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - place : high - place]
         else:
+            self._ended = expected
             if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
                 raise MediaError(f"{self.name}: its sound is damaged: {fault}")
             if count:

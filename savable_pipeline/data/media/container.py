@@ -22,6 +22,7 @@ import itertools
 import re
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO, Literal, Self
@@ -39,6 +40,8 @@ _MAGIC, _LAST = b"OggS", 0x04  # how a page begins; the flag of a stream's last 
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CRC_AT = 22
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
+_NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
+_NOT_HERE = "is not read here; convert it, as by `ffmpeg -i FILE FILE.flac`"
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
@@ -46,9 +49,13 @@ _CONTAINERS = (
 _GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers that do not say how long they are
 # In these a point to begin from is estimated from bytes, so that times behind it are not those of a full decode.
 _UNSOUGHT = ("mp3", *_GUESSED)
+_MATROSKA = "matroska,webm"
 _MP3_PADDING = 8192  # samples before and behind the sound, which are left out
 _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
-LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
+LATE = Fraction(1, 2000)  # s: what a range of a file may be late by, since tables round seconds
+_FLOAT = Fraction(1, 10**9)  # s that floats may be early by; and of float32, a share of the time:
+_FLOAT_SHARE = Fraction(1, 1 << 24)
+_COUNTS = Fraction(2, 3)  # of a frame that a tick lasts at least where it is the number of one
 _CUT_S = Fraction(1, 4)  # that a stream may end before its header says
 _EARLIER = (0, 1, 4, 16, 64, 256)  # s before a time from which decoding is tried until a frame comes that is not late
 
@@ -165,6 +172,10 @@ def media_errors(name: str, doing: str) -> Iterator[None]:
 
 def open_container(file: BinaryIO, name: str) -> Any:
     """A file as PyAV's container; nothing of it is decoded. Raises `MediaError`, ImportError without PyAV."""
+    with kept_place(file):
+        head = file.read(16)
+    if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
+        raise MediaError(f"{name}: {kind} {_NOT_HERE}")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with media_errors(name, "cannot be opened"):
         return pyav().open(file, container_options=options, buffer_size=_READ_BYTES, metadata_errors="replace")
@@ -203,14 +214,27 @@ def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fractio
     """
     if _is_guessed(container, stream, file):
         return None, False
+    skipped = _opus_skip(container, stream)
     if stream.duration is not None:
-        start = stream.start_time * stream.time_base if stream.start_time is not None else origin
-        return Fraction(start + stream.duration * stream.time_base) - origin, True
+        start = stream.start_time * stream.time_base if stream.start_time is not None and not skipped else 0
+        begin = origin if stream.start_time is not None else 0
+        return Fraction(start + stream.duration * stream.time_base) - skipped - begin, True
     if told := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
-        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]), True
+        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]) - skipped, True
     if container.duration is None:
         return None, False
-    return Fraction(container.duration, 1_000_000), len(container.streams) == 1
+    return Fraction(container.duration, 1_000_000) - skipped, len(container.streams) == 1
+
+
+def _opus_skip(container: Any, stream: Any) -> Fraction:
+    """The seconds that Opus decodes before its sound begins, and that lengths in Ogg and Matroska count; else 0.
+
+    Its header: "OpusHead" │ version u8 │ channels u8 │ samples at 48,000 Hz to skip u16, little-endian (RFC 7845, 5.1).
+    """
+    context = stream.codec_context
+    if container.format.name not in ("ogg", _MATROSKA) or context is None or "opus" not in context.name:
+        return Fraction(0)
+    return Fraction(int.from_bytes((context.extradata or b"")[10:12], "little"), 48_000)
 
 
 def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
@@ -229,8 +253,10 @@ def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end
 def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
     """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
     name = container.format.name
+    if name == _MATROSKA and origin_of(container) > 0:
+        return True  # some programs count from 0 on, and others from the first packet
     if name != "mp3" or stream.duration is None:
-        return name in _GUESSED
+        return name in (*_GUESSED, "mpegts")
     with kept_place(file):
         frames = said_frames(file)
     rate = stream.codec_context.sample_rate
@@ -240,7 +266,39 @@ def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
 
 def origin_of(container: Any) -> Fraction:
     """The time at which a container begins, in seconds of its own clock."""
-    return Fraction(container.start_time or 0, 1_000_000)
+    begin = Fraction(container.start_time or 0, 1_000_000)
+    starts = [each.start_time * each.time_base for each in container.streams if each.start_time is not None]
+    return min((start for start in starts if abs(start - begin) < Fraction(1, 1_000_000)), default=begin)
+
+
+def has_no_pts(container: Any, stream: Any) -> bool:
+    """Whether a file does not say when frames are shown: AVI, where a frame is shown as long as its chunk lasts."""
+    return bool(container.format.name == "avi" and stream.type == "video")
+
+
+def is_reordered(container: Any, stream: Any) -> bool:
+    """Whether chunks without times are in another order than the frames that they hold."""
+    return has_no_pts(container, stream) and bool(stream.codec_context.has_b_frames)
+
+
+def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> list[Any]:
+    """The frames that come out of a packet, with their times.
+
+    Without times in the file, those of its chunks, the empty ones counted. `chunks` has the times of chunks that went
+    in whose frames are still to come: the nth frame shown has the nth time. None: chunks are in the order of frames.
+    """
+    if not has_no_pts(container, packet.stream):
+        found: list[Any] = packet.decode()
+    elif chunks is None:  # FFmpeg guesses for H.264 that each is shown one chunk later
+        packet.pts = packet.dts
+        found = packet.decode()
+    else:
+        if packet.size:
+            chunks.append(packet.dts)
+        found = packet.decode()
+        for frame in found:
+            frame.pts = chunks.popleft() if chunks else None
+    return found
 
 
 class MediaStream:
@@ -259,6 +317,7 @@ class MediaStream:
         self._open()
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
+        self._is_range = end_s is not None or begin_s > 0
         self._whole = end_s is None  # else what follows in the file is of another range
         if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
@@ -278,6 +337,9 @@ class MediaStream:
         check_sums(stream)
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         self._stream, self.codec = stream, stream.codec_context.name
+        if self.codec.startswith("wma"):
+            self.close()
+            raise MediaError(f"{self.name}: Windows Media audio {_NOT_HERE}")
         self._at_start = True  # nothing was decoded so far
 
     @property
@@ -322,6 +384,21 @@ class MediaStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _nearest_tick(self, time_s: float) -> int:
+        """The tick that a time means: a clock of milliseconds says 501 for 12 frames at 24000/1001 Hz, or 500.5 ms.
+
+        Where a range begins, a table says, which may be a sum of rounded lengths.
+        """
+        tick, time = self._stream.time_base, Fraction(time_s)
+        late = LATE if self._counts_frames else max(tick / 2, LATE if self._is_range else 0)
+        return self._ticks(time + late + min(_FLOAT + time * _FLOAT_SHARE, tick / 4))
+
+    @property
+    def _counts_frames(self) -> bool:
+        """Whether a tick is the number of a frame, as in AVI: such a clock rounds no times."""
+        rate: Fraction | None = self._stream.average_rate
+        return bool(rate is not None and rate * self._stream.time_base > _COUNTS)
+
     def _ticks(self, time_s: float | Fraction) -> int:
         """A time on the stream's own clock, rounded down."""
         return int((self._origin + Fraction(time_s)) // self._stream.time_base)
@@ -350,7 +427,7 @@ class MediaStream:
     @property
     def _is_sought(self) -> bool:
         """Whether the frames behind a point that is sought are those of a full decode."""
-        return self._container.format.name not in _UNSOUGHT
+        return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
 
     def _sought(self, ticks: int) -> Iterator[Any]:
         """The frames from a point at or before `ticks`, as far as the container knows such points; else none."""
@@ -386,17 +463,30 @@ class MediaStream:
             with open_container(self._file, self.name) as container:
                 stream = container.streams[self._stream.index]
                 packets = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
-                times = [(packet.dts if packet.pts is None else packet.pts, packet.duration or 0) for packet in packets]
+                by_count = has_no_pts(container, stream)
+                times = [
+                    (packet.dts if by_count or packet.pts is None else packet.pts, packet.duration or 0)
+                    for packet in packets
+                ]
         return sorted(time for time in times if time[0] is not None)
 
     def _packets_end(self) -> Fraction:
         times = self._packet_times()
-        return self._time(times[-1][0] + times[-1][1]) if times else Fraction(0)
+        if not times:
+            raise MediaError(
+                f"{self.name}: its {self.kind} has no times, as raw {self.codec} has none. Put it into a container: "
+                "ffmpeg -i FILE -c copy FILE.mkv"
+            )
+        rate = getattr(
+            self._stream, "average_rate", None
+        )  # of video, where the last packet does not say how long it lasts
+        return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
 
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
     """No method, so that who holds it is not held by it: decoders are freed at once, not by the next collection."""
-    decoded = container.decode(stream)
+    chunks: deque[int] | None = deque() if is_reordered(container, stream) else None
+    decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunks))
     while True:
         with media_errors(name, f"its {kind} cannot be decoded"):
             frame = next(decoded, None)

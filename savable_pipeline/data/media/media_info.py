@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -10,8 +11,10 @@ import msgspec
 
 from savable_pipeline.data.media.container import (
     check_sums,
+    decoded_frames,
     first_stream,
     header_duration,
+    is_reordered,
     media_errors,
     ogg_fault,
     open_container,
@@ -108,6 +111,7 @@ class _Stream:
     frames: int = 0
     last: Fraction | None = None  # the time of the last frame
     end: Fraction = Fraction(0)
+    chunks: deque[int] | None = None  # see `decoded_frames`
 
 
 def media_fault(file: BinaryIO) -> tuple[str, bool]:
@@ -127,7 +131,10 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
     if not streams:
         return "unreadable media: neither video nor sound in it", False
-    seen = {index: _Stream() for index in streams}
+    seen = {
+        index: _Stream(chunks=deque() if is_reordered(container, stream) else None)
+        for index, (_, stream) in streams.items()
+    }
     origin = origin_of(container)
     told = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
     if container.format.name == "ogg" and (fault := ogg_fault(file)):
@@ -137,7 +144,7 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
-            if fault := _fault_of(packet, seen[stream.index], kind, origin):
+            if fault := _fault_of(container, packet, seen[stream.index], kind, origin):
                 return fault, False
     for index, (kind, _) in streams.items():
         duration, own = told[index]
@@ -152,14 +159,14 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     return "", one
 
 
-def _fault_of(packet: Any, seen: _Stream, kind: str, origin: Fraction) -> str:
+def _fault_of(container: Any, packet: Any, seen: _Stream, kind: str, origin: Fraction) -> str:
     """Decodes a packet. Gives why it cannot be right."""
     if packet.size:
         seen.packets += 1
         seen.keyframes += packet.is_keyframe
         if kind == "video" and seen.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
-    for frame in packet.decode():
+    for frame in decoded_frames(container, packet, seen.chunks):
         if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
             return f"unreadable media: a frame of its {kind} is damaged"
         if frame.pts is None:

@@ -113,7 +113,7 @@ class MediaTable:
         number = int(self._numbers[shard])
         try:
             if self._index.is_whole(number):
-                return _ShardMedia(self._index.blob(number), int(self._index.shards.samples[number]))
+                return _ShardMedia(self._index.blob(number).copy(), int(self._index.shards.samples[number]))
         except (ValueError, IndexError, UnicodeDecodeError):  # msgspec's errors are ValueErrors
             pass
         raise _unfit(self.path, f"what it says of {self._index.shards.names[number]} is damaged")

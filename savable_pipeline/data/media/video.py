@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -17,9 +18,9 @@ from savable_pipeline.data.media.container import (
     is_turned,
     kept_place,
     media_errors,
-    origin_of,
     pyav,
 )
+from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
@@ -56,12 +57,8 @@ class Video(MediaStream):
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
-        if self._container.format.name == "avi" and self.codec == "h264" and self._stream.codec_context.has_b_frames:
-            self.close()
-            raise MediaError(
-                f"{name}: H.264 with frames that refer to later ones in AVI, which does not say when these are shown: "
-                "write it anew, as MP4 or Matroska"
-            )
+        fps = file.fps if isinstance(file, RangeFile) else None
+        self._listed_fps = None if fps is None else Fraction(fps)  # of an episode, whose row lists each frame
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
@@ -75,8 +72,7 @@ class Video(MediaStream):
     @property
     def frame_count(self) -> int | None:
         """The number of frames, as the header says; None where it does not, or in a range of a file."""
-        is_range = self._origin != origin_of(self._container) or not self._whole
-        return None if is_range else self._stream.frames or None
+        return None if self._is_range else self._stream.frames or None
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode the frame that is on display at each of these times.
@@ -95,7 +91,11 @@ class Video(MediaStream):
         for time in times_s:
             if not 0 <= time <= self._duration + LATE:
                 raise ValueError(f"{self.name}: no frame at {time} s; the video lasts {self.duration_s} s")
-        return self._frames_at([self._ticks(Fraction(float(time)) + LATE) for time in times_s], size)
+        if (rate := self._listed_fps) is not None:
+            last = round(self._duration * rate) - 1
+            indices = [min(int((Fraction(float(time)) + LATE) * rate), last) for time in times_s]
+            return self.frames_by_index(indices, size=size)
+        return self._frames_at([self._nearest_tick(float(time)) for time in times_s], size)
 
     def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode frames by their numbers, from 0 on.
@@ -112,10 +112,18 @@ class Video(MediaStream):
             IndexError: There is no such frame.
             MediaError: The video is damaged.
         """
-        times = self._frame_ticks
-        if not all(0 <= index < len(times) for index in indices):
-            raise IndexError(f"{self.name}: no frame {max(indices)}; there are {len(times)}")
-        return self._frames_at([times[index] for index in indices], size)
+        rate = self._listed_fps
+        count = len(self._frame_ticks) if rate is None else round(self._duration * rate)
+        if not all(0 <= index < count for index in indices):
+            raise IndexError(f"{self.name}: no frame {max(indices)}; there are {count}")
+        if rate is None:
+            return self._frames_at([self._frame_ticks[index] for index in indices], size)
+        # in the middle of its time, since files that were joined have times that are early or late
+        return self._frames_at([self._ticks((index + Fraction(1, 2)) / rate) for index in indices], size)
+
+    def frame_times(self) -> NDArray[np.float64]:
+        """Return when each frame begins, in seconds, ascending; nothing is decoded, but packets may be read."""
+        return np.array([float(self._time(ticks)) for ticks in self._frame_ticks])
 
     def keyframe_at(self, time_s: float) -> float:
         """Find the last frame at or before a time from which decoding can begin; the first one if there is none.
@@ -126,7 +134,7 @@ class Video(MediaStream):
         Returns:
             Its time, in seconds; 0 if it lies before the begin.
         """
-        self._seek(self._ticks(Fraction(float(time_s)) + LATE))
+        self._seek(self._nearest_tick(float(time_s)))
         return max(0.0, float(self._time(self._shown.pts)))
 
     def begin_anew(self, time_s: float) -> None:
@@ -135,7 +143,7 @@ class Video(MediaStream):
         Args:
             time_s: Where it begins, in seconds.
         """
-        point = self._point_at(self._ticks(Fraction(float(time_s)) + LATE))
+        point = self._point_at(self._nearest_tick(float(time_s)))
         if point is None:
             self._open_anew()
         if point is None or point != self._begun:
@@ -150,10 +158,15 @@ class Video(MediaStream):
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """The time of each frame of the range, in ticks."""
-        begin, end = self._ticks(-LATE), None if self._whole else self._ticks(self._duration - LATE)
+        begin, end = self._first_tick(Fraction(0)), None if self._whole else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._shown = iter(()), None
-        return [time for time in ticks if time >= begin and (end is None or time <= end)]
+        return [time for time in ticks if time >= begin and (end is None or time < end)]
+
+    def _first_tick(self, time: Fraction) -> int:
+        """The first tick of a range that begins at this time, or that a little later does."""
+        late = LATE if self._counts_frames else max(self._stream.time_base / 2, LATE)
+        return ceil((self._origin + time - late) / Fraction(self._stream.time_base))
 
     def _even_ticks(self) -> Sequence[int] | None:
         """The times of all frames where the index lists them all, one as long as the other."""
@@ -185,6 +198,8 @@ class Video(MediaStream):
 
     def _frame_at(self, ticks: int) -> Any:
         """The last frame that begins at or before `ticks`; the first one if none does."""
+        if not self._whole:  # the end of a range shows its last frame, not the first one of what follows
+            ticks = min(ticks, self._first_tick(self._duration) - 1)
         if self._shown is None or self._shown.pts > ticks or self._is_far(ticks):
             self._seek(ticks)
         while self._coming is not None and self._coming.pts <= ticks:
@@ -192,6 +207,9 @@ class Video(MediaStream):
         if self._coming is None:
             lasts = max(self._shown.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
             self._check_end(self._time(self._shown.pts + lasts), self._time(ticks))
+        if (rate := self._listed_fps) and self._time(ticks) - self._time(self._shown.pts) > 1 / rate:
+            listed = f"{round(self._duration * rate)} frames, and the video has {len(self._frame_ticks)}"
+            raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or leave the episode out")
         return self._shown
 
     def _is_far(self, ticks: int) -> bool:
@@ -225,6 +243,14 @@ class Video(MediaStream):
         self._shown = frame
 
 
+def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: float) -> int:
+    """How many of the `count` frames of an episode that begins there are at none of the `times`, in seconds."""
+    middles = begin_s + (np.arange(count) + 0.5) / fps
+    before = np.searchsorted(times, middles, side="right")
+    lasts = np.concatenate([[-np.inf], times])[before]
+    return int((middles - lasts > 1 / fps).sum())
+
+
 def frame_rate(stream: Any) -> Fraction | None:
     """The average rate of a stream of video; None where the headers do not say it."""
     return stream.average_rate or stream.guessed_rate or None
@@ -243,6 +269,11 @@ def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
 
 def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
     """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
+    if frame.format.name.startswith("gray") and frame.format.components[0].bits > 8:
+        raise MediaError(
+            f"{name}: a frame of {frame.format.name}, such as depth, of which 8 bits lose the rest. Decode "
+            "sample.open(part) with PyAV"
+        )
     turns = round(frame.rotation / 90) % 4
     width, height = pixels or (None, None)
     if turns % 2:

@@ -28,7 +28,7 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.cache_files import open_own, read_pin
-from savable_pipeline.data.shards.index import ShardIndex, index_name
+from savable_pipeline.data.shards.index import PARTS, ShardIndex, index_name
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import padded
 from savable_pipeline.data.shards.tar_format import TarIndex, open_index
@@ -52,7 +52,7 @@ class IndexParts:
     """Which rows of the index in the folder of a version are here. Raises OSError if it is not one in parts."""
 
     def __init__(self, folder: Path, index: ShardIndex) -> None:
-        with open_own(folder / "parts", "r+b") as file:
+        with open_own(folder / PARTS, "r+b") as file:
             self._here = np.frombuffer(mmap.mmap(file.fileno(), len(index.shards)), np.uint8)
         self._file = open_own(folder / "index", "r+b")  # the file that `index` has mapped, whatever takes its name
         self._index, self.name = index, index_name(index.header.kind)
@@ -108,7 +108,7 @@ class IndexParts:
 
 def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
     """The parts of the index in the folder of a version; None if the whole index is there."""
-    parts = folder / "parts"
+    parts = folder / PARTS
     if not parts.exists():
         return None
     if parts.stat().st_size != len(index.shards):  # a crash of the machine has cut it
@@ -118,7 +118,7 @@ def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
 
 def begin_parts(folder: Path, shards: int) -> None:
     """Notes that no rows of the index of so many shards are in the folder of a version."""
-    replace_file(folder / "parts", [bytes(shards)])
+    replace_file(folder / PARTS, [bytes(shards)])
 
 
 class TarLayout:

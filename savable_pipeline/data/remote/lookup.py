@@ -33,7 +33,7 @@ from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.index import FileFormat, ShardIndex, ShardTable, head_bytes
+from savable_pipeline.data.shards.index import PARTS, FileFormat, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
@@ -223,7 +223,7 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
         cache_layout.begin_parts(version, len(index.shards))
     fresh.replace(version / "index")
     if not pin:
-        (version / "parts").unlink(missing_ok=True)
+        (version / PARTS).unlink(missing_ok=True)
     return version
 
 

@@ -67,9 +67,11 @@ _FINAL = (
 )
 # In errors of obstore's that are of no class for it: about a listing, and 400 for a token that has expired.
 _REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 _REQUEST = 1 << 20  # bytes of a request that is long enough to make little of its latency
 _AT_ONCE_S = 2.0
 _LEAST_AT_ONCE = 1 << 19
+_CREDENTIALS_FOR = timedelta(minutes=10)  # less than what boto3 refreshes them before they expire
 _CHUNK = 1 << 18  # bytes passed on at a time: few enough to stay in the processor's cache
 _WINDOW_S = 0.2  # over which speed is measured, at least
 _FIRST_SPEED = float(1 << 20)  # until it is measured
@@ -179,7 +181,7 @@ class ObjectStore:
         self._hub = Hub(cache, self._timeout_s)
         self.pace = Pace()
         self._open: dict[str, obstore.store.ObjectStore] = {}
-        self._signed: dict[HubFile, obstore.store.ObjectStore] = {}
+        self._signed: dict[HubFile | str, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
         """Every object below `root`, with names relative to it. A listing that fails begins again."""
@@ -204,7 +206,7 @@ class ObjectStore:
         if is_hub(root):
             return self._retried(root, lambda: self._hub.stat(root, name))
         try:
-            meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
+            meta = self._retried(f"{root}/{name}", lambda: obstore.head(*self._object(root, name)))
         except ShardError:
             return None
         except RemoteError as error:
@@ -274,7 +276,7 @@ class ObjectStore:
             found, version = self._get_of_hub(root, name, options)
         else:
             try:
-                found = obstore.get(self._store(root), name, options=options)
+                found = obstore.get(*self._object(root, name), options=options)
             except obstore.exceptions.PreconditionError as error:
                 raise _other_version(root, name) from error
             version = _version(found.meta)
@@ -299,18 +301,28 @@ class ObjectStore:
     def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
         """The answer of the store that the Hub names for a file, and the hash of the content."""
         file = self._hub.file(root, name)
-        if file not in self._signed:
-            if len(self._signed) >= _SIGNED:
-                self._signed.clear()
-            headers = {"authorization": file.token} if file.token else {}
-            self._signed[file] = self._opened(file.url, {"default_headers": headers})
+        headers = {"authorization": file.token} if file.token else {}
         try:
-            return obstore.get(self._signed[file], "", options=options), file.content
+            return obstore.get(self._whole(file, file.url, headers), "", options=options), file.content
         except Exception as error:
             if not isinstance(error, _MISSING) and not _is_final(error):
                 raise
             self._hub.forget(root, name)  # the signature has expired, above all
             raise WrongAnswerError(f"the store refuses the address that the Hub gave: {short_error(error)}") from error
+
+    def _whole(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
+        """A store that is one object, whose address is taken as it is written."""
+        if key not in self._signed:
+            if len(self._signed) >= _SIGNED:
+                self._signed.clear()
+            self._signed[key] = self._opened(url, {"default_headers": headers})
+        return self._signed[key]
+
+    def _object(self, root: str, name: str) -> tuple[obstore.store.ObjectStore, str]:
+        """The store of an object, and its name there: obstore writes `%` as `%25`, and a user `%20` for a blank."""
+        if root.startswith("http") and _ESCAPE.search(name):
+            return self._whole(f"{root}/{name}", f"{root}/{name}", {}), ""
+        return self._store(root), name
 
     @property
     def _timeout_s(self) -> float:
@@ -327,7 +339,8 @@ class ObjectStore:
         timeout = timedelta(seconds=self._timeout_s)
         options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST, **more}
         options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be plain too
-        return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0})
+        how: Any = _credentials() if url.startswith("s3:") else {}
+        return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0}, **how)
 
     def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
         """What `act` returns, tried for `retry_s` seconds in which `progress` stays the same."""
@@ -356,6 +369,27 @@ class ObjectStore:
                     ) from error
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _credentials() -> dict[str, Any]:
+    """Those of AWS's profiles, read and refreshed by boto3 (SSO, roles, processes); none where obstore finds its own.
+
+    Raises `RemoteError` without boto3 or the profile.
+    """
+    profile = os.environ.get("AWS_PROFILE", "")
+    files = ("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    there = profile or any(Path(os.environ.get(name, usual)).expanduser().exists() for name, usual in files)
+    if not there or "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return {"credential_provider": Boto3CredentialProvider(ttl=_CREDENTIALS_FOR)}
+    except Exception as error:  # of boto3, any
+        if not profile:
+            return {}
+        fault = f"AWS_PROFILE is {profile!r}, and its credentials cannot be read: {short_error(error)}"
+        raise RemoteError(f"{fault}. Install boto3, and see that the profile is there and logged in") from error
 
 
 def _is_final(error: Exception) -> bool:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from savable_pipeline.core.child_process import ChildProcess
+from savable_pipeline.core.patience import retry_s
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE
@@ -39,7 +40,6 @@ from savable_pipeline.errors import RemoteError, ShardError
 log = logging.getLogger(__name__)
 
 SCHEMES = ("s3", "gs", "az")  # of buckets
-_RETRY_S = 120.0
 _LEAST_PATIENCE_S, _LOOK_S = 1.0, 0.5  # with a process that may have been stopped
 _DEATHS = 3  # of the downloading process over one request, after which it fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
@@ -139,18 +139,6 @@ class Downloader:
         self._child.kill()  # a thread that waits for an answer is told, before the descriptor is another's
         with self._receiving, self._sending:
             self._child.close()
-
-
-def retry_s() -> float:
-    """For how many seconds a failing request is repeated: `SAVABLE_RETRY_S`, or 120. Raises ValueError."""
-    given = os.environ.get("SAVABLE_RETRY_S", "")
-    try:
-        seconds = float(given) if given else _RETRY_S
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ValueError(f"SAVABLE_RETRY_S must be a number of seconds, not {given!r}")
-    return seconds
 
 
 class Session:

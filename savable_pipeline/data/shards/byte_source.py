@@ -6,12 +6,14 @@
     SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
 
 `FileVersion`: what the system says of a file on a disk, which is another after each change.
+`WholeFile`: all bytes of a file, in memory or mapped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -19,7 +21,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from savable_pipeline.core.files import regular_file, with_handles
+from savable_pipeline.core.patience import again, patiently
+from savable_pipeline.errors import ShardError
 
+IN_MEMORY_BYTES = 64 << 20  # of a file, up to which it is read and not mapped
+_HEAD = 24  # bytes of a file that are compared: those of an index have its checksum
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 
 
@@ -46,6 +52,43 @@ class FileVersion(NamedTuple):
     def newest_ns(self) -> int:
         """When the file was written or put there, whichever came last."""
         return max(self.written_ns, self.changed_ns)
+
+
+class WholeFile:
+    """All bytes of a file, as `view`: read if it is small or else mapped. Raises OSError, ValueError for an empty file.
+
+    Overwriting a mapped file changes the view. Reading what was cut off from it kills the process (SIGBUS).
+    """
+
+    def __init__(self, path: Path, *, mapped: bool = False) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._version = FileVersion.of(os.fstat(file.fileno()))
+            self.is_mapped = mapped or self._version.size > IN_MEMORY_BYTES
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
+        self.view = memoryview(data)
+        self._head = bytes(self.view[:_HEAD])
+
+    def is_unchanged(self) -> bool:
+        """Whether the view is as it was, as far as size, time of writing and first bytes tell."""
+        if not self.is_mapped:
+            return True
+        was = self._version
+        try:
+            now = FileVersion.of(self.path.stat())
+        except OSError:
+            now = None
+        if now is None or now.inode != was.inode:  # what is mapped of a file that was replaced stays as it is
+            return True
+        return (now.size, now.written_ns) == (was.size, was.written_ns) and self.view[:_HEAD] == self._head
+
+    def check(self) -> None:
+        """Raise `ShardError` if the view has changed."""
+        if not self.is_unchanged():
+            raise ShardError(
+                f"{self.path}: it was overwritten while this run read from it. Start again from a state before that",
+                reason="changed shard",
+            )
 
 
 class ByteSource:
@@ -113,14 +156,27 @@ class ByteSource:
 
 
 class LocalFile(ByteSource):
-    """A file on a disk that is open: to be used as long as its descriptor is."""
+    """A file on a disk that is open: to be used as long as its descriptor is. Reads also raise `RemoteError`."""
 
-    __slots__ = ("_descriptor", "_path")
+    __slots__ = ("_descriptor", "_path", "_version")
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
-        size = os.fstat(descriptor).st_size
-        super().__init__(lambda offset, wanted: os.pread(descriptor, wanted, offset), size, path.name)
+        self._version = FileVersion.of(os.fstat(descriptor))
+        super().__init__(self._pread, self._version.size, path.name)
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            return again(self._path, error, lambda: self._pread_anew(offset, size))
+
+    def _pread_anew(self, offset: int, size: int) -> bytes:
+        """The bytes by a descriptor of its own. Raises OSError where another file has taken its place."""
+        with open(self._path, "rb", opener=regular_file) as file:
+            if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
+                raise OSError(f"{self._path}: it was replaced while it was read; start again")
+            return os.pread(file.fileno(), size, offset)
 
     def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `ByteSource.beside`."""
@@ -135,7 +191,7 @@ class LocalFile(ByteSource):
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalFile]:
     """A file on a disk, open meanwhile. Raises OSError."""
-    descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+    descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
     try:
         yield LocalFile(path, descriptor)
     finally:
@@ -195,11 +251,11 @@ class SourceFile(io.RawIOBase):
 
 
 class RangeFile(io.BufferedReader):
-    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
+    """A whole file, of which `begin_s` to `end_s` belong to a sample; None for the frames in each second if unknown."""
 
-    def __init__(self, source: ByteSource, begin_s: float, end_s: float | None) -> None:
+    def __init__(self, source: ByteSource, begin_s: float, end_s: float | None, fps: float | None = None) -> None:
         super().__init__(SourceFile(source), _BUFFER)
-        self.begin_s, self.end_s = begin_s, end_s
+        self.begin_s, self.end_s, self.fps = begin_s, end_s, fps
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:

@@ -1,4 +1,4 @@
-"""The index of a folder of shards of any format: columns that are mapped, so that a million shards are no objects.
+"""The index of a folder of shards of any format: columns, so that a million shards are no objects.
 
     "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,9 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.files import is_out_of_handles, with_handles
+from savable_pipeline.core.patience import patiently
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.byte_source import ByteSource, opened
+from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
@@ -47,6 +47,8 @@ Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index
 
 MAGIC = b"SAVIDX05"
 TAR = "tar"
+_LFS = b"version https://git-lfs.github.com/spec/"
+PARTS = "parts"  # lies beside an index of which only some rows are here
 _FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
 _BLOCK = 1 << 22  # bytes copied at a time
@@ -120,8 +122,9 @@ class ShardIndex(ABC):
     writer: ClassVar[type[RowsWriter]] = PlaceWriter
 
     def __init__(self, path: Path, kind: str) -> None:
-        self._map = with_handles(lambda: _mapped(path))
-        self.view = memoryview(self._map)
+        in_parts = path.with_name(PARTS).exists()  # rows are still written into it
+        self.file = with_handles(lambda: WholeFile(path, mapped=in_parts))
+        self.view = self.file.view
         self.header, self.identity, self.shards, self.checks, counts, self.begin = _read_header(path, self.view)
         if self.header.kind != kind:
             raise ShardError(f"{path}: the index is damaged: it is of {self.header.kind} files, not of {kind} files")
@@ -233,11 +236,6 @@ def kind_of(path: Path) -> str:
     if begin[:8] != MAGIC or length <= 0:
         raise ShardError(f"{path}: not an index of this version, or damaged")
     return _head(path, memoryview(begin), length)[0].kind
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
@@ -364,12 +362,21 @@ class FileFormat:
         return self.index(path, self.name)
 
     def scan(self, root: Path, name: str) -> ShardTable:
-        """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
+        """What the index says of a file on a disk. Raises OSError where the process may open no more files, and
+        `RemoteError` of a network disk.
+        """
         size = 0
-        try:
+
+        def read() -> ShardTable:
+            nonlocal size
             with opened(root / name) as file:
                 size = file.size
+                if file.head(len(_LFS)) == _LFS:
+                    return self.unreadable(name, size, "a pointer of Git LFS, not the file; `git lfs pull` fetches it")
                 return self.read(file, name)
+
+        try:
+            return patiently(root / name, read)
         except OSError as error:
             if is_out_of_handles(error):
                 raise

@@ -199,7 +199,8 @@ def open_files(
 
 def is_folder(files: Shards) -> bool:
     """Whether a user names all files of one folder."""
-    return isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir()
+    specs = spelled_out(files)
+    return isinstance(files, str | os.PathLike) and len(specs) == 1 and Path(specs[0]).is_dir()
 
 
 def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> FoundIndex:

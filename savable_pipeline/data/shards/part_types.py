@@ -32,6 +32,8 @@ VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", 
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
 # What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # of more than 8 bits a channel
+NARROWED = "narrowed"  # in an image's `info`: how it lost bits
 LARGEST_PIXELS = 178_956_970  # width × height of an image; Pillow's own limit, which programs switch off
 _NEARLY_ALL = 0.9  # of the samples
 _MANY_PARTS = 1000  # of one sample
@@ -105,12 +107,55 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
     except UnidentifiedImageError:
         size = f"{len(data)} bytes" if isinstance(data, bytes) else "the bytes of a file"
         raise UnidentifiedImageError(f"{size} that are no image of {', '.join(formats)}") from None
+    if image.mode not in DEEP_MODES and (how := _how_narrowed(image)):
+        image.info[NARROWED] = how
     if image.width * image.height > LARGEST_PIXELS:
         raise Image.DecompressionBombError(
             f"too large an image: {image.width:,} × {image.height:,}, more than {LARGEST_PIXELS:,} pixels; decode the "
             "bytes of the part yourself if it is meant"
         )
     return image
+
+
+def _how_narrowed(image: Image.Image) -> str:
+    """How Pillow makes 8 bits a channel of colours of 16, for which it has no mode; "" for others."""
+    arguments = [tile.args for tile in getattr(image, "tile", ())]
+    if any(";16" in str(each) for each in arguments):
+        return "v >> 8"
+    deep = image.format == "PPM" and any(isinstance(each, tuple) and each[-1] > 0xFF for each in arguments)
+    return "v / 257" if deep else ""
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Whether channels of an image that `open_image` opened have more than 8 bits."""
+    return image.mode in DEEP_MODES or NARROWED in image.info
+
+
+def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
+    """An image with 8 bits a channel; of 16, v >> 8 where `bits` is 8.
+
+    Raises ValueError for one that would lose bits of which nobody said so, and for floats.
+    """
+    if not is_deep(image):
+        return image
+    narrowed = image.info.get(NARROWED, "v >> 8")
+    if image.mode == "F" or narrowed != "v >> 8":
+        kind = "floats" if image.mode == "F" else "colours of 16 bits in PPM"
+        raise ValueError(f"an image of {kind}, which 8 bits cannot hold. Decode the bytes of the part, and scale them")
+    if bits is None:
+        raise ValueError(
+            "an image of 16 bits a channel, of which 8 bits would lose half. Use bits=8 for v >> 8, or "
+            "sample.image() without mode= for all bits of a gray one"
+        )
+    if NARROWED in image.info:
+        return image
+    import numpy as np
+    from PIL.Image import fromarray  # here: it takes time and memory
+
+    values = np.asarray(image)
+    if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+        raise ValueError("an image of 32 bits a channel. Use sample.image() without mode=, and scale it")
+    return fromarray((values >> 8).astype(np.uint8))
 
 
 def _image_error(data: bytes) -> str:

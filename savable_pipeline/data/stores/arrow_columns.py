@@ -1,8 +1,9 @@
 """The values of Arrow columns as the bytes of parts. Buffers from files are not trusted: each access is bounded.
 
     string, binary                      their bytes
-    numbers                             JSON
-    other lists, other structs, dates, …      JSON
+    numbers                             JSON, or an array of one number
+    lists of numbers, of one length a dimension     JSON, or an array
+    other lists, other structs, dates, …      JSON; moments and spans made from their integers, moments in UTC
     null                                the sample has no such part
 
 Images, audio and films are as HF `datasets` writes them, structs of `bytes` and `path`, and lists of these:
@@ -17,11 +18,12 @@ Bytes and paths may be of Arrow's view types, as Polars writes them, and one of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import calcsize
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +36,8 @@ OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q
 NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
 NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 _LONGEST_EXTENSION = 8
+_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+T = TypeVar("T")
 _BYTES = ("binary", "large_binary", "binary_view", "null")
 _PATHS = ("string", "large_string", "string_view", "null")
 _IMAGES = ("image", "img", "image_bytes")  # names of columns of bytes, in small letters
@@ -49,6 +53,9 @@ def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
     found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
     return found
+
+
+_JSON: Any = getattr(pa, "JsonType", ())  # pyarrow 19 and later
 
 
 class Validity:
@@ -164,6 +171,10 @@ class NumberColumn:
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
 
+    def array(self, row: int) -> NDArray[Any]:
+        """The value of a row, which is not null: ()."""
+        return np.array(self._values[self._first + row], self._values.format)
+
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None. Raises `BrokenColumnError`."""
         return self.value(row) is not None
@@ -175,22 +186,80 @@ class ValueColumn:
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._array, self._unread = array, unread
         self._checked = False
+        self._converts = not isinstance(array.type, _JSON) and _is_converted(array.type)
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON, or as it is if it is text or bytes; None for null. Raises `BrokenColumnError`."""
+        if not self._converts:
+            return as_part(self._of_row(row, lambda rows: rows[0].as_py()))
+        found = self._of_row(row, lambda rows: _plain(rows[0]))
+        return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
+
+    def array(self, row: int) -> NDArray[Any]:
+        """The numbers of a row, which is not null: (any, …) of their type. Raises `BrokenColumnError`, TypeError."""
+        return self._of_row(row, _numbers_of)
+
+    def _of_row(self, row: int, make: Callable[[Any], T]) -> T:
+        """What is made of an array of this row alone."""
         try:
             if not self._checked:
                 self._array.validate(full=True)
                 self._checked = True
-            if self._unread is None or not 0 <= row < len(self._array):
-                return as_part(self._array[row].as_py())
-            return as_part(self._unread.rows(self._array, row, 1)[0].as_py())
+            if not 0 <= row < len(self._array):
+                raise IndexError("outside of its column")
+            return make(self._array.slice(row, 1) if self._unread is None else self._unread.rows(self._array, row, 1))
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
 
     def has_part(self, row: int) -> bool:
         """Whether `value` is not None. Raises `BrokenColumnError`."""
-        return self.value(row) is not None
+        return self._of_row(row, lambda rows: not rows.null_count)
+
+
+def _numbers_of(rows: Any) -> NDArray[Any]:
+    """The numbers of an array of one row: of lists in it as many dimensions. Raises TypeError."""
+    shape = [1]
+    while _is_list(rows.type) and not rows.null_count:
+        lengths = {len(each) for each in rows} or {0}
+        if len(lengths) > 1:
+            raise TypeError("lists of several lengths")
+        rows = rows.flatten()
+        shape += lengths
+    kind = rows.type
+    if rows.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise TypeError("a null among its numbers" if rows.null_count else f"of the type {kind}")
+    found: NDArray[Any] = rows.to_numpy(zero_copy_only=False).reshape(shape)[0]
+    return found
+
+
+def _is_converted(kind: Any) -> bool:
+    """Whether a type contains moments or spans, which pyarrow returns as objects of pandas, or texts of JSON."""
+    if kind.num_fields:
+        return any(_is_converted(kind.field(i).type) for i in range(kind.num_fields))
+    timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
+    return bool(timed or isinstance(kind, _JSON))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds, parsed texts of JSON. Raises ValueError."""
+    kind = value.type
+    if not value.is_valid or not _is_converted(kind):
+        return value.as_py()
+    if isinstance(kind, _JSON):
+        return json.loads(value.as_py())
+    if pa.types.is_duration(kind):
+        return value.value / _UNITS[kind.unit]
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name: _plain(value[i]) for i in range(kind.num_fields)}
+    if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
+        day, _, time = str(np.datetime64(value.value, kind.unit)).partition("T")
+        seconds, _, fraction = time.partition(".")
+        fraction = fraction.ljust(6, "0") if fraction.rstrip("0") else ""
+        time = f"{seconds}.{fraction.removesuffix('000') if len(fraction) > 6 else fraction}" if fraction else seconds
+        return time if pa.types.is_time(kind) else f"{day}T{time}{'+00:00' if kind.tz else ''}"
+    if pa.types.is_map(kind):
+        return [(_plain(each["key"]), _plain(each["value"])) for each in value.values]
+    return [_plain(each) for each in value.values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +427,11 @@ def _fields(kind: Any) -> dict[str, str]:
 
 def is_media_list(kind: Any) -> bool:
     """Whether a type is a list of structs of `bytes` and `path`."""
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(lists and is_media(kind.value_type))
+    return _is_list(kind) and is_media(kind.value_type)
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def extension_of(path: str) -> str:

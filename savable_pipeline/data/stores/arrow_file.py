@@ -55,6 +55,9 @@ _LARGEST_METADATA = 1 << 28
 _MOST_ROWS = 1 << 40
 _IN_FOOTER = 1 << 63
 _NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
+_BIG_ENDIAN = (
+    "its numbers are big-endian, which are not read; write what pyarrow's `ipc.open_file(FILE).read_all()` reads anew"
+)
 _CURE = "the file was cut short or is damaged; copy it again"
 T = TypeVar("T")
 _LARGEST_JSON = 1 << 26
@@ -122,6 +125,7 @@ class Footer:
     offset: int
     batches: list[tuple[int, int, int]]
     has_dictionaries: bool
+    is_big_endian: bool
     digest: int
 
 
@@ -140,6 +144,7 @@ def read_footer(file: ByteSource) -> Footer:
         table = Flatbuffer.root(data)
         blocks, dictionaries = table.structs(_BATCHES, _BLOCK), table.structs(_DICTIONARIES, _BLOCK)
         has_schema = table.has(_SCHEMA_FIELD)
+        is_big_endian = has_schema and _is_big_endian(table.table(_SCHEMA_FIELD))
     except struct.error as error:
         raise MessageError(f"a damaged footer at byte {offset}") from error
     if not has_schema:
@@ -148,7 +153,11 @@ def read_footer(file: ByteSource) -> Footer:
     outside = next((begin for begin, _, _ in batches if not _HEAD <= begin < offset), None)
     if outside is not None:
         raise MessageError(f"a footer that names a record batch at byte {outside} of {offset}")
-    return Footer(offset, batches, bool(dictionaries), xxh3_64_intdigest(data))
+    return Footer(offset, batches, bool(dictionaries), is_big_endian, xxh3_64_intdigest(data))
+
+
+def _is_big_endian(schema: Flatbuffer) -> bool:
+    return schema.number(0, "<h") == 1
 
 
 def file_of_footer(tail: bytes) -> bytes:
@@ -167,6 +176,7 @@ class ArrowMessage:
     rows: int
     compressed: bool
     digest: int  # of the metadata
+    is_big_endian: bool = False  # of a schema
 
     @property
     def end(self) -> int:
@@ -214,7 +224,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
+    """Whether schema, first, middle and last batch are where they were, laid out as they were. Raises OSError."""
     assert isinstance(index, BlobIndex), index
     batches = batches_of(index.blob(number))
     count = len(batches.rows)
@@ -225,7 +235,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
                 return False
-    except (MessageError, OSError):
+    except MessageError:
         return False
     return True
 
@@ -248,13 +258,15 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
         rows = header.number(0, "<q") if kind == _BATCH else 0
         compressed = kind == _BATCH and header.has(3)
+        is_big_endian = kind == _SCHEMA and _is_big_endian(header)
     except struct.error as error:
         raise MessageError(f"damaged metadata at byte {offset}") from error
     if body < 0 or offset + 8 + length + body > size:
         raise MessageError(f"the message at byte {offset} should end at byte {offset + 8 + length + body} of {size}")
     if not 0 <= rows <= _MOST_ROWS:
         raise MessageError(f"a batch of {rows} rows at byte {offset}")
-    return ArrowMessage(offset, kind, 8 + length, body, rows, compressed, xxh3_64_intdigest(metadata))
+    digest = xxh3_64_intdigest(metadata)
+    return ArrowMessage(offset, kind, 8 + length, body, rows, compressed, digest, is_big_endian)
 
 
 def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
@@ -307,6 +319,8 @@ def _read_stream(file: ByteSource, found: _Found) -> str:
         offset = message.end
         if message.kind == _DICTIONARY:
             return _NO_DICTIONARIES
+        if message.is_big_endian:
+            return _BIG_ENDIAN
         if message.kind != (_SCHEMA if found.schema is None else _BATCH):
             return f"a message of kind {message.kind} at byte {message.offset}; is it an Arrow file?"
         if found.schema is None:
@@ -324,6 +338,8 @@ def _read_file(file: ByteSource, found: _Found) -> str:
         found.footer = footer.offset, footer.digest
     if footer.has_dictionaries:
         return _NO_DICTIONARIES
+    if footer.is_big_endian:
+        return _BIG_ENDIAN
     try:
         for offset, head, body in footer.batches:
             message = read_message(file, offset)

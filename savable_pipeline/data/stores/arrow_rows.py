@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import repeat
 from typing import Any, TypeAlias
 from urllib.parse import unquote
+
+from numpy.typing import NDArray
 
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.stores.arrow_columns import (
@@ -14,7 +16,9 @@ from savable_pipeline.data.stores.arrow_columns import (
     MediaColumn,
     MediaListColumn,
     NamedFile,
+    NumberColumn,
     Unread,
+    ValueColumn,
     column_of,
     extension_of,
 )
@@ -85,6 +89,17 @@ class ArrowRows:
         data = self._constants[source] if source in self._constants else self._at(row, source)
         assert data is not None, source
         return data
+
+    def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
+        """The numbers of a part; the error about one that has others; None of texts and bytes, and without it."""
+        name = _named(extension, self._names)
+        column, position = self._column(row, name) if name in self._names and not self._refuses else (None, 0)
+        if not isinstance(column, NumberColumn | ValueColumn) or not column.has_part(position):
+            return None
+        try:
+            return column.array(position)
+        except TypeError as error:
+            return TypeError(f"the part {name!r} is no array of numbers: {error}. Read it by sample.json({name!r})")
 
     def extensions(self, row: int) -> list[str]:
         """The names of the parts that a row has. Raises `NoBytesError`."""
@@ -196,15 +211,18 @@ def _holds_nothing(column: MediaColumn, position: int) -> bool:
 class KeptRow:
     """A row whose group was given up: its parts, and their bytes."""
 
-    __slots__ = ("_fault", "_parts", "_values")
+    __slots__ = ("_fault", "_numbers", "_parts", "_values")
 
     def __init__(self, rows: ArrowRows, row: int) -> None:
         self._values, self._parts, self._fault = rows.values(row), dict(rows.parts(row)), rows.fault(row)
+        found = {part: rows.numbers(row, part) for part in self._parts}
+        self._numbers = {part: numbers for part, numbers in found.items() if numbers is not None}
 
     @property
     def size(self) -> int:
         """The bytes that it takes in memory, about."""
-        return 400 + sum(map(len, self._values.values()))
+        numbers = sum(each.nbytes for each in self._numbers.values() if not isinstance(each, TypeError))
+        return 400 + sum(map(len, self._values.values())) + numbers
 
     def value(self, row: int, name: str) -> bytes | None:
         """See `ArrowRows.value`; there is only this row."""
@@ -221,9 +239,20 @@ class KeptRow:
         self._refuse()
         return list(self._parts)
 
+    def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
+        """See `ArrowRows.numbers`."""
+        return self._numbers.get(_named(extension, self._numbers))
+
     def _refuse(self) -> None:
         if self._fault:
             raise NoBytesError(self._fault)
+
+
+def _named(extension: str, names: Collection[str]) -> str:
+    """The one of `names` that equals `extension`, or does but for case; else the extension."""
+    if extension in names:
+        return extension
+    return next((name for name in names if name.lower() == extension.lower()), extension)
 
 
 def partition_values(name: str) -> dict[str, bytes]:

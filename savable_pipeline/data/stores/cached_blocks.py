@@ -10,7 +10,6 @@ that were announced, so that each byte is downloaded once an epoch whatever else
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -80,9 +79,7 @@ class DownloadedFiles(ShardFiles):
         """
         right = self._cached.is_right(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
-            fresh = self.open(shard)
-            os.dup2(fresh, self[shard], inheritable=False)
-            os.close(fresh)
+            self.reopen(shard)
         return right
 
     def entry(self, shard: int) -> tuple[str, int]:

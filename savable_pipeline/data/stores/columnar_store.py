@@ -11,9 +11,12 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
+from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import IndexedFiles
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
 
 T = TypeVar("T")
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
+_NO_COLUMN = "missing column"
 
 
 class DecodedGroup(NamedTuple):
@@ -40,6 +44,7 @@ class ColumnSettings(TypedDict, total=False):
     blocks: DecodedBlocks[Any] | None
     partial: bool
     needed: tuple[str, ...]
+    unpacked_bytes: int
 
 
 class ColumnarStore(GroupedStore):
@@ -47,8 +52,8 @@ class ColumnarStore(GroupedStore):
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
     names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
-    of it. Columns that are `needed` beside these must be there. Raises ValueError for a column that the first file does
-    not have.
+    of it. Columns that are `needed` beside these must be there. A row group may become `unpacked_bytes`, or
+    some times its bytes in the file. Raises ValueError for a column that the first file does not have.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
@@ -56,6 +61,7 @@ class ColumnarStore(GroupedStore):
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
         self.partial = settings.get("partial", False)
         self.needed = settings.get("needed", ())
+        self.unpacked_bytes = settings.get("unpacked_bytes", UNPACKED_BYTES)
         if self.columns is not None or self.key_column is not None or self.needed:
             self._check_columns_of_first()
 
@@ -93,6 +99,19 @@ class ColumnarStore(GroupedStore):
             raise self._broken_row(shard, row, error) from error
         return found
 
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        """See `RecordStore.array`: numbers, and lists of lists of them, as they are stored. Raises TypeError for what
+        is neither numbers nor text nor bytes.
+        """
+        found = self._of_row(shard, row, lambda rows, position: rows.numbers(position, extension))
+        if isinstance(found, TypeError):
+            raise found
+        if found is None:
+            return super().array(shard, row, extension)
+        array: NDArray[Any] = empty_bytes(found.nbytes).view(found.dtype).reshape(found.shape)
+        array[...] = found
+        return array
+
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
         return self._of_row(shard, row, lambda rows, position: rows.extensions(position))
@@ -128,14 +147,14 @@ class ColumnarStore(GroupedStore):
         return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have.
-
-        Raises `ShardError` if one that is used is there twice.
+        """Raises `ShardError` that names the columns asked for that a file with the columns `known` does not have, and
+        if one that is used is there twice.
         """
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         absent = [name for name in (*wanted, *self.needed) if name not in known]
         if absent:
-            raise ValueError(f"{self.where(shard)}: no column {listed(absent)}; it has {listed(known)}")
+            fault = f"no column {listed(absent)}; it has {listed(known)}. Ask for columns= that all files have"
+            raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
         if twice is not None:  # either could be meant
@@ -160,7 +179,12 @@ class ColumnarStore(GroupedStore):
         except ShardError:  # it is raised, or skipped, when a sample of the file is read
             return
         if shard is not None and known is not None:
-            self.check_columns(shard, known)
+            try:
+                self.check_columns(shard, known)
+            except ShardError as error:
+                if error.reason == _NO_COLUMN:
+                    raise ValueError(str(error)) from None
+                raise
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         """See `GroupedStore.decoded`."""
@@ -173,6 +197,11 @@ class ColumnarStore(GroupedStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
+        except KeyError as error:  # pyarrow's, the number of the type
+            fault = (
+                "a column of a type that pyarrow does not read, such as interval[months]; leave it out with columns="
+            )
+            raise ShardError(f"{self.where(shard)}: {fault}", reason="unknown type") from error
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

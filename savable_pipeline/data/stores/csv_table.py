@@ -58,11 +58,12 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
     """Where the rows below the header begin. Raises ValueError, which begins with `:LINE`, for what is no table."""
     rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
-    twice = next((column for column, count in Counter(header).items() if column and count > 1), None)
+    if not any(header):
+        raise ValueError(f": expected a first line with the names of the columns, found {header}")
+    header = named(header)
+    twice = next((column for column, count in Counter(header).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f": {header.count(twice)} columns are named {twice!r}: give each a name of its own")
-    if not header or not all(header):
-        raise ValueError(f": expected a first line with a name of its own for each column, found {header}")
     refuse_row("", (cell for cell in header if is_url(cell)))
     any_row = False
     for begin, _, _ in rows:
@@ -70,6 +71,16 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
         yield begin
     if not any_row:
         raise ValueError(": no row below the names of its columns")
+
+
+def named(header: Row) -> Row:
+    """The names of columns: one without is called as pandas does that reads it, as it often has written it.
+
+    >>> from savable_pipeline.data.stores.csv_table import named
+    >>> named(["", "image"])
+    ['Unnamed: 0', 'image']
+    """
+    return [name or f"Unnamed: {number}" for number, name in enumerate(header)]
 
 
 def refuse_row(name: str, values: Iterable[str]) -> None:
@@ -189,7 +200,7 @@ class CsvStore(TableStore):
             lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
             with _wide_fields():
-                columns = next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
+                columns = named(next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row))
             found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator)
         return found
 

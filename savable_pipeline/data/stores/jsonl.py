@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
@@ -205,6 +206,17 @@ class JsonlStore(TextStore):
         if found is None and (name := find_part(extension, _parts_of(fields))) != LINE:
             found = as_part(fields[name])
         return line if found is None else found
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        """See `RecordStore.array`. Raises TypeError for a field that is not text: its bytes would be those of JSON."""
+        if extension != LINE:
+            found = self._fields(shard, row, self._line(shard, row)).get(extension)
+            if not isinstance(found, str | None):
+                kind = type(found).__name__
+                raise TypeError(
+                    f"the field {extension!r} is a {kind}, not text. Read it with sample.json()[{extension!r}]."
+                )
+        return super().array(shard, row, extension)
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """`json`, then the fields of the line; one that is null is no part, as in tables."""

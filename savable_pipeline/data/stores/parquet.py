@@ -2,18 +2,31 @@
 
 What their footers say is read without a thread, so that a fork is safe, and looked at: can it be true? Blob of a file
 in the index: for each row group its rows, then for each the bytes that it decodes to.
+
+    a new file ── its footer ──▶ a child process, which parses it first ── rows and bytes of its row groups ──▶ index
+
+Some footers end the process in which pyarrow parses them. That must not be a trainer's: only files whose footers the
+child survived are in the index, and a file is checked to have its indexed footer when it is opened.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Iterator
+from itertools import islice
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, SourceFile
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
@@ -26,6 +39,15 @@ from savable_pipeline.errors import SavableError
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _LARGEST_FOOTER = 1 << 29
 _MOST_ROWS = 1 << 40
+_SIGNATURE = 28  # bytes behind a footer that can be read, of a file with encrypted columns
+_NOT_ENCRYPTED = "write the file without encryption"
+_RATIO = 64  # times its bytes in the file, which a row group may decode to, whatever is the limit
+_DICTIONARY_HEAD = 32  # bytes, the first of a page of a dictionary, that say how many it has
+_IDLE_S = 10  # after which the child process ends
+
+_Groups: TypeAlias = tuple[list[int], list[int]]  # rows and bytes of each row group
+_children: dict[int, ChildProcess] = {}  # by the process that has started it
+_asking = threading.Lock()
 
 
 class ParquetFooterError(ValueError):
@@ -36,7 +58,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     """Entry and row groups of a file; damage is the entry's fault."""
     try:
         footer = read_footer(file)
-        rows, sizes = _groups(footer, file.size)
+        rows, sizes = _groups_by_child(footer, file.size)
     except ParquetFooterError as error:
         return PARQUET.unreadable(name, file.size, str(error))
     entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
@@ -48,7 +70,7 @@ def read_footer(file: ByteSource) -> bytes:
     size = file.size
     tail = file.read_at(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
-        raise ParquetFooterError("an encrypted footer; write the file without encryption")
+        raise ParquetFooterError(f"an encrypted footer; {_NOT_ENCRYPTED}")
     if size < 12 or tail[4:] != _MAGIC:
         raise ParquetFooterError(
             "no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again"
@@ -62,10 +84,10 @@ def read_footer(file: ByteSource) -> bytes:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file has the footer that it had."""
+    """Whether a file has the footer that it had. Raises OSError."""
     try:
         return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
-    except (ParquetFooterError, OSError):
+    except ParquetFooterError:
         return False
 
 
@@ -79,9 +101,14 @@ def parsed_footer(footer: bytes) -> Any:
 
 def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
     """The first byte, and the one after the last, of each column of a row group; of the `wanted` ones (None: all)."""
+    return [_bytes_of(column) for column in columns_of(group, wanted)]
+
+
+def columns_of(group: Any, wanted: list[str] | None) -> list[Any]:
+    """The columns of a row group, with those below them; the `wanted` ones (None: all)."""
     columns = [group.column(i) for i in range(group.num_columns)]
     names = None if wanted is None else set(wanted)
-    return [_bytes_of(one) for one in columns if names is None or _is_of(one.path_in_schema, names)]
+    return [column for column in columns if names is None or _is_of(column.path_in_schema, names)]
 
 
 def _is_of(path: str, names: set[str]) -> bool:
@@ -94,16 +121,54 @@ def _bytes_of(column: Any) -> tuple[int, int]:
     return begin, begin + column.total_compressed_size
 
 
-def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
+def _groups_by_child(footer: bytes, size: int) -> _Groups:
+    """What `_groups` returns or raises, in a child process. Raises `ParquetFooterError` if that ends it, twice."""
+    with _asking:
+        for _ in range(2):
+            child = _children.get(os.getpid())
+            if child is None or child.process.poll() is not None:
+                child = _children[os.getpid()] = ChildProcess(f"{__name__}:serve_groups")
+            with contextlib.suppress(EOFError, OSError):
+                child.connection.send((footer, size))
+                answer: _Groups | str = child.connection.recv()
+                if isinstance(answer, str):
+                    raise ParquetFooterError(answer)
+                return answer
+            child.kill()
+    raise ParquetFooterError(
+        "a footer that ended the process which read it, for pyarrow cannot read it; write the file again, without what "
+        "other programs added"
+    )
+
+
+def serve_groups(connection: Connection, footers: Iterator[tuple[bytes, int]]) -> None:
+    """The child process of `_groups_by_child`: parse one footer after the other, and end when there are none."""
+    signal.alarm(_IDLE_S)
+    for footer, size in footers:
+        signal.alarm(0)
+        try:
+            connection.send(_groups(footer, size))
+        except ParquetFooterError as error:
+            connection.send(str(error))
+        signal.alarm(_IDLE_S)
+
+
+def _groups(footer: bytes, size: int) -> _Groups:
     """Rows and bytes of each row group. Raises `ParquetFooterError` where they cannot be right."""
     import pyarrow as pa  # here, so that who reads tars need not have it
 
     try:
         metadata = parsed_footer(footer)
+        if len(footer) - metadata.serialized_size == _SIGNATURE:  # pyarrow aborts when it is asked for such a column
+            raise ParquetFooterError(f"encrypted columns; {_NOT_ENCRYPTED}")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
         fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
+        with contextlib.suppress(pa.ArrowException):  # which is raised again, by name, where a row is read
+            metadata.schema.to_arrow_schema()
+    except ParquetFooterError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         line = encodable(str(error).partition("\n")[0])
         raise ParquetFooterError(f"a damaged footer: {line}; copy the file again") from error
@@ -183,23 +248,53 @@ class ParquetStore(ColumnarStore):
         """
         import pyarrow as pa
 
-        batches, size = [], 0
+        batches: list[Any] = []
         try:
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
-            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=columns, use_threads=False):
-                batches.append(batch)
-                size += batch.nbytes
-                if size > self.most_decoded:
-                    raise ValueError(
-                        f"it decodes to more than {human_bytes(self.most_decoded)}: write smaller row groups, or give "
-                        "a larger cache_bytes"
-                    )
+            rows, few = self._bounded(shard, group, file, columns)
+            while some := [*islice(few, max(1, _BATCH // rows))]:  # each batch costs as much as many rows
+                batches += some if len(some) == 1 else pa.Table.from_batches(some).combine_chunks().to_batches()
         except SavableError:
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
-        return batches, size
+        return batches, sum(batch.nbytes for batch in batches)
+
+    def _bounded(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
+        """Batches of a row group, and the rows of each: so few that one more does not take much beyond the limit.
+
+        A dictionary of one value of 1 MB: 8192 rows of it are 8 GB, in a file of 300 bytes.
+        """
+        used = columns_of(file.metadata.row_group(group), columns)
+        stored = sum(column.total_compressed_size for column in used)
+        most = min(self.most_decoded, max(self.unpacked_bytes, _RATIO * stored))
+        value = max((self._dictionary_bytes(shard, column) for column in used), default=0)
+        rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # buffers are copied as they grow
+
+        def decoded() -> Iterator[Any]:
+            few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+            size, said = 0, sum(column.total_uncompressed_size for column in used)
+            while max(size, said) <= most and (batch := next(few, None)) is not None:
+                size += batch.nbytes
+                yield batch
+            if max(size, said) > most:
+                what = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
+                more = f"write smaller row groups, or give a larger {what}"
+                raise ValueError(f"it decodes to more than {human_bytes(most)}: {more}")
+
+        return rows, decoded()
+
+    def _dictionary_bytes(self, shard: int, column: Any) -> int:
+        """The bytes of a column's dictionary, whose values any number of rows may repeat; 0 without one.
+
+        The head of its page is a struct of Thrift, whose first numbers are its type, then its bytes when unpacked.
+        """
+        if not column.has_dictionary_page:
+            return 0
+        head = self.file(shard).read_at(column.dictionary_page_offset, _DICTIONARY_HEAD)
+        found = re.match(rb"\x15[^\x80-\xff]\x15([\x80-\xff]{0,4}[^\x80-\xff])", head, re.DOTALL)
+        return 0 if found is None else sum((byte & 127) << 7 * place for place, byte in enumerate(found[1])) // 2
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""

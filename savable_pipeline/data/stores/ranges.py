@@ -10,7 +10,8 @@ folders, version 3. There an episode is a sample, whose videos and frames lie in
     meta/info.json                            the features, and how files are called
     meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
     videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds, a part KEY
-    data/chunk-000/file-000.parquet           its frames: rows; each column of numbers is a part, an array
+    data/chunk-000/file-000.parquet           its frames: rows; each column is a part: an array of numbers, a ZIP
+                                              archive of images, or JSON
 
 All are entries of one index. (From the format's facts: features, templates of paths, columns.)
 """
@@ -21,8 +22,9 @@ import dataclasses
 import io
 import posixpath
 import re
+import zipfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeAlias, TypeVar, Unpack
 
@@ -34,7 +36,7 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
-from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, as_part
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
@@ -58,6 +60,13 @@ class MediaRange(msgspec.Struct, frozen=True):
     path: str
     begin_s: float = 0.0
     end_s: float | None = None
+
+
+class EpisodeRange(MediaRange, frozen=True, kw_only=True):
+    """The range of an episode, each of whose `fps` frames in a second is there, or missing."""
+
+    end_s: float
+    fps: float
 
 
 def _digest(file: ByteSource) -> int:
@@ -111,7 +120,7 @@ class Ranges:
         number = self.file_named(shard, row, found.path)
         size, read_on = int(self._store.entries.sizes[number]), self._store.files.read_on
         source = ByteSource(lambda offset, wanted: read_on(number, offset, wanted, size), size)
-        return RangeFile(source, found.begin_s, found.end_s)
+        return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
         """The number of the file that a row names. Raises `ShardError` for all that is not of the dataset."""
@@ -251,14 +260,16 @@ class _Feature(msgspec.Struct):
 class _Info(msgspec.Struct):
     features: dict[str, _Feature]
     data_path: str
+    fps: float
     video_path: str | None = None
 
 
 class LeRobotStore(ParquetStore):
     """The episodes of a LeRobot folder; a key is the number of the episode, unless `key` names another column.
 
-    `array` gives the frames' values as they are stored, (frames, …); their bytes are a `.npy`. Raises `ShardError`,
-    and ValueError for `columns`.
+    `array` gives the frames' numbers as they are stored, (frames, …); their bytes are a `.npy`. The bytes of images are
+    a ZIP archive of them, see `ImageFrames`, those of anything else JSON. Raises `ShardError`, and ValueError for
+    `columns`.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
@@ -272,8 +283,7 @@ class LeRobotStore(ParquetStore):
         self.columns = tuple(name for name in self.schema(first).names if not name.startswith("stats/"))
         features = self._info.features
         videos = [name for name, feature in features.items() if feature.dtype == "video"]
-        numbers = [name for name, feature in features.items() if feature.dtype in _NUMBERS]
-        self.frame_parts = [name for name in numbers if name not in self.columns]
+        self.frame_parts = [name for name in features if name not in (*self.columns, *videos)]
         self._ranges = Ranges(self, videos, self._media_range, base="", behind=self.frame_parts)
 
     def extensions(self, shard: int, row: int) -> list[str]:
@@ -281,16 +291,41 @@ class LeRobotStore(ParquetStore):
         return [*(name for name in super().extensions(shard, row) if "/" not in name), *self.frame_parts]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """See `RecordStore.read`; of frames, a `.npy`."""
+        """See `RecordStore.read`; of frames, a `.npy`, an archive of images or JSON."""
         if extension not in self.frame_parts:
             return super().read(shard, row, extension)
+        frames = self._frames(shard, row, extension)
+        if self._dtype(extension) == "image":
+            return self._archive(shard, row, extension, frames)
+        if not self._has_numbers(extension):
+            return as_part(frames.tolist()) or b""
         file = io.BytesIO()
-        np.save(file, self._frames(shard, row, extension), allow_pickle=False)
+        np.save(file, frames, allow_pickle=False)
         return file.getvalue()
+
+    def _archive(self, shard: int, row: int, extension: str, images: Iterable[Mapping[str, Any] | None]) -> bytes:
+        """A ZIP archive of the images of frames, in order, whose comment says how many are in a second."""
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.comment = str(self._info.fps).encode()
+            for number, image in enumerate(images):
+                data, path = (image or {}).get("bytes"), (image or {}).get("path") or ""
+                if data is None:
+                    fault = f"frame {number} of {extension!r} has no bytes, only the path {path!r}"
+                    raise self.damaged(shard, f"row {row}", f"{fault}: write the images into the table")
+                archive.writestr(zipfile.ZipInfo(f"{number:06d}{posixpath.splitext(path)[1]}"), data)
+        return file.getvalue()
+
+    def _dtype(self, feature: str) -> str:
+        found = self._info.features.get(feature)
+        return "" if found is None else found.dtype
+
+    def _has_numbers(self, feature: str) -> bool:
+        return feature == "index" or self._dtype(feature) in _NUMBERS
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
         """See `RecordStore.array`; of frames, their values."""
-        if extension not in self.frame_parts:
+        if extension not in self.frame_parts or not self._has_numbers(extension):
             return super().array(shard, row, extension)
         frames = self._frames(shard, row, extension)
         array = empty_bytes(frames.nbytes).view(frames.dtype).reshape(frames.shape)
@@ -310,14 +345,15 @@ class LeRobotStore(ParquetStore):
         where = f"videos/{part}/"
         path = self._path(shard, row, self._info.video_path or "", where, part)
         begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
-        return checked_range(self, shard, row, path, begin_s, end_s)
+        checked_range(self, shard, row, path, begin_s, end_s)
+        return EpisodeRange(path, begin_s=begin_s, end_s=end_s, fps=self._info.fps)
 
     @cached_property
     def _info(self) -> _Info:
         names = self.entries.names
         number = bisect_left(names, LEROBOT_INFO)
         if number == len(names) or names[number] != LEROBOT_INFO:
-            return _Info({}, "")  # one file of the folder is looked at alone
+            return _Info({}, "", 1)  # one file of the folder is looked at alone
         try:
             return msgspec.json.decode(self.files.read(number, 0, int(self.entries.sizes[number])), type=_Info)
         except msgspec.DecodeError as error:
@@ -365,12 +401,20 @@ class LeRobotStore(ParquetStore):
         def decoded() -> tuple[NDArray[Any], int]:
             batches, size = self.batches(data, group, [feature])
             try:
-                return np.concatenate([_values(batch.column(feature)) for batch in batches]), size
+                values = _values if self._has_numbers(feature) else _objects
+                return np.concatenate([values(batch.column(feature)) for batch in batches]), size
             except (KeyError, ValueError) as error:
                 raise self.damaged(data, f"row group {group}", f"no array {feature!r}: {error}") from error
 
         found: NDArray[Any] = self.blocks.get((self._me, data, group, feature), decoded)
         return found
+
+
+def _objects(column: Any) -> NDArray[Any]:
+    """The values of an Arrow column, whatever they are: object (rows,)."""
+    found = np.empty(len(column), object)
+    found[:] = column.to_pylist()
+    return found
 
 
 def _values(column: Any) -> NDArray[Any]:

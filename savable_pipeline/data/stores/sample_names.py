@@ -85,5 +85,10 @@ def printable(name: str) -> str:
 
 
 def outside(root: str, path: str) -> bool:
-    """Whether `path`, with every link followed, lies outside `root`, itself a real path."""
-    return os.path.commonpath([root, os.path.realpath(path)]) != root
+    """Whether `path`, with every link followed, lies outside `root`, itself a real path.
+
+    Hugging Face's cache is CACHE/snapshots/COMMIT, whose files are links into CACHE/blobs.
+    """
+    real, (cache, snapshots, _) = os.path.realpath(path), root.partition("/snapshots/")
+    inside = [root, f"{cache}/blobs"] if snapshots else [root]
+    return all(os.path.commonpath([each, real]) != each for each in inside)

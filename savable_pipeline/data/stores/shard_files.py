@@ -2,8 +2,8 @@
 
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
 process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
-closed once more before that: a batch is given only if nothing that it may have been read from had changed a second ago.
-What was given since is looked at where a run pauses or ends.
+closed once more before that: a batch is given only if nothing that it may have been read from had changed a second
+ago. What was given since is looked at where a run pauses or ends. So is an index too large to be read into memory.
 
     size, or time of the last write      another: the shard was overwritten
     time of the last change of the inode another: explained by mode, owner or links that changed with it; else some
@@ -18,7 +18,6 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
@@ -26,7 +25,8 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.core.files import Descriptor, is_out_of_handles, keep_below, most_kept, register, with_handles
+from savable_pipeline.core.patience import again, patiently
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark
@@ -53,11 +53,12 @@ class MemberReader(Protocol):
     def span(self, shard: int, row: int, extent: tuple[int, int], /) -> bytes: ...
 
 
-class ShardFiles(OrderedDict[int, int], ABC):
-    """The open files of some shards: `files[shard]` is a descriptor, to be used at once.
+class ShardFiles(dict[int, Descriptor], ABC):
+    """The open files of some shards: `files[shard]` is a descriptor, open as long as the caller refers to it.
 
     A shard that is not open is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process
-    together keep no more than the system permits it (see `open_files`); the one that was opened first is closed first.
+    together keep no more than the system permits it (see core/files.py); the one that was opened first is closed first.
+    Any thread may open and close shards, so an iteration is over a `copy()`.
     (A plain dict look-up for an open shard: a method call would cost a tenth of a read.)
     """
 
@@ -67,21 +68,21 @@ class ShardFiles(OrderedDict[int, int], ABC):
         super().__init__()
         register(self)
 
-    def __missing__(self, shard: int) -> int:
+    def __missing__(self, shard: int) -> Descriptor:
         keep_below(most_kept() - 1)
-        descriptor = with_handles(lambda: self.open(shard))
-        self[shard] = descriptor
+        descriptor = self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
         while len(self) > OPEN_SHARDS:
             self.close_oldest()
         return descriptor
 
     def close_oldest(self) -> None:
-        """Closes the shard that was opened first."""
-        os.close(self.popitem(last=False)[1])
+        """Closes the shard that was opened first, once no thread reads it any more."""
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread has just opened or closed a shard
+            self._close(next(iter(self)))
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone before
-        for descriptor in self.values():
-            close(descriptor)
+    def _close(self, shard: int) -> Descriptor | None:
+        """No longer keeps a shard open; its descriptor, None if another thread was first."""
+        return self.pop(shard, None)
 
     @property
     def prefetch_refs(self) -> int:
@@ -120,8 +121,26 @@ class ShardFiles(OrderedDict[int, int], ABC):
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise self.unreadable(shard, error) from error
+            data = self.read_again(shard, offset, size, error)
         return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
+
+    def read_again(self, shard: int, offset: int, size: int, error: OSError) -> bytes:
+        """What a read that has failed should have given, of the file opened anew; perhaps less. Raises the errors of
+        `read`, and `RemoteError` of a network disk.
+        """
+
+        def act() -> bytes:
+            self.reopen(shard)
+            return os.pread(self[shard], size, offset)
+
+        try:
+            return again(self.path(shard), error, act)
+        except OSError as last:
+            raise self.unreadable(shard, last) from last
+
+    def reopen(self, shard: int) -> None:
+        """Open a shard again, checked. A thread that reads from it keeps the old descriptor for as long as it reads."""
+        self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
@@ -138,13 +157,14 @@ class ShardFiles(OrderedDict[int, int], ABC):
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
-        parts = []
-        try:
-            while missing and (more := os.pread(self[shard], missing, offset)):
-                parts.append(more)
-                offset, missing = offset + len(more), missing - len(more)
-        except OSError as error:
-            raise self.unreadable(shard, error) from error
+        parts, more = [], b"?"
+        while missing and more:
+            try:
+                more = os.pread(self[shard], missing, offset)
+            except OSError as error:
+                more = self.read_again(shard, offset, missing, error)
+            parts.append(more)
+            offset, missing = offset + len(more), missing - len(more)
         if missing:
             raise ShardError(
                 f"{self.path(shard)}: {missing} bytes at byte {offset} are missing; the file was cut short: put the "
@@ -226,9 +246,9 @@ class LocalFiles(ShardFiles):
         self._found = found
         self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
         self._pins: dict[int, FileVersion] = {}
-        self._changed: list[int] = []
+        self._changed: list[Path] = []
         self._told: set[int] = set()  # of which there was a warning
-        self._slots: list[int] = []  # of the batches since the last look
+        self._slots: dict[int, None] = {}  # of the batches since the last look
         self._look_at = 0.0
         self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
 
@@ -242,9 +262,10 @@ class LocalFiles(ShardFiles):
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
+        self._found.index.file.check()
         path = self.path(shard)
         try:
-            descriptor = _open_without_atime(path)
+            return patiently(path, lambda: self._opened(shard, path))
         except OSError as error:
             if is_out_of_handles(error):
                 raise
@@ -252,6 +273,9 @@ class LocalFiles(ShardFiles):
                 f"{path}: {error.strerror}; it was there when the shards were indexed",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
+
+    def _opened(self, shard: int, path: Path) -> int:
+        descriptor = _open_without_atime(path)
         try:
             self._check(shard, descriptor, path)
         except BaseException as error:
@@ -302,15 +326,16 @@ class LocalFiles(ShardFiles):
                 reason="changed shard",
             )
 
-    def close_oldest(self) -> None:
-        """Closes the shard that was opened first, after a last look at it."""
-        self._look_at_open([next(iter(self.items()))])
-        super().close_oldest()
+    def _close(self, shard: int) -> Descriptor | None:
+        """No longer keeps a shard open, and takes a last look at it."""
+        descriptor = super()._close(shard)
+        if descriptor is not None:
+            self._look_at_open([(shard, descriptor)])
+        return descriptor
 
     def verify(self, slot: int) -> None:
         """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
-        if slot not in self._slots[-1:]:
-            self._slots.append(slot)
+        self._slots[slot] = None
         if self._changed or time.monotonic() >= self._look_at:
             self._look(f", of which that of slot {slot} was not given")
 
@@ -325,44 +350,47 @@ class LocalFiles(ShardFiles):
         Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
         shards, and note slots, meanwhile.
         """
-        noted, began = len(self._slots), time.monotonic()
+        noted, began = list(self._slots), time.monotonic()
         if not self._changed:
-            self._look_at_open(list(self.items()))
+            self._look_at_open(self.copy().items())
             for number, path in list(self._viewed.items()):
                 with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._look_closer(number, stat, None)
+            if not self._found.index.file.is_unchanged():
+                self._changed.append(self._found.index_path)
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
         if not self._changed:
-            del self._slots[:noted]
+            for slot in noted:  # alone: another thread may have noted more, or looked too
+                self._slots.pop(slot, None)
             return
         raise ShardError(
-            f"{self._path_of(self._changed[0])}: it was overwritten while this run read from it; the batches of the "
-            f"slots {_numbers(sorted(set(self._slots)))} may hold bytes of both{not_given}. Put the old shard back, "
+            f"{self._changed[0]}: it was overwritten while this run read from it; the batches of the "
+            f"slots {_numbers(sorted(self._slots))} may hold bytes of both{not_given}. Put the old shard back, "
             "and start again from a state before them",
             reason="changed shard",
         )
 
-    def _look_at_open(self, shards: Iterable[tuple[int, int]]) -> None:
-        """Looks at some of the open shards: pairs of shard and descriptor, which another thread may have closed."""
+    def _look_at_open(self, shards: Iterable[tuple[int, Descriptor]]) -> None:
+        """Looks at some of the open shards: pairs of shard and descriptor."""
         fstat, pins = os.fstat, self._pins
         for shard, descriptor in shards:
             was = pins[shard]
             try:
                 stat = fstat(descriptor)
             except OSError:
-                if self.get(shard) == descriptor:
-                    raise
+                if self.get(shard) is descriptor:
+                    self.reopen(shard)  # which compares the file with its pin
                 continue
             same = (
                 stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
             )
-            if not same and self.get(shard) == descriptor:
+            if not same:
                 self._look_closer(shard, stat, descriptor)
 
     def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
         if not self._is_same(number, FileVersion.of(stat), descriptor):
-            self._changed.append(number)
+            self._changed.append(self._path_of(number))
 
     def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
         """Remembers a file that was opened; False if it is another than when it was opened before."""

@@ -110,17 +110,26 @@ def kind_behind(url: str, session: Session) -> str:
 
 def stored_in(folder: Path) -> str:
     """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
-    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO))
+    return kind_in(folder) or _kind_of_info(_read(folder / LEROBOT_INFO), str(folder))
 
 
 def stored_behind(url: str, session: Session) -> str:
     """The same of what lies below a URL. Raises `RemoteError`."""
-    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"")
+    return kind_behind(url, session) or _kind_of_info(session.read(url, LEROBOT_INFO) or b"", url)
 
 
-def _kind_of_info(info: bytes) -> str:
-    """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
-    return "lerobot" if str(_object(info).get("codebase_version")).startswith("v3.") else ""
+def _kind_of_info(info: bytes, folder: str) -> str:
+    """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else "".
+
+    Raises `ShardError` for another version: its tables without its videos would be half of it.
+    """
+    version = str(_object(info).get("codebase_version", ""))
+    if version and not version.startswith("v3."):
+        raise ShardError(
+            f"{folder} is LeRobot {version}, and v3.0 is read. Convert it by LeRobot's script "
+            "convert_dataset_v21_to_v30, or name the folder data in it to read its frames as rows"
+        )
+    return "lerobot" if version else ""
 
 
 def _read(path: Path) -> bytes:
@@ -172,8 +181,10 @@ class Kind:
 
     def in_order(self) -> dict[str, Any]:
         """Settings for whoever reads all samples once, in their order."""
-        if "unpacked_bytes" not in self.settings:
-            return {"partial": True} if "columns" in self.settings else {}
+        if "columns" in self.settings:
+            return {"partial": True}
+        if "validate_hash" not in self.settings:
+            return {}
         from savable_pipeline.data.stores.grouped_store import DecodedBlocks  # here: other files are not unpacked
 
         return {"blocks": DecodedBlocks(_FEW_BYTES)}
@@ -185,7 +196,7 @@ class Kind:
 
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
-_COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
+_COLUMNS = ("columns", "key", "blocks", "partial", "ranges", "unpacked_bytes")
 _TABLES = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 _RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
 _WINDOWS = ("length", "stride", "dtype")
@@ -293,9 +304,10 @@ def _fixed(address: HubAddress, known: dict[str, bytes], session: Session) -> st
 
 def _checked_kind(files: Shards, name: str, session: Session | None) -> str:
     """The kind of files that are of the kind `name`, or of folders that hold such files and are read as another."""
-    if not isinstance(files, str | os.PathLike):
+    specs = spelled_out(files)
+    if not isinstance(files, str | os.PathLike) or len(specs) > 1:
         return name
-    spec, also = spelled_out(files)[0].rstrip("/"), STORES[name].also
+    spec, also = specs[0].rstrip("/"), STORES[name].also
     named = _kind_of_name(spec)
     if named not in ("", name) and (session or not Path(spec).is_dir()):
         raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.files import regular_file, with_handles
+from savable_pipeline.core.patience import patiently
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
@@ -115,8 +116,12 @@ class TableStore(TextStore):
                 return self.body(shard, raw, begin).strip()
             except RecordError as error:
                 raise self._row_error(shard, row, begin, error) from error
-        with self.open(shard, row, extension) as file:
-            return file.read()
+
+        def read() -> bytes:
+            with self.open(shard, row, extension) as file:
+                return file.read()
+
+        return patiently(Path(self.root_of(shard)), read)
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`."""
@@ -213,10 +218,10 @@ class TableStore(TextStore):
         if len(path.suffix) < 2:
             raise RecordError(f"no extension: {where}")
         try:
-            leaves = path.is_absolute() or ".." in path.parts or outside(root, f"{root}/{name}")
+            leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}; --allow-outside takes it")
-            status = Path(root, name).stat()
+            status = patiently(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
@@ -229,13 +234,14 @@ class TableStore(TextStore):
     def _open(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
-            descriptor = with_handles(lambda: regular_file(path, os.O_RDONLY))
+            descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
         except OSError as error:
             raise ShardError(
                 f"{path}: {error.strerror}; {self.where(shard)} names it", reason="missing file"
             ) from error
         found = os.fdopen(descriptor, "rb")
-        if self._newest_ns is not None and os.fstat(found.fileno()).st_mtime_ns > self._newest_ns:
+        status = os.fstat(found.fileno())  # a file may be dated in the future, but its inode cannot
+        if self._newest_ns is not None and min(status.st_mtime_ns, status.st_ctime_ns) > self._newest_ns:
             found.close()
             if not self.found.tolerant:
                 self.found.index_path.unlink(missing_ok=True)

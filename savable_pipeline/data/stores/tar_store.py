@@ -166,7 +166,7 @@ class TarParts:
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise self._files.unreadable(shard, error) from error
+            data = self._files.read_again(shard, offset, size, error)
         return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
@@ -182,7 +182,11 @@ class TarParts:
 
     def key(self, shard: int, row: int, path: str) -> str:
         """The key of a sample, from the header of its first member; `path` is for errors. Raises `ShardError`."""
-        return key_at(path, self._files[shard], self._starts[row])
+        try:
+            return key_at(path, self._files[shard], self._starts[row])
+        except OSError as error:
+            self._files.read_again(shard, self._starts[row], 1, error)
+            return key_at(path, self._files[shard], self._starts[row])
 
 
 def _files_of(found: IndexedFiles) -> ShardFiles:

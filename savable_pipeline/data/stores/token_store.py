@@ -28,8 +28,9 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.files import with_handles
+from savable_pipeline.core.patience import patiently
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.byte_source import ByteSource, opened
+from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
@@ -120,7 +121,7 @@ def read_documents(idx: Path) -> Documents:
     needed = _HEAD.size + 12 * sequences + 8 * documents
     if idx_size not in (needed, needed + sequences):  # with a byte of mode for each sequence
         raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}; copy it again")
-    raw = np.memmap(idx, np.uint8, "r")
+    raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
     arrays = [
         raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
@@ -365,7 +366,7 @@ class TokenStore(FileStore):
                         "put the old file back",
                         reason="changed shard",
                     )
-                self._documents[shard] = with_handles(partial(read_documents, idx))
+                self._documents[shard] = with_handles(lambda: patiently(idx, partial(read_documents, idx)))
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:

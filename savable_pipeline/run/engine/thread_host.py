@@ -26,6 +26,7 @@ import numpy as np
 
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import PinnedShards, ThreadValues
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.run.engine.connection import STARTED, Answer, Ended, Host
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
@@ -132,7 +133,7 @@ class ThreadHost(Host):
         self._workers: list[ThreadConnection] = []
         self._begun = 0
         self._forget()
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is not None and torch.get_num_threads() != 1:
             log.warning(
                 "torch has %d threads in this process, and one in worker processes: the last bits may differ where an "

@@ -19,7 +19,6 @@ import queue
 import select
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from msgspec.structs import replace
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import STARTED
 from savable_pipeline.run.engine.lane_runner import LaneRunner
@@ -171,8 +171,8 @@ def be_quiet() -> None:
 
 def be_one_thread() -> None:
     """Set torch, if it is imported, to one thread: more per worker would be slower, and could change bits of sums."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "set_num_threads") and torch.get_num_threads() != 1:
+    torch = imported("torch")
+    if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 

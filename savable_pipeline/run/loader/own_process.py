@@ -6,12 +6,12 @@ Otherwise each of N workers, or a forked process and its parent, would yield the
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from weakref import WeakSet
 
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import SavableError
 
 
@@ -94,6 +94,6 @@ _INSTEAD = (
 
 def _torch_worker() -> str:
     """Which worker of torch's DataLoader this process is; "" for any other process."""
-    module = sys.modules.get("torch.utils.data._utils.worker")
+    module = imported("torch.utils.data._utils.worker")
     info = module and module.get_worker_info()
     return f"worker {info.id} of the {info.num_workers} of torch's DataLoader" if info else ""

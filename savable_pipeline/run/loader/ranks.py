@@ -11,13 +11,13 @@ congruent to it:
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
@@ -189,7 +189,7 @@ class Ranks:
 
 def _initialised() -> bool:
     """Whether torch.distributed is initialised here; if it has not been imported, it is not."""
-    dist = sys.modules.get("torch.distributed")
+    dist = imported("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from typing import NoReturn
 
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.run import Run
 
@@ -77,7 +77,7 @@ def warn_unsaved(caller: str, run: Run) -> None:
             "Hugging Face's Trainer iterates over",
             "Give it to savable_pipeline.trainers.hf.SavableTrainer(train_loader=…), which saves it",
         )
-    elif (state := sys.modules.get("accelerate.state")) and state.is_initialized():
+    elif (state := imported("accelerate.state")) and state.is_initialized():
         _warn(
             "there is an Accelerator, whose save_state does not save loaders, and a loop that iterates over",
             "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) returns",

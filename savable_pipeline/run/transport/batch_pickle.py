@@ -8,10 +8,11 @@ A tensor keeps its memory format (channels last, say), since the bits of a convo
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from savable_pipeline.core.named_object import imported
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ _SMALL = 4096  # a tensor of up to 4,096 bytes is copied: kept for long, it then
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")  # if nothing has imported torch, no value is a tensor
+        torch = imported("torch")  # if nothing has imported torch, no value is a tensor
         if (
             torch is not None
             and type(value) is torch.Tensor

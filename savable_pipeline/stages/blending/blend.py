@@ -18,15 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
-from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.held_items import SavedElement, restored_elements, saved_elements
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.stage import (
     ItemStage,
     SampleStage,
@@ -365,7 +364,8 @@ class Blend(_WeightedSources):
         weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
             `allow={"weights"}`. With a `Schedule` they change during the run, and a source keeps to the integral of its
             share.
-        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`.
+        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`. A pack counts as
+            its items together.
         until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
             "first" ends the Blend.
         stride: Set it to the batch size if that is no multiple of 8. A small one costs time.
@@ -471,7 +471,7 @@ class _BlendOfItems(Blend, TakesItems):
 
     def _length(self, name: str, element: Element) -> int | None:
         """The length of an element, which is made if that is not known; None if it can no longer be made."""
-        if element.sizes is not None and not element.is_made:
+        if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
         make(element, stage)
@@ -490,19 +490,11 @@ class _BlendOfItems(Blend, TakesItems):
     def _taken(self, name: str, n: int) -> _Elements:
         return _array(self._stages[name].take(n))
 
-    def _saved(self, ahead: _Elements) -> list[Any]:
-        return [(element.ref, element.sizes) for element in ahead]
+    def _saved(self, ahead: _Elements) -> list[SavedElement]:
+        return saved_elements(ahead)
 
     def _restored(self, name: str, saved: Any) -> _Elements:
-        try:
-            elements = msgspec.convert(saved or [], list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
-        except msgspec.ValidationError as error:
-            raise CheckpointMismatchError(f"Blend: items of the source {name!r} cannot be read: {error}") from error
-        left = []
-        for ref, sizes in elements:
-            whole = as_ref(ref)
-            left += [Element(kept, sizes=left_sizes(sizes, whole, kept)) for kept in known_refs(self, [whole])]
-        return _array(left)
+        return _array(restored_elements(self, saved or []))
 
 
 def _array(elements: list[Element]) -> _Elements:

@@ -174,7 +174,7 @@ class Balance(TakesItems):
             raise ValueError(f"Balance: hold must be at least 1, not {hold}")
         self._check_source(source, ItemStage)
         super().__init__(source)
-        self._costing = Costing("Balance", cost)
+        self._costing = Costing("Balance", source.lane.own(cost))
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)

@@ -96,7 +96,7 @@ class ItemPacker(TakesItems):
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
-        self.size, self.select, self.max_held_bytes = size, select, max_held_bytes
+        self.size, self.select, self.max_held_bytes = size, source.lane.own(select), max_held_bytes
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
         self._groups: list[int] = []  # how many of them are in each pending pack
         self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped

@@ -111,14 +111,14 @@ class OnlinePacker(TakesItems):
                 raise ValueError(f"OnlinePacker: {name} must be one of {', '.join(choices)}, not {value!r}")
         if (max_cost is None) != (cost is None):
             raise ValueError("OnlinePacker: max_cost and cost, such as sp.attention_cost(hidden=2048), go together")
-        self._costing = None if cost is None else Costing("OnlinePacker", cost)
-        if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
-            raise ValueError(f"OnlinePacker: max_cost must be at least the cost of one token, {least}, not {max_cost}")
         self._check_source(source, ItemStage)
         super().__init__(source)
+        self._costing = None if cost is None else Costing("OnlinePacker", source.lane.own(cost))
+        if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
+            raise ValueError(f"OnlinePacker: max_cost must be at least the cost of one token, {least}, not {max_cost}")
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
         self.max_length = max_length
-        self.policy: Policy | PackingFunction = policy
+        self.policy: Policy | PackingFunction = source.lane.own(policy)
         self.open_packs = open_packs
         self.max_images = max_images
         self.max_cost = max_cost
@@ -265,7 +265,8 @@ class OnlinePacker(TakesItems):
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
         needed: `lengths`, of open packs once another `max_length` was decided; `taken_part`, the start of that item's
         rest and its whole length; `taken_size`, the length and images that the encoder declared; `ahead`, the items
-        taken after it, with these; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
+        taken after it, with their sizes; `held`, the items in no pack yet; `rounds`, how often held items have been
+        placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
@@ -279,7 +280,7 @@ class OnlinePacker(TakesItems):
         if taken is not None and self._pieces.taken_size is not None:
             state["taken_size"] = self._pieces.taken_size
         if self._pieces.ahead:
-            state["ahead"] = self._pieces.save_ahead()
+            state["ahead"] = self._pieces.ahead.save()
         if any(pack.length != self.max_length for pack in packing.packs):
             state["lengths"] = [pack.length for pack in packing.packs]
         if packing.holds:
@@ -293,7 +294,7 @@ class OnlinePacker(TakesItems):
         self.source.restore_state(saved.source)
         self._count = saved.count
         self._pieces.restore_taken(saved.taken, saved.taken_part, saved.taken_size)
-        self._pieces.restore_ahead(saved.ahead)
+        self._pieces.ahead.restore(saved.ahead)
         packing = self._packing
         packing.rounds = saved.rounds
         lengths = saved.lengths or [self.max_length] * len(saved.packs)

@@ -17,8 +17,8 @@ from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import BudgetShare, HeldItems, MemoryBudget, is_whole, known_refs
-from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.held_items import BudgetShare, HeldItems, MemoryBudget, is_whole
+from savable_pipeline.stages.item_ref import UNMADE, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage
@@ -71,8 +71,9 @@ class PieceMaker:
                 return False
             element = self.ahead.remove(0)
             self.taken = Piece(element.ref, element.value, length=0)
-            is_declared = element.sizes and not element.is_made and self._packer.info.declared
-            self.taken_size = element.sizes[0] if element.sizes and is_declared else None
+            self.taken_size = None
+            if element.sizes and not element.is_made and self._packer.info.declared and type(element.ref[1]) is int:
+                (self.taken_size,) = element.sizes  # a pack that is an item here has the sizes of its own items
         if self._add(self.taken):
             self.taken = None
         return True
@@ -221,18 +222,6 @@ class PieceMaker:
         if ref is not None and is_whole(self._packer, as_ref(ref)):
             self.taken = Piece(as_ref(ref), length=0, start=part[0], total=part[1])
 
-    def save_ahead(self) -> list[tuple[ItemRef, int, int]]:
-        """The items taken that come after `taken`: ref, and length and images as the encoder declared them, else 0."""
-        declared = [element.sizes[0] if element.sizes and not element.is_made else (0, 0) for element in self.ahead]
-        return [(ref, *size) for ref, size in zip(self.ahead.refs(), declared, strict=True)]
-
-    def restore_ahead(self, saved: Sequence[tuple[Any, int, int]]) -> None:
-        """Continue with these items of a state, but for those of a source that is gone."""
-        self.ahead.drop(len(self.ahead))
-        for ref, length, images in saved:
-            for left in known_refs(self._packer, [as_ref(ref)]):
-                self.ahead.add([Element(left, sizes=((length, images),) if length else None)])
-
 
 class SavedPiece(msgspec.Struct, array_like=True):
     """A piece in a state; trailing fields with their default values may be left out."""
@@ -260,7 +249,7 @@ class PackerState(msgspec.Struct):
     source: dict[str, Any]
     taken_part: tuple[SavedCount, SavedCount] = (0, 0)
     taken_size: tuple[SavedCount, SavedCount] | None = None
-    ahead: list[tuple[Any, SavedCount, SavedCount]] = []
+    ahead: list[Any] = []
     held: list[SavedPiece] = []
     rounds: SavedCount = 0
     lengths: list[SavedCount] = []

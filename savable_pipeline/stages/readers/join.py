@@ -36,8 +36,8 @@ class Join(TakesRefs):
     """Adds the parts of other datasets to each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
-    numbers, with a Join or without; `allow={"joins"}` loads a state with another one. Samples already in a buffer
-    before the Join are not left out: one whose key a store lacks has no part of it.
+    numbers, with a Join or without; `allow={"joins"}` loads a state with another one. What the stages of that state
+    hold is then skipped too, where it is encoded or rebuilt; a batch without an encoder has such samples without parts.
 
     Args:
         source: A stage of samples.
@@ -139,7 +139,7 @@ class Join(TakesRefs):
         """The samples with these refs, with the joined parts; they are read when asked for."""
         known, kept = self._last
         samples = list(kept) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
-        for sample in samples:
+        for sample in samples if self.missing == "empty" else ():
             for name in _lacking(sample):
                 self.counts[f"without {name}"] += 1
         return samples
@@ -161,7 +161,7 @@ class Join(TakesRefs):
             for place, other in enumerate(_samples_of(store, keys)):
                 found[place][name] = other
         return [
-            sample.read_from(JoinedParts(sample.origin, found[place], faults.get(place)))
+            sample.read_from(JoinedParts(sample.origin, found[place], faults.get(place), self.missing == "skip"))
             for place, sample in enumerate(samples)
         ]
 

@@ -140,8 +140,8 @@ def _find(shards: Shards, source: Source, form: FileFormat) -> _Dataset:
 def _media_warnings(counts: Counter[str]) -> Iterator[str]:
     if count := counts[DEEP]:
         yield (
-            f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() shows all above "
-            '255 as white; image(mode="I") gives whole numbers, mode="F" floats'
+            f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() keeps gray "
+            "ones as they are, and encoders refuse them; image(bits=8) makes those of 16 bits RGB by v >> 8"
         )
     if count := counts[TURNED]:
         yield (

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
@@ -17,6 +19,7 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.decoding import image_doubts
 from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_info import media_fault
+from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
@@ -28,13 +31,14 @@ from savable_pipeline.data.shards.part_types import (
     part_type,
     utf8_error,
 )
-from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.paths import TAR_FILES, is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
+from savable_pipeline.data.stores.ranges import EpisodeRange, LeRobotStore
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.source import LEROBOT_INFO, STORES
 from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
@@ -96,7 +100,11 @@ def check_file(root: Path, name: str, how: str = "{}") -> ShardReport:
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
-                problems += _problems_in(_store(checking, table, root, Path(aside) / "index"), name, found)
+                problems += _problems_in(_store(checking, [table], root, Path(aside) / "index"), name, found)
+                if checking.kind == "lerobot" and (root / LEROBOT_INFO).exists():
+                    tables = [table, form.scan(root, LEROBOT_INFO)]
+                    store = _store(checking, tables, root, Path(aside) / "episodes")
+                    problems += _lacking_frames(store, root, name, found)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
@@ -107,10 +115,10 @@ def check_file(root: Path, name: str, how: str = "{}") -> ShardReport:
     return report
 
 
-def _store(checking: Checking, table: ShardTable, root: Path, path: Path) -> RecordStore:
-    """The store of one file, with an index aside: nothing is changed beside it."""
+def _store(checking: Checking, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
+    """The store of these files, with an index aside: nothing is changed beside them."""
     kind = STORES[checking.kind]
-    write_index(path, [table], kind.form)
+    write_index(path, tables, kind.form)
     files = IndexedFiles(kind.form, kind.form.index_at(path), path, None, root, tolerant=True)
     return seen(files, kind, partial=True, **checking.settings)
 
@@ -132,6 +140,28 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
             row = _after_damage(store, row, reason_of(error))
     if isinstance(store, ColumnarStore):
         yield from _without_bytes(store, name, found)
+
+
+def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:
+    """A problem for each video of an episode that has fewer frames than its row lists; nothing is decoded."""
+    times: dict[str, NDArray[np.float64]] = {}  # of the frames of each file
+    for row in range(store.entries[0].samples):
+        for part in store.range_parts if isinstance(store, LeRobotStore) else ():
+            try:
+                said = msgspec.json.decode(store.read(0, row, part), type=EpisodeRange)
+                if said.path not in times:
+                    if not is_inside(said.path):
+                        raise ShardError(f"the path {said.path!r} leads out of the folder: put the file below it")
+                    with (root / said.path).open("rb") as file, Video(file, said.path) as video:
+                        times[said.path] = video.frame_times()
+                count = round((said.end_s - said.begin_s) * said.fps)
+                if lacking := frames_lacking(times[said.path], said.begin_s, count, said.fps):
+                    fault = f"missing frames: the video has {count - lacking} of the {count} that the metadata lists"
+                    yield _problem(store, name, row, part, fault)
+            except ImportError:
+                found.counts[NOT_DECODED] += 1
+            except (SavableError, OSError) as error:
+                yield _problem(store, name, row, part, f"unreadable media: {error}")
 
 
 class _Found:

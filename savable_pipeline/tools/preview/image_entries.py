@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.decoding import converted, has_alpha
 from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
@@ -34,7 +34,7 @@ _LISTED = 16  # values shown one by one
 
 def as_array(value: Any) -> NDArray[Any] | None:
     """An array or a dense tensor of numbers as an array; None for anything else."""
-    torch = sys.modules.get("torch")  # if nothing has imported torch, no value is a tensor
+    torch = imported("torch")  # if nothing has imported torch, no value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_complex():
             return None

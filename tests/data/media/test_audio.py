@@ -288,3 +288,29 @@ def test_tags_behind_the_pages_of_an_ogg_are_no_damage() -> None:
     assert np.array_equal(
         Audio(io.BytesIO(data + b"TAG" + bytes(125)), "a").samples(), Audio(io.BytesIO(data), "a").samples()
     )
+
+
+def windows_media() -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="asf") as container:
+        stream: Any = container.add_stream("wmav2", rate=44100, layout="stereo", bit_rate=128000)
+        for begin in range(0, 44100, 1024):
+            frame = av.AudioFrame.from_ndarray(np.zeros((2, 1024), np.float32), format="fltp", layout="stereo")
+            frame.rate, frame.pts = 44100, begin
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: b"NIST_1A\n   1024\nchannel_count -i 1\nend_head\n".ljust(1024) + bytes(4000), "NIST SPHERE"),
+        (lambda: b"DSD " + (28).to_bytes(8, "little") + bytes(5000), "DSF"),
+        (windows_media, "Windows Media audio"),
+    ],
+)
+def test_a_format_that_is_not_read_is_named_and_not_called_damaged(make: Any, kind: str) -> None:
+    with pytest.raises(MediaError, match=f"the part: {kind} is not read here; convert it") as error:
+        audio(make())
+    assert "damaged" not in str(error.value)

@@ -10,12 +10,13 @@ import time
 
 import pytest
 
+from savable_pipeline.core.patience import retry_s
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.download_process import QueuedRequest, RequestQueue
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.object_store import ObjectStore, Pace
-from savable_pipeline.data.remote.session import Urgency, retry_s
+from savable_pipeline.data.remote.session import Urgency
 from savable_pipeline.errors import RemoteError
 
 

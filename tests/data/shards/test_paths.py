@@ -308,3 +308,13 @@ def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
     with pytest.raises(sp.ShardError, match="`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks it"):
         sp.open_dataset(tmp_path / "captions.tsv.gz")
+
+
+def test_two_folders_with_colons_between_are_all_shards_of_both(tmp_path: Path) -> None:
+    for name in "ab":
+        write_tar(tmp_path / name / "0.tar", [(f"{name}.txt", b"")])
+        (tmp_path / name / "x.jsonl").write_text(f'{{"key": "{name}"}}\n')
+    both = f"{tmp_path / 'a'}::{tmp_path / 'b'}"
+    assert [sample.key for sample in sp.open_dataset(both)] == ["a", "b"]
+    lines = custom.JsonlReader(both, sp.Lane(), key="key", shuffle=False, epochs=1)
+    assert [sample.key for sample in lines] == ["a", "b"]

@@ -197,3 +197,18 @@ def test_what_polars_writes_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
             path = tmp_path / f"{compression}-{level}.stream.arrow"
             frame.write_ipc_stream(path, compression=compression, compat_level=level)
             assert len(samples(path)) == 300
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_numbers_in_big_endian_order_are_refused_by_name(tmp_path: Path, new: Any) -> None:
+    path, table = tmp_path / "big.arrow", pa.table({"id": pa.array([1, 2], pa.int32())})
+    with new(path, table.schema) as file:
+        file.write_table(table)
+    # The schema's first field, the byte order, is left out for little-endian. Here it points to the number of columns,
+    # 1, which means big-endian.
+    raw = path.read_bytes().replace(bytes.fromhex("0800080000000400"), bytes.fromhex("0800080008000400"))
+    opens = pa.ipc.open_file if new is pa.ipc.new_file else pa.ipc.open_stream
+    assert opens(pa.BufferReader(raw)).read_all()["id"].to_pylist() == [1 << 24, 2 << 24]  # pyarrow turns them around
+    path.write_bytes(raw)
+    with pytest.raises(sp.ShardError, match="big-endian, which are not read; write what"):
+        sp.open_dataset(path)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +25,7 @@ from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
+from savable_pipeline.tools.check.dataset_check import check
 from tests.support.draws import draws
 from tests.support.processes import run_forked
 from tests.support.toy_samples import plain_png
@@ -136,8 +141,34 @@ def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Pat
     store = STORES[name](tmp_path, key="k")
     assert store.key(0, 0) == "a"
     for ask in (lambda: store.key(1, 0), lambda: store.read(1, 0, "b")):
-        with pytest.raises(sp.ShardError, match=rf"/{name}: .*no column k; it has b"):
+        with pytest.raises(sp.ShardError, match=rf"/{name}: no column k; it has b\. Ask for") as error:
             ask()
+        assert error.value.reason == "missing column"
+
+
+@pytest.mark.parametrize("unit", [0, 1])  # months, and days with milliseconds
+def test_a_type_that_pyarrow_has_no_values_of_is_named(tmp_path: Path, unit: int) -> None:
+    sink = io.BytesIO()
+    table = pa.table({"span": pa.array([pa.MonthDayNano([1, 2, 3])]), "id": [1]})
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    data = bytearray(sink.getvalue())
+    units = (at for at in range(8, 400) if data[at] == 2)
+    at = next(at for at in units if "interval" in schema_of(data[:at] + bytes([unit]) + data[at + 1 :]))
+    data[at] = unit
+    (tmp_path / "a.arrow").write_bytes(data)
+    with pytest.raises(sp.ShardError, match=r"a column of a type that pyarrow does not read, such as"):
+        sp.open_dataset(tmp_path)[0]["id"]
+    assert sp.open_dataset(tmp_path, columns=["id"])[0]["id"] == b"1"
+
+
+def schema_of(data: bytes) -> str:
+    """The schema of a stream whose unit of intervals is another; "" where that byte is no unit."""
+    try:
+        found = str(pa.ipc.open_stream(io.BytesIO(data)).schema)
+    except (pa.ArrowException, OSError, ValueError):
+        return ""
+    return "" if "month_day_nano" in found else found
 
 
 def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
@@ -379,3 +410,73 @@ def test_two_columns_of_one_name_are_told_as_that_and_others_are_read(tmp_path: 
     with pytest.raises(sp.ShardError, match=told):
         STORES[name](tmp_path / name, key="id")
     assert parts_of(STORES[name](tmp_path / name, columns=("id",)), 1) == {"id": b"2"}
+
+
+def encrypted(path: Path) -> None:
+    """A Parquet file with an encrypted column and a footer that anybody can read."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):  # type: ignore[misc, name-defined]
+        def wrap_key(self, key: bytes, name: str) -> bytes:
+            return base64.b64encode(key)
+
+    factory = encryption.CryptoFactory(lambda config: Keys())
+    how = encryption.EncryptionConfiguration("footer", column_keys={"column": ["b"]}, plaintext_footer=True)
+    keys = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    with pq.ParquetWriter(path, SECRET.schema, encryption_properties=keys) as writer:
+        writer.write_table(SECRET)
+
+
+SECRET = pa.table({"a": [1, 2], "b": ["x", "y"]})
+
+
+def lengthened(path: Path) -> None:
+    """One byte behind the footer more: nothing says now that columns are encrypted, and pyarrow aborts."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[-8:-4], "little") + 1
+    path.write_bytes(data[:-8] + b"\0" + length.to_bytes(4, "little") + b"PAR1")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [(lambda path: None, "encrypted columns; write the file without encryption"),
+     (lengthened, "a footer that ended the process which read it")],
+)  # fmt: skip
+def test_a_file_that_aborts_pyarrow_is_an_error_that_names_it_and_the_others_are_read(
+    tmp_path: Path, change: Any, fault: str
+) -> None:
+    encrypted(tmp_path / "b.parquet")
+    change(tmp_path / "b.parquet")
+    write(tmp_path / "a.parquet", SECRET)
+    code = "import sys, pyarrow.parquet as pq; pq.read_metadata(sys.argv[1]).row_group(0).column(1)"
+    there = subprocess.run([sys.executable, "-c", code, tmp_path / "b.parquet"], capture_output=True, check=False)
+    assert there.returncode == -signal.SIGABRT  # as long as pyarrow does so, without being asked for the column
+    with pytest.raises(sp.ShardError, match=rf"b\.parquet: {fault}"):
+        sp.open_dataset(tmp_path)
+    reader = custom.ParquetReader(tmp_path, sp.Lane(), epochs=1, shuffle=False, on_error="skip")
+    assert [sample["b"] for sample in reader] == [b"x", b"y"]
+    assert [fault in problem.detail for problem in check(tmp_path, processes=1).problems] == [True]
+
+
+def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memory(tmp_path: Path) -> None:
+    """The dictionary has one value of 1 MB, which 20,000 rows repeat: 20 GB, in a file of 300 bytes."""
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), [bytes(1_000_000)])
+    write(tmp_path / "a.parquet", pa.table({"raw": column}), 20_000, compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1000
+    pool = pa.default_memory_pool()
+    most = custom.ParquetReader(tmp_path, sp.Lane(), unpacked_bytes=8_000_000)
+    before = pool.max_memory()
+    with pytest.raises(sp.ShardError, match=r"row group 0: it decodes to more than 8\.0 MB: .* a larger unpacked_byt"):
+        next(most)["raw"]
+    assert pool.max_memory() - before < 40_000_000
+    with pytest.raises(sp.ShardError, match=r"more than \d\.\d kB"):
+        next(custom.ParquetReader(tmp_path, sp.Lane(), unpacked_bytes=1000))["raw"]
+
+
+def test_what_is_read_does_not_depend_on_how_many_rows_are_decoded_at_a_time(tmp_path: Path) -> None:
+    table = pa.table({"txt": [f"{i % 50:0100d}" for i in range(1000)], "id": range(1000)})
+    write(tmp_path / "a.parquet", table)
+    few = open_store("parquet", tmp_path, unpacked_bytes=130_000)
+    assert [(few.read(0, i, "txt"), few.read(0, i, "id")) for i in range(1000)] == [
+        (txt.encode(), b"%d" % i) for i, txt in enumerate(table["txt"].to_pylist())
+    ]

@@ -202,3 +202,12 @@ def test_what_is_no_jsonl_is_called_what_it_is(tmp_path: Path, written: Callable
     path.write_bytes(written(LINES))
     with pytest.raises(sp.ShardError, match=rf"/a\.jsonl: {told}"):
         custom.JsonlReader(path, sp.Lane())
+
+
+def test_the_array_of_a_field_that_is_no_text_is_an_error_that_names_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc", "ids": [1, 2], "n": 5, "none": null}\n')
+    sample = sp.open_dataset(tmp_path / "a.jsonl")[0]
+    assert sample.array("text").tobytes() == b"abc" and sample.array("json").tobytes() == sample["json"]
+    for name in ("ids", "n"):
+        with pytest.raises(TypeError, match=rf"sample\.json\(\)\['{name}'\]"):
+            sample.array(name)

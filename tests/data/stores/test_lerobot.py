@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.media.video import Video
+from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.errors import MediaError
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.media_files import frame_number
+from tests.support.media_files import frame_number, joined_without_decoding, video_bytes
 from tests.support.toy_lerobot import FEATURES, FPS, INFO, LENGTHS, TOP, write_lerobot
 from tests.support.toy_server import serving, use_as_s3
 
@@ -49,8 +54,9 @@ def test_an_episode_has_its_videos_its_frames_and_what_its_row_says(folder: Path
     check_episodes(folder)
     sample = sp.open_dataset(folder)["1"]
     told = ["episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"]
-    assert list(sample) == [*told, TOP, "observation.state", "action", "index"]
+    assert list(sample) == [*told, TOP, "observation.state", "action", "task", "index"]
     assert (sample.json("tasks"), sample.json(TOP)["end_s"]) == (["task 1"], 2.9)
+    assert sample.json("task") == [f"pick {frame}" for frame in range(17)]
     names = [name for name, samples, _ in sp.open_dataset(folder).dataset.manifest() if not samples]
     assert {name.rpartition(".")[2] for name in names} == {"json", "mp4", "parquet"} and len(names) == 6
 
@@ -63,7 +69,12 @@ def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_v
     with pytest.raises(ValueError, match="leave out columns="):
         custom.ParquetReader(folder, sp.Lane(), columns=["action"])
     (folder / "meta/info.json").write_text(json.dumps({**INFO, "codebase_version": "v2.1"}))
-    assert recognize(folder).kind.name == "parquet"
+    for files in (folder, str(folder)):
+        with pytest.raises(
+            sp.ShardError, match=r"LeRobot v2\.1, and v3\.0 is read\. Convert .* convert_dataset_v21_to_v30"
+        ):
+            sp.open_dataset(files)
+    assert recognize(folder / "data").kind.name == "parquet"
 
 
 def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -75,6 +86,84 @@ def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Pat
         assert next(reader).array("observation.state").shape == (12, 2)
         open_any(folder)  # which leaves its index there
         check_episodes(f"{server.url}/robot/")
+
+
+def test_cameras_that_are_images_are_read_like_videos(tmp_path: Path) -> None:
+    """As by LeRobot, whose frames are Pillow's."""
+    for number, sample in enumerate(sp.open_dataset(write_lerobot(tmp_path, images=True))):
+        count, state = LENGTHS[number], sample.array("observation.state")[:, 0]
+        assert TOP in list(sample)
+        with sample.video(TOP) as video:
+            assert (video.duration_s, video.fps, video.size, video.frame_count) == (count / FPS, FPS, (64, 48), count)
+            shown = video.frames([frame / FPS for frame in range(count)])
+            assert shown.dtype == np.uint8 and [frame_number(frame) for frame in shown] == state.tolist()
+            assert frame_number(video.frames([count / FPS], size=(32, 24))[0]) == state[-1]
+            images = [np.asarray(Image.open(io.BytesIO(row["bytes"]))) for row in rows_of(tmp_path, number)]
+            assert np.array_equal(video.frames_by_index(range(count)).transpose(0, 2, 3, 1), images)
+            for wrong in (-1, count):
+                with pytest.raises(IndexError, match=f"there are {count}"):
+                    video.frames_by_index([wrong])
+        with zipfile.ZipFile(io.BytesIO(sample[TOP])) as archive:
+            assert len(archive.namelist()) == count and archive.testzip() is None
+        clip = sp.Clips(length_s=0.5, fps=FPS).one(sample.video(TOP), sp.Rng(7))
+        assert clip.frames is not None and clip.frames.shape == (5, 3, 48, 64)
+
+
+def rows_of(folder: Path, episode: int) -> list[dict[str, Any]]:
+    files = sorted((folder / "data").rglob("*.parquet"))
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    return [row[TOP] for row in table.to_pylist() if row["episode_index"] == episode]
+
+
+def test_an_image_without_its_bytes_is_damage(tmp_path: Path) -> None:
+    path = write_lerobot(tmp_path, images=True) / "data/chunk-000/file-001.parquet"
+    table = pq.read_table(path)
+    rows = [{**row, "bytes": None} if n == 2 else row for n, row in enumerate(table[TOP].to_pylist())]
+    place = table.schema.get_field_index(TOP)
+    pq.write_table(table.set_column(place, table.schema.field(TOP), pa.array(rows, table.schema.field(TOP).type)), path)
+    with pytest.raises(sp.ShardError, match=rf"row 1: frame 2 of '{TOP}' has no bytes, only the path"):
+        sp.open_dataset(tmp_path)[1].video(TOP)
+
+
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_frames_that_the_metadata_lists_and_the_video_lacks_are_damage_by_time_and_by_index(
+    tmp_path: Path, lacking: int
+) -> None:
+    data = sp.open_dataset(write_lerobot(tmp_path, lacking=lacking))
+    for episode, last in ((2, LENGTHS[2] - 1), (3, LENGTHS[3] - 1)):
+        video = data[episode].video(TOP)
+        assert frame_number(video.frames([(last - lacking) / FPS])[0]) == frame_number(
+            video.frames_by_index([last - lacking])[0]
+        )
+        fault = rf"{TOP}.*: its metadata lists {last + 1} frames, and the video has {last + 1 - lacking}\. "
+        for missing in range(last + 1 - lacking, last + 1):
+            with pytest.raises(MediaError, match=fault):
+                video.frames([missing / FPS])
+            with pytest.raises(MediaError, match=fault):
+                video.frames_by_index([missing])
+        with pytest.raises(IndexError):
+            video.frames_by_index([last + 1])
+    assert data[1].video(TOP).frames_by_index([LENGTHS[1] - 1]).shape == (1, 3, 48, 64)
+
+
+@pytest.mark.parametrize("b_frames", [0, 2])
+def test_joined_videos_show_the_frames_of_their_episodes(b_frames: int) -> None:
+    """As `lerobot-edit-dataset --operation.type=merge` joins files, and says where episodes begin: by their lengths.
+
+    Rounded times add up: here to two ticks without, and to a third of a frame with frames that refer to later ones.
+    """
+    count, rate, length = 16, 30, 17
+    data = joined_without_decoding(
+        [video_bytes(length, fps=rate, b_frames=b_frames, numbers_from=length * number) for number in range(count)]
+    )
+    for number in range(count):
+        file = RangeFile(ByteSource.of(data), number * length / rate, (number + 1) * length / rate, rate)
+        with Video(file, "the part", begin_s=file.begin_s, end_s=file.end_s) as video:
+            numbers = list(range(number * length, (number + 1) * length))
+            times = np.arange(length, dtype=np.float32) / rate  # the column `timestamp` is float32
+            assert [frame_number(frame) for frame in video.frames(times.tolist())] == numbers
+            assert [frame_number(frame) for frame in video.frames_by_index(range(length))] == numbers
+            assert frame_number(video.frames([length / rate])[0]) == numbers[-1]
 
 
 @pytest.mark.parametrize(

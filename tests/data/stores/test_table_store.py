@@ -162,7 +162,9 @@ def test_a_table_or_a_file_that_changes_under_a_run_is_an_error(photos: Path) ->
     samples = sp.open_dataset(photos / "t.csv")
     first = samples[0]["jpg"]
     later = time.time() + 5  # as if it were written later on
-    (photos / "000.jpg").write_bytes(first[:-1] + b"x")
+    indexed_ns = samples.dataset.store.found.index_path.stat().st_mtime_ns  # type: ignore[attr-defined]
+    while (photos / "000.jpg").stat().st_ctime_ns <= indexed_ns:  # until the file system's clock has gone on
+        (photos / "000.jpg").write_bytes(first[:-1] + b"x")
     os.utime(photos / "000.jpg", (later, later))
     with pytest.raises(ShardError, match=r"000\.jpg: written since .*t\.csv, which names it, was indexed"):
         next(sample["jpg"] for sample in samples if sample.json()["image"] == "000.jpg")
@@ -219,3 +221,46 @@ def test_a_folder_of_tables_alone_is_one_dataset(tmp_path: Path) -> None:
         (tmp_path / name).write_text("n\n1\n2\n")
     (tmp_path / "README.md").write_text("numbers")
     assert [sample.key for sample in sp.open_dataset(tmp_path)] == ["a.csv:0", "a.csv:1", "sub/b.csv:0", "sub/b.csv:1"]
+
+
+def test_files_that_are_dated_in_the_future_are_read(photos: Path) -> None:
+    later = time.time() + 1e6
+    for photo in photos.glob("*.jpg"):
+        os.utime(photo, (later, later))
+    assert all(sample["jpg"] for sample in sp.open_dataset(photos / "t.csv"))
+
+
+def test_an_absolute_path_below_the_folder_of_the_table_is_read(photos: Path) -> None:
+    (photos / "absolute.csv").write_text(f"image\n{photos / '000.jpg'}\n")
+    assert sp.open_dataset(photos / "absolute.csv")[0]["jpg"] == (photos / "000.jpg").read_bytes()
+
+
+def test_links_of_hugging_faces_cache_into_its_own_blobs_are_followed(photos: Path, tmp_path: Path) -> None:
+    """The layout of huggingface_hub: `snapshots/COMMIT/a.jpg -> ../../blobs/HASH`."""
+    cache = tmp_path / "datasets--a--b"
+    snapshot, blobs = cache / "snapshots" / "c0ffee", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1f").write_bytes((photos / "000.jpg").read_bytes())
+    (snapshot / "a.jpg").symlink_to("../../blobs/1f")
+    (cache / "secret").write_bytes(b"secret")
+    (snapshot / "b.jpg").symlink_to("../../secret")
+    (snapshot / "t.csv").write_text("image\na.jpg\nb.jpg\n")
+    samples = sp.open_dataset(snapshot / "t.csv")
+    assert samples[0]["jpg"] == (blobs / "1f").read_bytes()
+    with pytest.raises(ShardError, match="outside the source"):
+        samples[1]["jpg"]
+
+
+def test_a_column_without_a_name_is_called_as_pandas_calls_it(photos: Path) -> None:
+    (photos / "p.csv").write_text(",image,\n7,000.jpg,x\n")
+    sample = sp.open_dataset(photos / "p.csv")[0]
+    assert sample.json() == {"Unnamed: 0": "7", "image": "000.jpg", "Unnamed: 2": "x"} and sample["jpg"]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.parquet", "a.arrow", "a.jsonl", "a.csv", "a.json"])
+def test_a_pointer_of_git_lfs_is_recognized(tmp_path: Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(ShardError, match=rf"{name}: a pointer of Git LFS, not the file; `git lfs pull` fetches it"):
+        sp.open_dataset(tmp_path / name)

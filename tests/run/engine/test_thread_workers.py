@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,6 +204,134 @@ def test_an_encoder_that_cannot_be_copied_is_an_error_with_the_cure(make_shards:
         loader(partial(number_pipeline, str(make_shards([40])), encoder=Uncopied())) as own,
         pytest.raises(ValueError, match=r"Uncopied cannot be copied for a worker thread .*thread_safe = True"),
     ):
+        next(own)
+
+
+class Mine:
+    """Notes which thread has used which of its copies."""
+
+    used: ClassVar[set[tuple[int, int]]] = set()
+
+    def __init__(self) -> None:
+        self.random = random.Random(3)
+
+    def use(self, result: Any) -> Any:
+        self.used.add((id(self), threading.get_ident()))
+        return result
+
+    def keep(self, element: Any) -> bool:
+        return self.use(True)
+
+    def alone(self, lengths: list[int]) -> list[list[int]]:
+        return self.use([[i] for i in range(len(lengths))])
+
+    def cost(self, length: int, images: int) -> int:
+        return self.use(length)
+
+    def select(self, items: list[Any], rng: sp.Rng) -> list[list[Any]]:
+        return self.use([items])
+
+
+class Tokens(NumberEncoder):
+    def __init__(self, mine: Mine | None = None) -> None:
+        self.mine = mine or Mine()
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return self.mine.use([3] * 3)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items[0]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+STEPS_WITH_FUNCTIONS: dict[str, tuple[Callable[[Mine], Any], Callable[[Any, Any], Any]]] = {
+    "map": (lambda mine: partial(Mine.keep, mine), lambda read, f: read.map(f, global_rng=False)),
+    "filter before": (lambda mine: mine.keep, lambda read, f: read.filter(f, global_rng=False).encode(Tokens())),
+    "filter after": (lambda mine: mine.keep, lambda read, f: read.encode(Tokens()).filter(f)),
+    "encode": (lambda mine: partial(Tokens, mine), lambda read, f: read.encode(f)),
+    "policy": (lambda mine: mine.alone, lambda read, f: read.encode(Tokens()).pack(4, policy=f)),
+    "cost": (lambda mine: mine.cost, lambda read, f: read.encode(Tokens()).pack(4, cost=f, max_cost=4)),
+    "balance": (lambda mine: mine.cost, lambda read, f: read.encode(Tokens()).balance(2, cost=f)),
+    "select": (
+        lambda mine: mine.select,
+        lambda read, f: read.encode(Tokens()).then(custom.ItemPacker, size=2, select=f),
+    ),
+    "group": (lambda mine: mine.keep, lambda read, f: read.encode(Tokens()).bucket(size=2, group=f)),
+    "size": (lambda mine: mine.keep, lambda read, f: read.encode(Tokens()).bucket(size=f, group=len)),
+}
+
+
+def of_a_step(root: Path, step: str, function: Callable[..., Any]) -> Any:
+    made = STEPS_WITH_FUNCTIONS[step][1](sp.read(root), function)
+    return made if step in ("group", "size") else made.batch(2, encoder=Tokens())
+
+
+@pytest.mark.parametrize("step", STEPS_WITH_FUNCTIONS)
+def test_each_thread_has_a_copy_of_what_is_bound_to_the_function_of_a_step(make_shards: Any, step: str) -> None:
+    Mine.used.clear()
+    mine = Mine()
+    with loader(of_a_step(make_shards([600]), step, STEPS_WITH_FUNCTIONS[step][0](mine))) as own:
+        for _ in range(30):
+            next(own)
+        users = {number: {thread for used, thread in Mine.used if used == number} for number, _ in Mine.used}
+    assert all(len(threads) == 1 for threads in users.values()), "none is used by two threads"
+    assert users.get(id(mine), {threading.get_ident()}) == {threading.get_ident()} and len(Mine.used) >= 3
+
+
+@pytest.mark.parametrize("step", STEPS_WITH_FUNCTIONS)
+def test_what_the_function_of_a_step_only_refers_to_is_refused_if_it_is_not_thread_safe(
+    make_shards: Any, step: str
+) -> None:
+    draws = random.Random(3)
+    functions: dict[int, Callable[..., Any]] = {
+        0: lambda: Tokens(draws and Mine()),
+        1: lambda element: draws and 1,
+        2: lambda a, b: draws and 1,
+    }
+    arguments = {"encode": 0, "cost": 2, "balance": 2, "select": 2}.get(step, 1)
+    told = r"worker threads must not share 'draws' of \S+<lambda>, a Random\. Bind it"
+    with (
+        loader(of_a_step(make_shards([40]), step, functions[arguments])) as own,
+        pytest.raises(ValueError, match=told),
+    ):
+        next(own)
+
+
+def test_a_tokenizer_that_two_functions_truncate_otherwise_gives_the_batches_of_one_process(make_shards: Any) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    pipeline = sp.read(make_shards([600])).map(partial(truncated, words), global_rng=False, check=0.0).batch(4)
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES) as process:
+        expected = [next(process).tolist() for _ in range(60)]
+    with loader(pipeline, threads(4)) as own:
+        assert [next(own).tolist() for _ in range(60)] == expected
+
+
+def truncated(words: Any, sample: sp.Sample) -> int:
+    words.enable_truncation(5 if sample.json()["id"] % 2 else 50)
+    time.sleep(0.0002)
+    return len(words.encode("a " * 60).ids)
+
+
+class Counting(NumberEncoder):
+    thread_safe = True
+    calls = 0
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_an_encoder_that_gives_two_results_is_told_of_other_threads_where_there_are_any(make_shards: Any) -> None:
+    pipeline = sp.read(make_shards([60])).encode(Counting()).batch(2)
+    with (
+        loader(pipeline) as own,
+        pytest.raises(sp.EncodeError, match="not on what another thread changes meanwhile, a"),
+    ):
+        next(own)
+    with loader(pipeline, sp.Workers(0)) as own, pytest.raises(sp.EncodeError, match="alone, not on a clock"):
         next(own)
 
 

@@ -49,11 +49,11 @@ def test_openais_content_is_text_or_parts_with_images_in_order_by_name_or_inside
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "image"},
     ]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
     record = [{"role": "user", "content": content}, call, {"role": "tool", "tool_call_id": "1", "content": "7"}]
     messages = parse(record, a_png=plain_png(2, 1), b_png=plain_png(3, 1), c_png=plain_png(4, 1))
     assert shown(messages) == [("user", [2, "and", 4, 9, 3]), ("assistant", []), ("tool", ["7"])]
-    assert [each.more for each in messages] == [{}, {"tool_calls": [{"id": "1"}]}, {"tool_call_id": "1"}]
+    assert [each.more for each in messages] == [{}, {"tool_calls": [CALL]}, {"tool_call_id": "1"}]
 
 
 def test_answers_are_those_of_the_assistant_without_weight_0() -> None:
@@ -61,6 +61,9 @@ def test_answers_are_those_of_the_assistant_without_weight_0() -> None:
     messages = parse({"messages": [{"role": role, "content": "a", **more} for role, more in turns]})
     assert [each.is_answer for each in messages] == [False, True, False, True]
     assert not any(each.more for each in messages)
+
+
+CALL = {"type": "function", "id": "1", "function": {"name": "f"}}
 
 
 def human(value: Any) -> dict[str, Any]:

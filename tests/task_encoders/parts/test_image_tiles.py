@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, SplitTiles, Tiles
 
 sides = st.integers(1, 3000)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 36, 3), dtype=np.uint8))
@@ -45,6 +45,7 @@ def test_grids_of_tiles_are_those_of_internvl(width: int, height: int, tiles: tu
         NativeSize(patch=2, merge=2, min_pixels=16, max_pixels=400),
         Buckets(patch=2, merge=2, max_pixels=400, min_side=8, max_side=48),
         Tiles(patch=2, merge=2, side=8, max_tiles=4),
+        SplitTiles(patch=2, merge=2, side=9, long_side=32),
     ],
 )
 def test_patches_and_tokens_follow_from_the_grids(tiles: ImageTiles, width: int, height: int) -> None:
@@ -91,7 +92,9 @@ def test_buckets_are_near_one_area_and_an_image_fills_the_one_nearest_to_its_asp
     [
         (lambda: NativeSize(patch=0), "patch and merge are at least 1, not 0 and 2"),
         (lambda: NativeSize(min_pixels=9, max_pixels=8), "room for a token of 28 × 28, not 9 and 8"),
-        (lambda: Tiles(side=450), "a multiple of patch × merge, 28, not 450"),
+        (lambda: Tiles(side=440), "440 pixels has 31 patches of 14, which is no multiple of merge=2"),
+        (lambda: SplitTiles(side=13), "13 pixels has 0 patches of 14"),
+        (lambda: SplitTiles(side=448, long_side=5000), "long_side is 1 to 4096 pixels, not 5000"),
         (lambda: Tiles(min_tiles=3, max_tiles=2), "min_tiles ≤ max_tiles, not 3 and 2"),
         (lambda: Buckets(min_side=900), "no shape has sides from 900 to 672"),
         (lambda: NativeSize().size(2010, 10), "2010 × 10 pixels: one side is over 200 times"),
@@ -111,4 +114,11 @@ def test_settings_tell_the_three_apart_with_all_their_arguments() -> None:
         "max_pixels": 10_000,
     }
     assert set(Tiles().settings()) == {"tiles", "patch", "merge", "side", "min_tiles", "max_tiles", "thumbnail"}
+    assert SplitTiles(merge=4).settings() == {
+        "tiles": "SplitTiles",
+        "patch": 14,
+        "merge": 4,
+        "side": 512,
+        "long_side": 2048,
+    }
     assert set(Buckets().settings()) == {"tiles", "patch", "merge", "max_pixels", "min_side", "max_side"}

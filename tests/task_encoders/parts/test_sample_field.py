@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import savable_pipeline as sp
+from savable_pipeline import custom
 from task_encoders.parts.sample_parts import Field
 from tests.support.toy_samples import sample
 
@@ -45,3 +49,14 @@ def test_what_is_no_text_is_an_error_where_text_is_asked_for() -> None:
 def test_what_is_no_name_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"such as json\[caption\], not"):
         Field(wrong)
+
+
+@pytest.mark.parametrize("value", [["x"], 5, True, {"a": "b"}])
+def test_a_field_of_a_line_of_json_that_is_no_text_is_not_read_as_its_letters(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": value}) + "\n" + json.dumps({"text": json.dumps(value)}) + "\n"
+    )
+    reader = custom.JsonlReader(tmp_path / "a.jsonl", sp.Lane(), shuffle=False)
+    with pytest.raises(ValueError, match=f"text: expected text, found {type(value).__name__}"):
+        Field("text").read_text(next(reader))
+    assert Field("text").read_text(next(reader)) == json.dumps(value)  # a text that looks like it

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, SplitTiles, Tiles
 from task_encoders.parts.sample_parts import ScaledImage
 from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import sample
@@ -19,6 +19,7 @@ TILES = [
     NativeSize(patch=2, merge=2, min_pixels=16, max_pixels=400),
     Buckets(patch=2, merge=2, max_pixels=400, min_side=8, max_side=48),
     Tiles(patch=2, merge=2, side=8, max_tiles=4),
+    SplitTiles(patch=2, merge=2, side=8, long_side=24),
 ]
 SIZES = [(16, 16), (37, 23), (41, 160), (67, 66), (129, 200), (201, 141), (300, 31), (17, 400)]
 

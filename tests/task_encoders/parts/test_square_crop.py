@@ -141,7 +141,19 @@ def test_settings_are_every_argument() -> None:
         "std": [0.229, 0.224, 0.225],
         "decode": "scaled",
         "exif": False,
+        "bits": None,
     }
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_an_image_of_16_bits_is_refused_unless_8_are_asked_for(augment: bool) -> None:
+    values, file = np.full((9, 9), 0x1234, np.uint16), io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    depth = sample(png=file.getvalue())
+    with pytest.raises(ValueError, match="Use bits=8 for v >> 8"):
+        SquareCrop(4, augment=augment).image(depth, sp.Rng(0))
+    cropped = SquareCrop(4, augment=augment, bits=8).image(depth, sp.Rng(0))
+    assert cropped is not None and cropped.unique().tolist() == [0x12]
 
 
 @pytest.mark.parametrize(

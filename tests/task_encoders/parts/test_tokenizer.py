@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -16,9 +17,14 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.dataset.sample_source import DetachedSample
 from task_encoders.captioning import CaptioningEncoder
+from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.parts.image_tiles import NativeSize
 from task_encoders.parts.tokenizer import BYTES, Tokenizer, as_tokenizer
-from tests.support.toy_samples import trained_tokenizer, words
+from task_encoders.parts.vision import Vision
+from task_encoders.speech import SpeechEncoder
+from tests.support.toy_samples import sample, trained_tokenizer, words
+from tests.support.toy_tokenizers import tokenizer
 
 SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
 
@@ -166,8 +172,8 @@ class Framing(Numbers):
     """As those of transformers: adds its own beginning unless told not to."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The numbers in a text, after a 1."""
-        return [1] * add_special_tokens + super().encode(text)
+        """The numbers in a text, 0 for what is none, after a 1."""
+        return [1] * add_special_tokens + [int(word) if word.isdecimal() else 0 for word in text.split()]
 
     def get_vocab(self) -> dict[str, int]:
         """Token to id."""
@@ -216,3 +222,74 @@ def test_settings_hold_the_special_ids() -> None:
 def test_what_is_no_tokenizer_is_refused_with_what_to_do(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"not {wrong!r}; load it first"):
         as_tokenizer(wrong)
+
+
+def ended(**settings: Any) -> list[int]:
+    """The tokens of a document by the small tokenizer of Qwen's kind, which adds nothing by itself."""
+    item: Any = LanguageModelingEncoder(tokenizer("qwen"), **settings).encode(sample(txt="A cat."), Rng(7))
+    return list(item["tokens"].tolist())
+
+
+def test_a_tokenizer_that_adds_no_end_of_documents_needs_one_or_a_no() -> None:
+    own = tokenizer("qwen")
+    plain = own.encode("A cat.")
+    found = r"Pass eos= to the encoder: True \('<\|im_end\|>', which may end turns\), '<\|endoftext\|>', .*False"
+    vision = Vision(NativeSize(), own.convert_tokens_to_ids("<image>"))
+    for make in (
+        LanguageModelingEncoder,
+        CaptioningEncoder,
+        SpeechEncoder,
+        functools.partial(InterleavedEncoder, vision=vision),
+    ):
+        for bare in (own, own.backend_tokenizer, Tokenizer(own)):
+            with pytest.raises(ValueError, match=found if bare is not own.backend_tokenizer else "Pass eos= to"):
+                make(bare)
+            assert make(bare, eos=False).tokenizer.after(plain) == []
+    assert ended(eos=False) == plain
+    assert ended(eos=True) == [*plain, own.convert_tokens_to_ids("<|im_end|>")]
+    end = own.convert_tokens_to_ids("<|endoftext|>")
+    assert ended(eos="<|endoftext|>") == ended(eos=end) == [*plain, end]
+    with pytest.raises(ValueError, match="adds no token behind"):
+        LanguageModelingEncoder(encoding())
+    with pytest.raises(ValueError, match=r"has no token for eos='no such'\. Pass one by its text"):
+        ended(eos="no such")
+    with pytest.raises(ValueError, match=r"two ends: eos=True, and 3 of the Tokenizer"):
+        LanguageModelingEncoder(Tokenizer(own, eos=3), eos=True)
+    assert LanguageModelingEncoder(words).tokenizer.eos is None  # a function has no special tokens
+
+
+def test_an_end_that_the_post_processor_adds_is_enough_and_is_added_once() -> None:
+    own = tokenizer("mistral").backend_tokenizer
+    own.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    for eos in (None, False, "</s>"):
+        encoder = LanguageModelingEncoder(own, eos=eos, part="json[a]", prompt="json[q]")
+        made: Any = encoder.encode(sample(json={"q": "A ", "a": "cat."}), Rng(7))
+        assert made["tokens"].tolist() == own.encode("A cat.").ids
+        assert made["labels"].tolist()[-3:] == [*own.encode("A cat.").ids[-2:], -100]
+
+
+def test_the_end_is_at_the_true_end_of_a_document_and_not_at_its_cuts() -> None:
+    own, text = tokenizer("qwen"), "import os, sys\n" * 9
+    encoder = LanguageModelingEncoder(own, eos=True, max_length=10)
+    chunks: list[Any] = list(encoder.encode(sample(txt=text), Rng(7)))  # type: ignore[arg-type]
+    joined = [token for chunk in chunks for token in chunk["tokens"].tolist()]
+    assert joined == [*own.encode(text), own.eos_token_id]
+    assert joined.count(own.eos_token_id) == 1
+    for ending in ("<|im_end|>", ""):
+        made: Any = LanguageModelingEncoder(own, eos=True).encode(sample(txt=text + ending), Rng(7))
+        assert made["tokens"].tolist() == joined
+    image = b"P6 1 1 255\n\x01\x02\x03"
+    short = CaptioningEncoder(own, eos=True, max_tokens=5).encode(sample(ppm=image, txt=text), Rng(7))
+    assert short["tokens"].tolist() == joined[:5]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", ["enable_truncation", "enable_padding"])
+def test_a_tokenizer_that_cuts_or_pads_by_itself_is_refused(change: str) -> None:
+    own = trained()
+    getattr(own, change)(**({"max_length": 3} if change == "enable_truncation" else {"length": 9}))
+    with pytest.raises(
+        ValueError, match=r"cuts or pads its texts.*Call its no_truncation\(\) and no_padding\(\) first"
+    ):
+        Tokenizer(own)

@@ -18,6 +18,7 @@ from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.cli.main import app
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
+from tests.support.toy_lerobot import LENGTHS, TOP, write_lerobot
 
 SECOND = 8  # frames
 
@@ -94,6 +95,18 @@ def test_broken_audio_and_video_are_problems_and_long_videos_with_one_keyframe_a
     report = checked(dataset, monkeypatch)
     assert found(report) == {name: reason for name, (_, reason) in WRONG.items()}
     assert any(re.search(r"^1 video has one keyframe only", warning) for warning in report.warnings)
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_episodes_whose_video_lacks_frames_are_counted(
+    lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = checked(write_lerobot(tmp_path, lacking=lacking), monkeypatch)
+    expected = {f"2.{TOP}": "missing frames", f"3.{TOP}": "missing frames"} if lacking else {}
+    assert found(report) == expected  # the last episode of each file
+    details = [problem.detail for problem in report.problems]
+    wanted = [f"the video has {n - lacking} of the {n} that the metadata lists" for n in (LENGTHS[2], LENGTHS[3])]
+    assert details == (wanted if lacking else [])
 
 
 def test_a_share_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,9 @@ def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "expected a first line with a name of its own for each column"),
+        (b"", "expected a first line with the names of the columns"),
         (b"a,a\n1,2\n", "2 columns are named 'a': give each a name of its own"),
-        (b"a,\n1,2\n", "expected a first line with a name of its own"),
+        (b",\n1,2\n", "expected a first line with the names of the columns"),
         ("a,b\n1,2\n".encode("utf-16"), "text in UTF-16, where UTF-8 is read; `iconv"),
         (b"a,b\n", "no row below the names"),
         (b"a\n\n1\n\xff\n" + b"2\n" * 9000, r"t\.csv:4: cannot be read as a table in UTF-8: it holds the byte 0xff"),

@@ -1,0 +1,123 @@
+"""`thread_copy`: a copy of a user's function or encoder, for one worker thread.
+
+    partial(f, x), object.f, encoder.x     x and the object are bound to it: they are copied with it
+    closure, default, global of f          it only refers to them: an error, if a known type that is not thread-safe
+
+The same holds for what is in a list, tuple, set or dict there, for functions that it refers to, and for those of its
+module that it calls. All else is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+from collections.abc import Iterator
+from functools import cache, partial
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reached: TypeAlias = Iterator[tuple[str, Any, bool]]  # a name, a value, and whether a copy has one of its own
+
+_UNSAFE = {  # classes, by the first part of their module's name: none must be imported here
+    *("tokenizers.Tokenizer", "transformers.PreTrainedTokenizerBase", "transformers.ProcessorMixin"),
+    *("sentencepiece.SentencePieceProcessor", "random.Random", "torch.Generator"),
+    *("numpy.Generator", "numpy.RandomState", "numpy.BitGenerator"),
+    *("_io._IOBase", "sqlite3.Connection", "sqlite3.Cursor", "_ctypes._CData", "ctypes.CDLL"),
+}
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+
+
+def thread_copy(value: T) -> T:
+    """Copy a function or an encoder. Raises ValueError if it cannot be copied, or shares what is not thread-safe."""
+    named = _name_of(value)
+    for name, found in _shared(_parts(value, named), set()):
+        raise ValueError(
+            f"worker threads must not share {name}, a {type(found).__name__}. Bind it by functools.partial, "
+            "to a method or to an encoder, of which each thread has a copy, or use start_method='fork'"
+        )
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise ValueError(
+            f"{named} cannot be copied for a worker thread ({type(error).__name__}: {error}): say thread_safe = True "
+            "in its class if threads may call it at the same time, or make it there, by a function, .encode(make)"
+        ) from error
+
+
+def _shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
+    """What is not thread-safe among the reached values and theirs, and not of a copy alone; by name."""
+    for name, value, copied in reached:
+        if type(value) in _PLAIN or (id(value), copied) in known:
+            continue
+        known.add((id(value), copied))
+        kind: type = type(value)
+        if (unsafe := _unsafe(kind)) and (not copied or unsafe == "ctypes.CDLL"):  # whose copy is the same
+            yield name, value
+        elif not unsafe:
+            yield from _shared(_reached_by(value, name, copied), known)
+
+
+@cache
+def _unsafe(kind: type) -> str:
+    names = (f"{each.__module__.partition('.')[0]}.{each.__qualname__}" for each in kind.__mro__)
+    return next((name for name in names if name in _UNSAFE), "")
+
+
+def _reached_by(value: Any, name: str, copied: bool) -> Reached:
+    """What is inside a value."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        members = list(value.values() if isinstance(value, dict) else value)
+        yield from ((name, each, copied) for each in members if not isinstance(each, list | tuple | set | dict))
+    elif isinstance(value, FunctionType):
+        yield from ((f"{each!r} of {value.__qualname__}", found, False) for each, found in _references(value))
+    elif isinstance(value, MethodType):
+        yield from ((name, each, copied) for each in (value.__self__, value.__func__))
+    elif isinstance(value, BuiltinMethodType):
+        yield name, value.__self__, False  # a copy of it is itself
+    elif isinstance(value, partial):
+        yield from ((name, each, copied) for each in (value.func, *value.args, *value.keywords.values()))
+    elif copied and callable(value):
+        yield from _parts(value, name)
+
+
+def _parts(value: Any, name: str) -> Reached:
+    """What is bound to an object that is copied, and to its classes, or what a function refers to."""
+    if isinstance(value, FunctionType | MethodType | BuiltinMethodType | partial):
+        yield from _reached_by(value, name, True)
+        return
+    yield from ((f"{each!r} of {name}", found, True) for each, found in list(getattr(value, "__dict__", {}).items()))
+    for kind in type(value).__mro__:
+        for each, found in list(vars(kind).items()):
+            function = getattr(found, "__func__", getattr(found, "fget", found))
+            yield f"{each!r} of {kind.__qualname__}", function, False
+
+
+def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to: by its closure, its defaults, and as globals."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing was assigned yet
+            yield name, cell.cell_contents
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name in _globals(code):
+        value = function.__globals__.get(name)
+        if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
+            yield name, value
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """The globals that a function, and those defined in it, name."""
+    yield from dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)
+
+
+def _name_of(value: Any) -> str:
+    """The name of a function, that of a `partial` and of `.map(f)` too, or of an object's class."""
+    while (inner := getattr(value, "func", getattr(value, "function", None))) is not None:
+        value = inner
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

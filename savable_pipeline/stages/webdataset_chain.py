@@ -1,0 +1,473 @@
+"""`read_webdataset`: a webdataset pipeline as a pipeline of this library, for `sp.read(dataset)`.
+
+    SimpleShardList ─ splitters ─ shuffle ─ tar files │ shuffle     │ decode ─ map ─ to_tuple │ shuffle │ batched ─ map
+    read(urls, shuffle=…)                             │ .shuffle(n) │ .encode(…)              │ .shuffle│ .batch(n)
+
+webdataset's stages are values that can be read. Stages that handle one sample at a time run as they are, on one sample,
+so that their results are webdataset's. Stages that hold samples become stages with a state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.stages.batch_difference import copied_leaves, difference_of_leaves, has_a_value
+from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.mapped_function import mapped_name
+from savable_pipeline.stages.pipeline_value import ItemPipeline, Pipeline, PipelineStep, SamplePipeline
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+
+ReadShards = Callable[..., SamplePipeline]
+
+_logger = logging.getLogger(__name__)
+_SHARD_LISTS = {"SimpleShardList": False, "ResampledShards": True, "ResampledShardList": True}  # name: whether endless
+_SPLITTERS = {"split_by_node", "split_by_worker", "single_node_only", "non_empty", "check_empty", "Cached"}
+_OPENERS = {"tarfile_samples", "cached_tarfile_samples", "StreamingOpen", "FileCache", "url_opener"}
+_OPENERS |= {"tar_file_expander", "group_by_keys"}
+_PER_SAMPLE = {"_map", "_decode", "_rename", "_map_dict", "_map_tuple", "_to_tuple", "_select", "_associate"}
+_PER_SAMPLE |= {"_extract_keys", "_rename_keys", "_xdecode", "_rsample", "_log_keys", "_transform_with"}
+_ONE_TO_ONE = {"_decode", "_rename", "_map_dict", "_map_tuple", "_to_tuple", "_associate", "_extract_keys", "_xdecode"}
+_FAN_OUTS = {"_unlisted", "_unbatched"}
+_STOPS = {"ignore_and_stop", "warn_and_stop"}
+_INSTEAD = {
+    "DirectoryShardList": "Give sp.read the folder.",
+    "MultiShardSample": "Write sp.blend of one sp.read for each dataset.",
+    "LMDBCached": "Remove it: samples are read where they are.",
+    "islice": "Remove it, and pass subset= to sp.read.",
+    "_info": "Remove it: `savable preview` shows samples.",
+    "ShardListDataset": "Write sp.read([shard['url'] for shard in dataset.shards]).map(function).",
+}
+_OWN = (
+    "If it handles one sample at a time, pass per_sample=[it]. "
+    "If it stands for a stage of webdataset, pass replace={it: stage}."
+)
+_PICKLED = {"pyd", "pickle", "pkl", "pth"}
+_LISTED = 32  # most elements of a list that is compared by its elements
+_FIRST = 8  # samples on which stages of `per_sample` are checked
+
+
+def read_webdataset(
+    dataset: Any,
+    read: ReadShards,
+    options: Mapping[str, Any],
+    *,
+    per_sample: Sequence[Any],
+    replace: Mapping[Any, Any],
+) -> Pipeline:
+    """Return the pipeline that yields what a webdataset pipeline yields.
+
+    Args:
+        dataset: A `webdataset.WebDataset`, `DataPipeline`, `WebLoader`, `RandomMix` or `RoundRobin`.
+        read: `sp.read`.
+        options: Options of `read`, which replace those of the dataset.
+        per_sample: Stages of the user that handle one sample at a time.
+        replace: Stages of the user, or their classes or functions, with the webdataset stage that each stands for.
+
+    Raises:
+        ValueError: A stage cannot be exact.
+    """
+    chain = _Chain(per_sample, replace)
+    chain.add_dataset(dataset)
+    return chain.pipeline(read, options)
+
+
+@dataclass
+class _Chain:
+    """The stages of a webdataset pipeline, sorted by what each becomes."""
+
+    per_sample: Sequence[Any]
+    replace: Mapping[Any, Any]
+    urls: Any = None
+    reading: dict[str, Any] = field(default_factory=lambda: {"shuffle": False, "epochs": 1})
+    suffixes: set[str] | None = None
+    select_files: Callable[[str], bool] | None = None
+    opened: bool = False
+    buffers: list[int] = field(default_factory=list)  # of samples
+    stages: list[Any] = field(default_factory=list)  # on one sample
+    checked: bool = False  # whether one of them is in `per_sample`
+    fans_out: bool = False
+    item_buffers: list[int] = field(default_factory=list)  # of items
+    batch: tuple[int, Any, bool] | None = None  # size, collation, whether the last one may be smaller
+    batch_stages: list[Any] = field(default_factory=list)
+    branches: list[_Chain] = field(default_factory=list)
+    mix: dict[str, Any] = field(default_factory=dict)
+
+    def add_dataset(self, dataset: Any) -> None:
+        """Add all stages of a dataset, and those of the datasets in it."""
+        name = type(dataset).__name__
+        if name in ("RandomMix", "RoundRobin"):
+            self._add_mix(dataset)
+            return
+        if not hasattr(dataset, "pipeline"):
+            self.add(dataset)
+            return
+        for stage in dataset.pipeline:
+            if hasattr(stage, "batch_size") and hasattr(stage, "dataset"):  # torch's DataLoader, in a WebLoader
+                self.add_dataset(stage.dataset)
+                if stage.batch_size is not None:
+                    self._add_batched(stage.batch_size, stage.collate_fn, not stage.drop_last)
+                else:  # `default_convert` makes tensors of arrays
+                    self._add_per_sample(partial(_map_each, stage.collate_fn), fans_out=False)
+            elif hasattr(stage, "pipeline") or type(stage).__name__ in ("RandomMix", "RoundRobin"):
+                self.add_dataset(stage)
+            else:
+                self.add(stage)
+        if dataset.repetitions == sys.maxsize:
+            self._repeat(None)
+            if dataset.nsamples > 0:
+                _logger.warning(
+                    "with_epoch(%d) counts samples of one worker, so this pipeline repeats without end. "
+                    "Pass epoch_slots= to SavableLoader: the number of batches of an epoch, of all ranks.",
+                    dataset.nsamples,
+                )
+        elif dataset.repetitions != 1:
+            self._repeat(dataset.repetitions)
+
+    def _repeat(self, epochs: int | None) -> None:
+        for chain in self.branches or [self]:
+            chain.reading["epochs"] = epochs
+
+    def _add_mix(self, mix: Any) -> None:
+        for dataset in mix.datasets:
+            self.branches.append(_Chain(self.per_sample, self.replace))
+            self.branches[-1].add_dataset(dataset)
+            if self.branches[-1].batch is not None:
+                raise ValueError(f"{type(mix).__name__} mixes batches. Put batched() after it instead.")
+        probabilities = getattr(mix, "probs", None) or [1] * len(self.branches)
+        weights = {str(number): weight for number, weight in enumerate(probabilities)}
+        self.mix = {"weights": weights, "until": "all" if mix.longest else "first"}
+        self.opened = True
+
+    def add(self, stage: Any) -> None:
+        """Add one stage. Raises ValueError if it cannot be exact."""
+        original, kind = stage, getattr(stage, "f", stage)
+        for part in (stage, kind, type(stage)):
+            if _is_key(part) and part in self.replace:
+                stage = self.replace[part]
+        name = _name(stage)
+        if name in _SHARD_LISTS and not self.opened:
+            if getattr(original, "weights", None) is not None:
+                raise ValueError(
+                    f"{_named(original)} has weights of shards. Write sp.blend of one sp.read for each weight."
+                )
+            self.urls = original.urls
+            resampled = _SHARD_LISTS[name]
+            shuffled = resampled or getattr(original, "seed", None) is not None
+            self.reading.update({"epochs": None} if resampled else {}, shuffle=self.reading["shuffle"] or shuffled)
+        elif name in _SPLITTERS:
+            return
+        elif name in ("_shuffle", "detshuffle"):
+            self._add_shuffle(_shuffle_size(stage if hasattr(stage, "args") or hasattr(stage, "bufsize") else original))
+        elif name in _OPENERS:
+            self._add_opener(original if hasattr(original, "kw") else stage)
+        elif name == "_batched":
+            settings = _settings(stage)
+            self._add_batched(settings["batchsize"], settings["collation_fn"], settings["partial"])
+        elif name in _PER_SAMPLE | _FAN_OUTS and _is_library(stage):
+            self._add_per_sample(stage, fans_out=name in _FAN_OUTS)
+        elif any(stage is each or kind is each for each in self.per_sample):
+            self.checked = True
+            self._add_per_sample(stage, fans_out=True)
+        else:
+            raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_INSTEAD.get(name, _OWN)}")
+
+    def _add_shuffle(self, size: int) -> None:
+        if not self.opened:
+            self.reading["shuffle"] |= size > 0
+        elif self.batch is not None:
+            raise ValueError(
+                "shuffle() after batched() is not supported. Shuffle before batched(), or add unbatched()."
+            )
+        elif size > 0:
+            (self.item_buffers if self.fans_out or self.branches else self.buffers).append(size)
+
+    def _add_opener(self, stage: Any) -> None:
+        self.opened = True
+        settings = _settings(stage)
+        if _handler(settings) is not None:
+            self.reading["on_error"] = "skip"
+        for name in ("rename_files", "keys"):
+            if settings.get(name) is not None and getattr(settings[name], "__name__", "") != "base_plus_ext":
+                raise ValueError(
+                    f"sp.read does not support {name}= of webdataset. Rename parts with .rename() instead."
+                )
+        self.suffixes = settings.get("suffixes", self.suffixes)
+        self.select_files = settings.get("select_files", self.select_files)
+
+    def _add_batched(self, size: int, collation: Any, partial_batches: bool) -> None:
+        if self.batch is not None:
+            raise ValueError("sp.read supports one batched() in a pipeline. Add unbatched() before the second one.")
+        self.batch = (size, collation, partial_batches)
+
+    def _add_per_sample(self, stage: Any, *, fans_out: bool) -> None:
+        if self.batch is not None and _name(stage) in _FAN_OUTS:
+            _, collation, _ = self.batch  # batches that are taken apart again: the same with one sample in each
+            own = [each for each in self.batch_stages if not isinstance(each, partial)]
+            if own or (collation is not None and getattr(collation, "__name__", "") != "default_collation_fn"):
+                raise ValueError(
+                    f"{_named(stage)}() after batches with your own collation or stage is not supported. Remove both."
+                )
+            for each in (partial(_batches_of_one, collation), *self.batch_stages, stage):
+                self._add_stage(each)
+            self.batch, self.batch_stages = None, []
+        elif self.batch is not None:
+            self.batch_stages.append(stage)
+        else:
+            self.fans_out |= fans_out
+            self._add_stage(stage)
+
+    def _add_stage(self, stage: Any) -> None:
+        for chain in self.branches or [self]:
+            chain.stages.append(stage)
+            chain.checked |= self.checked
+
+    def pipeline(self, read: ReadShards, options: Mapping[str, Any]) -> Pipeline:
+        """Return the pipeline of the stages that were added."""
+        items = self.items(read, options, encode=bool(self.stages or self.batch or self.item_buffers))
+        if self.batch is None:
+            return items
+        size, _, partial_batches = self.batch
+        assert isinstance(items, ItemPipeline)
+        return items.batch(size, drop_last=not partial_batches, encoder=self._encoder())
+
+    def items(self, read: ReadShards, options: Mapping[str, Any], *, encode: bool) -> SamplePipeline | ItemPipeline:
+        """Return the pipeline up to the batches, with an encoder if asked for."""
+        items: Any
+        if self.branches:
+            steps = {str(n): each.items(read, options, encode=True).step for n, each in enumerate(self.branches)}
+            items = ItemPipeline(PipelineStep.of(Blend, steps, **self.mix))
+        else:
+            if self.urls is None:
+                raise ValueError("this webdataset pipeline has no shard list. Start it with SimpleShardList(urls).")
+            items = read(self.urls, **{**self.reading, **options})
+            for size in self.buffers:
+                items = items.shuffle(size)
+            if encode:
+                items = items.encode(self._encoder())
+        for size in self.item_buffers:
+            items = items.shuffle(size)
+        return items  # type: ignore[no-any-return]
+
+    def _encoder(self) -> WebDatasetEncoder:
+        return WebDatasetEncoder(self)
+
+
+class WebDatasetEncoder(TaskEncoder):
+    """Runs the stages of a webdataset pipeline that handle one sample at a time, on one sample.
+
+    Args:
+        chain: The stages of the pipeline.
+    """
+
+    def __init__(self, chain: _Chain) -> None:
+        self._skipped: list[BaseException] = []
+        self._stages = [_with_handler(stage, self._skipped) for stage in chain.stages]
+        self._batch_stages = [_with_handler(stage, self._skipped) for stage in chain.batch_stages]
+        urls = [chain.urls] if isinstance(chain.urls, str) else list(chain.urls or ())
+        self._urls = {url.rsplit("/", 1)[-1]: url for url in urls}
+        self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
+        self._fans_out = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
+        self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
+        self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
+        self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
+
+    def encode(self, sample: Sample, rng: Rng) -> Any:
+        """Return what the stages yield for the sample: an item, a `Skip`, or an iterator of items."""
+        fields = self._fields(sample)
+        if self._earlier is not None:
+            self._check(fields, rng)
+        self._skipped.clear()
+        found = _run(self._stages, [fields])
+        if self._fans_out:
+            return iter(found)
+        items = list(found)
+        if len(items) == 1:
+            return items[0]
+        if items:
+            raise ValueError(
+                f"the stages made {len(items)} items of one sample. Use unlisted() or unbatched() for that."
+            )
+        return Skip(type(self._skipped[0]).__name__ if self._skipped else "filtered")
+
+    def batch(self, items: list[Any], rng: Rng) -> Any:
+        """Return the batch as webdataset's collation makes it, after the stages behind `batched`."""
+        if self._batch is None:
+            return super().batch(items, rng)
+        _, collation, _ = self._batch
+        batches = list(_run(self._batch_stages, [items if collation is None else collation(items)]))
+        if len(batches) != 1:
+            raise ValueError("a stage after batched() left out a batch, or made several. Put it before batched().")
+        return batches[0]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the names of the stages, and their plain arguments."""
+        stages = [_described(stage) for stage in self._stages]
+        batch = [_described(stage) for stage in (*(self._batch or ())[1:2], *self._batch_stages)]
+        return {"stages": stages, "batch": batch, "suffixes": sorted(self._suffixes) if self._suffixes else None}
+
+    def _fields(self, sample: Sample) -> dict[str, Any]:
+        shard = sample.shard
+        fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._urls.get(shard.rsplit("/", 1)[-1], shard)}
+        for name in sample:
+            suffix = name.lower()
+            if self._suffixes is not None and suffix not in self._suffixes:
+                continue
+            if self._select is not None and not self._select(f"{sample.key}.{name}"):
+                continue
+            if self._decodes and suffix.removesuffix(".gz").rsplit(".", 1)[-1] in _PICKLED:
+                raise ValueError(
+                    f"decode() would unpickle the part {name!r}, which can run code. Drop it with suffixes= or "
+                    "select_files=, or rewrite it as JSON or .npy."
+                )
+            if suffix in fields:
+                raise ValueError(f"two files of the sample have the suffix {suffix!r}. Rename one of them.")
+            fields[suffix] = sample[name]
+        return fields
+
+    def _check(self, fields: dict[str, Any], rng: Rng) -> None:
+        """Raise ValueError if the stages make something else of several samples together than of each alone."""
+        assert self._earlier is not None
+        seed = seeder(True)
+        assert seed is not None
+        self._earlier.append((fields, rng.key))
+
+        def seeded(several: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
+            for each, key in several:
+                seed(key)
+                yield copy(each)
+
+        alone = [item for each in self._earlier for item in _run(self._stages, seeded([each]))]
+        together = list(_run(self._stages, seeded(self._earlier)))
+        difference = difference_of_leaves(copied_leaves(alone, "items"), copied_leaves(together, "items"), has_a_value)
+        if difference is not None:
+            raise ValueError(
+                f"a stage in per_sample= depends on other samples: {difference}. Remove it from per_sample=."
+            )
+        seed(rng.key)
+        if len(self._earlier) == _FIRST:
+            self._earlier = None
+
+
+def _run(stages: Iterable[Any], samples: Iterable[Any]) -> Iterable[Any]:
+    found: Any = iter(samples)
+    for stage in stages:
+        found = stage.run(found) if hasattr(stage, "run") else stage(found)
+    return found  # type: ignore[no-any-return]
+
+
+def _batches_of_one(collation: Any, samples: Iterable[Any]) -> Iterator[Any]:
+    for sample in samples:
+        yield [sample] if collation is None else collation([sample])
+
+
+def _map_each(function: Callable[[Any], Any], samples: Iterable[Any]) -> Iterator[Any]:
+    for sample in samples:
+        yield function(sample)
+
+
+def _is_key(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(stage: Any) -> str:
+    kind = getattr(stage, "f", stage)
+    return str(getattr(kind, "__name__", type(kind).__name__))
+
+
+def _named(stage: Any) -> str:
+    """The name of a stage as the user wrote it: `info` for webdataset's `_info`."""
+    return _name(stage).lstrip("_")
+
+
+def _is_library(stage: Any) -> bool:
+    return str(getattr(getattr(stage, "f", None), "__module__", "")).split(".")[0] == "webdataset"
+
+
+def _shuffle_size(stage: Any) -> int:
+    return int(stage.bufsize if hasattr(stage, "bufsize") else _settings(stage)["bufsize"])
+
+
+def _settings(stage: Any) -> dict[str, Any]:
+    """The arguments of a stage by name."""
+    if not hasattr(stage, "kw"):
+        return {"handler": stage.handler} if hasattr(stage, "handler") else {}
+    bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _handler(settings: Mapping[str, Any]) -> Any:
+    """The handler that continues after an error; None if errors are raised. Raises ValueError for one that stops."""
+    handler = settings.get("handler")
+    name = getattr(handler, "__name__", "")
+    if name in _STOPS:
+        raise ValueError(f"handler={name} would end the run at an error. Use warn_and_continue or reraise_exception.")
+    return None if handler is None or name == "reraise_exception" else handler
+
+
+def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
+    """The stage, with a handler that also keeps the error, for the count."""
+    handler = _handler(_settings(stage))
+    if handler is None:
+        return stage
+    bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
+    bound.arguments["handler"] = _CountingHandler(handler, skipped)
+    changed = copy(stage)
+    changed.args, changed.kw = bound.args[1:], bound.kwargs
+    return changed
+
+
+@dataclass
+class _CountingHandler:
+    handler: Callable[[BaseException], bool]
+    skipped: list[BaseException]
+
+    def __call__(self, error: BaseException) -> bool:
+        if not self.handler(error):
+            raise error
+        self.skipped.append(error)
+        return True
+
+
+def _makes_one(stage: Any) -> bool:
+    """Whether a stage makes exactly one item of each sample, or raises."""
+    named = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
+    return isinstance(stage, partial) or (named and _handler(_settings(stage)) is None)
+
+
+def _is_decoder(stage: Any) -> bool:
+    return any(type(value).__name__ == "Decoder" for value in getattr(stage, "args", ()))
+
+
+def _described(value: Any, depth: int = 5) -> str:
+    """A stage or an argument for the settings: names of functions, plain values, and the fields of objects."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        shown = (
+            [_described(each, depth - 1) for each in value] if depth and len(value) <= _LISTED else [str(len(value))]
+        )
+        return f"[{', '.join(sorted(shown) if isinstance(value, set | frozenset) else shown)}]"
+    if hasattr(value, "f") and hasattr(value, "kw"):
+        named = [
+            f"{name}={_described(each, depth - 1)}" for name, each in sorted(value.kw.items()) if name != "handler"
+        ]
+        return f"{_named(value)}({', '.join([_described(each, depth - 1) for each in value.args] + named)})"
+    if isinstance(value, partial) or hasattr(value, "__qualname__"):
+        return mapped_name(value)
+    fields = sorted(vars(value).items()) if depth and hasattr(value, "__dict__") else []
+    return f"{type(value).__name__}({', '.join(f'{name}={_described(each, depth - 1)}' for name, each in fields)})"

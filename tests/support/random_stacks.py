@@ -1,0 +1,184 @@
+"""Random stacks of stages that decide by sizes: packs in buffers, blends by tokens, balance, buckets, own stages.
+
+Items are dicts of their samples' numbers and a length. A pack is `gap` longer than its items for each seam, as one that
+joins texts by separators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.stages.filters import ItemFilter
+from savable_pipeline.stages.stage import State
+from tests.support.toy_stores import number_of
+
+POLICIES = ("sequential", "first_fit", "best_fit", "first_fit_decreasing", "function")
+COST = sp.attention_cost(hidden=1, per_image=3)
+
+
+class Joining(sp.TaskEncoder):
+    """Items of 1 to 9 tokens; every fifth sample makes three of them. `gap`: tokens between two items of a pack."""
+
+    def __init__(self, gap: int = 0, *, fans_out: bool = True) -> None:
+        self.gap, self.fans_out = gap, fans_out
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = number_of(sample)
+        if self.fans_out and number % 5 == 0:
+            return self._parts(number, rng)
+        return self._item(number, rng)
+
+    def _parts(self, number: int, rng: sp.Rng) -> Iterator[Any]:
+        for _ in range(3):
+            yield self._item(number, rng)
+
+    def _item(self, number: int, rng: sp.Rng) -> Any:
+        return {"ids": [number], "length": 1 + number % 9, "images": number % 3, "drawn": rng.integers(1 << 30)}
+
+    def length(self, item: Any) -> int:
+        return int(item["length"])
+
+    def images(self, item: Any) -> int:
+        return int(item["images"])
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return {**item, "length": stop - start}
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        length = sum(item["length"] for item in items) + self.gap * (len(items) - 1)
+        images = sum(item["images"] for item in items)
+        return {
+            "ids": [item["ids"] for item in items],
+            "length": length,
+            "images": images,
+            "drawn": rng.integers(1 << 30),
+        }
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [*items, rng.integers(1 << 30)]
+
+    def settings(self) -> dict[str, Any]:
+        return {"gap": self.gap, "fans_out": self.fans_out}
+
+
+class Telling(Joining):
+    """The same, with sizes that are known without encoding where a sample makes one item."""
+
+    def length_of(self, sample: sp.Sample) -> int | None:
+        number = number_of(sample)
+        return None if self.fans_out and number % 5 == 0 else 1 + number % 9
+
+    def images_of(self, sample: sp.Sample) -> int:
+        return number_of(sample) % 3
+
+
+class Swapped(custom.ItemStage):
+    """Yields elements in pairs, the second one first, as the example of `custom.HeldItems`."""
+
+    ref: Any = ()
+
+    def __init__(self, source: custom.ItemStage) -> None:
+        super().__init__(source)
+        self.held = custom.HeldItems(self)
+
+    def __next__(self) -> Any:
+        while self.held or self.held.fill(2):
+            item, self.ref = self.held.take(-1)
+            if type(item) is not sp.Skip:
+                return item
+        raise StopIteration
+
+    def save_state(self) -> State:
+        return {"held": self.held.save(), **super().save_state()}
+
+    def restore_state(self, state: State) -> None:
+        super().restore_state(state)
+        self.held.restore(state["held"])
+
+
+def seldom_zero(item: Any) -> bool:
+    """A filter."""
+    return bool(item["drawn"] % 4)
+
+
+def alone(lengths: list[int]) -> list[list[int]]:
+    """A packing function: the first with the last, where they fit."""
+    return [[at] for at in reversed(range(len(lengths)))]
+
+
+def thirds(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
+    """A choice for an `ItemPacker`."""
+    items = [items[at] for at in rng.permutation(len(items))]
+    return [items[at : at + 3] for at in range(0, len(items), 3)]
+
+
+small = st.lists(
+    st.one_of(
+        st.tuples(st.just("shuffle"), st.sampled_from([2, 5, 12])),
+        st.tuples(st.sampled_from(["filter", "swap"]), st.none()),
+    ),
+    max_size=2,
+)
+packs = st.one_of(
+    st.tuples(st.just("pack"), st.tuples(st.sampled_from(POLICIES), st.sampled_from([12, 25, 40]))),
+    st.tuples(st.just("choose"), st.sampled_from([3, 7])),
+).map(lambda pack: [pack])
+steps = st.one_of(small, st.tuples(small, packs, small).map(lambda parts: [*parts[0], *parts[1], *parts[2]]))
+stacks = st.fixed_dictionaries(
+    {
+        "branches": st.lists(st.tuples(st.sampled_from([None, 3, 20]), steps), min_size=1, max_size=3),
+        "by": st.sampled_from(["tokens", "tokens", "samples"]),
+        "after": steps,
+        "tells": st.booleans(),
+        "fans_out": st.booleans(),
+        "gap": st.sampled_from([0, 1, 7]),
+        "hold": st.sampled_from([None, 3, 8]),
+        "last": st.sampled_from(["batch", "batch", "bucket", "same bucket"]),
+        "size": st.integers(1, 3),
+    }
+)
+"""Branches, which are blended if there are several, what comes after them, and the last stages."""
+
+
+def stack(shards: str, lane: sp.Lane, chosen: dict[str, Any], *, held_bytes: int = 1 << 30) -> Any:
+    """The stages of a lane; `held_bytes` must change nothing."""
+    encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
+
+    def with_steps(stage: Any, steps: list[Any]) -> Any:
+        for name, setting in steps:
+            stage = _step(stage, name, setting, held_bytes)
+        return stage
+
+    def branch(buffer: int | None, steps: list[Any]) -> Any:
+        samples: Any = sp.TarShardReader(shards, lane)
+        return with_steps(
+            sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder), steps
+        )
+
+    branches = {f"b{at}": branch(*each) for at, each in enumerate(chosen["branches"])}
+    weights = {name: 1 + at for at, name in enumerate(branches)}
+    stage = sp.Blend(branches, weights=weights, by=chosen["by"]) if len(branches) > 1 else branches["b0"]
+    stage = with_steps(stage, chosen["after"])
+    if chosen["last"] != "batch":
+        same = {"same_bucket": True, "hold": 6} if chosen["last"] == "same bucket" else {}
+        return custom.BucketBatcher(stage, bounds=[4, 9, 20, 10**6], size=chosen["size"], **same)
+    if chosen["hold"] is not None:
+        stage = sp.Balance(stage, hold=chosen["hold"], cost=COST, max_held_bytes=held_bytes)
+    return sp.Batcher(stage, size=chosen["size"])
+
+
+def _step(stage: Any, name: str, setting: Any, held_bytes: int) -> Any:
+    if name == "shuffle":
+        return sp.ShuffleBuffer(stage, size=setting, max_held_bytes=held_bytes)
+    if name == "pack":
+        policy, most = setting
+        how: Any = {"max_length": most, "policy": alone if policy == "function" else policy, "open_packs": 3}
+        return sp.OnlinePacker(stage, too_long="truncate", max_held_bytes=held_bytes, **how)
+    if name == "choose":
+        return custom.ItemPacker(stage, size=setting, select=thirds, max_held_bytes=held_bytes)
+    return ItemFilter(stage, seldom_zero) if name == "filter" else Swapped(stage)
