@@ -192,7 +192,7 @@ class ValueColumn:
         """The value of a row as JSON, or as it is if it is text or bytes; None for null. Raises `BrokenColumnError`."""
         if not self._converts:
             return as_part(self._of_row(row, lambda rows: rows[0].as_py()))
-        found = self._of_row(row, lambda rows: _plain(rows[0]))
+        found = self._of_row(row, lambda rows: plain_value(rows[0]))
         return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
 
     def array(self, row: int) -> NDArray[Any]:
@@ -240,7 +240,7 @@ def _is_converted(kind: Any) -> bool:
     return bool(timed or isinstance(kind, _JSON))
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds, parsed texts of JSON. Raises ValueError."""
     kind = value.type
     if not value.is_valid or not _is_converted(kind):
@@ -250,7 +250,7 @@ def _plain(value: Any) -> Any:
     if pa.types.is_duration(kind):
         return value.value / _UNITS[kind.unit]
     if pa.types.is_struct(kind):
-        return {kind.field(i).name: _plain(value[i]) for i in range(kind.num_fields)}
+        return {kind.field(i).name: plain_value(value[i]) for i in range(kind.num_fields)}
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
         day, _, time = str(np.datetime64(value.value, kind.unit)).partition("T")
         seconds, _, fraction = time.partition(".")
@@ -258,8 +258,8 @@ def _plain(value: Any) -> Any:
         time = f"{seconds}.{fraction.removesuffix('000') if len(fraction) > 6 else fraction}" if fraction else seconds
         return time if pa.types.is_time(kind) else f"{day}T{time}{'+00:00' if kind.tz else ''}"
     if pa.types.is_map(kind):
-        return [(_plain(each["key"]), _plain(each["value"])) for each in value.values]
-    return [_plain(each) for each in value.values]
+        return [(plain_value(each["key"]), plain_value(each["value"])) for each in value.values]
+    return [plain_value(each) for each in value.values]
 
 
 @dataclass(frozen=True, slots=True)

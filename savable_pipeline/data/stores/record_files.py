@@ -388,7 +388,10 @@ class RecordTable:
 
     def fields(self, position: int) -> list[Value | Blob]:
         """See `RecordBlock.fields`."""
-        (row,) = self.table.slice(position, 1).to_pylist()
+        from savable_pipeline.data.stores.arrow_columns import plain_value  # here, since it imports pyarrow
+
+        columns = zip(self.table.column_names, self.table.columns, strict=True)
+        row = {name: plain_value(column[position]) for name, column in columns}
         blobs: list[Value | Blob] = []
         values = {name: _without_bytes(value, name, blobs) for name, value in row.items()}
         return [*blobs, *(Value(name, value) for name, value in values.items() if value is not _NOTHING)]

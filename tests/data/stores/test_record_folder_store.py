@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import savable_pipeline as sp
@@ -24,6 +25,7 @@ from tests.support.record_cases import CASES, U32, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
     LEAF,
+    arrow_rows,
     write_arrow_litdata,
     write_captioned_litdata,
     write_captioned_mds,
@@ -153,6 +155,21 @@ def test_each_group_is_unpacked_once_an_epoch_for_all_lanes_and_as_much_is_kept_
             assert blocks.bytes <= blocks.limit
     assert given == Counter({f"no. {i}": 1 for i in range(20)})
     assert blocks.decoded == groups
+
+
+def test_moments_and_spans_in_rows_of_arrow_are_spelled_without_pandas(tmp_path: Path) -> None:
+    """pyarrow itself makes other objects of them where pandas is installed, and none of a nanosecond elsewhere."""
+    source = write_arrow_litdata(tmp_path / "in", 2)
+    rows = [
+        {"at": np.datetime64(1_600_000_000_000_000_000 + i, "ns"), "took": np.timedelta64(20 + i, "ms"), "bytes": b"a"}
+        for i in range(2)
+    ]
+    next(source.glob("*.bin")).write_bytes(arrow_rows(rows))
+    data = sp.open_dataset(source)
+    assert [sample.json() for sample in data] == [
+        {"at": "2020-09-13T12:26:40", "took": 0.02},
+        {"at": "2020-09-13T12:26:40.000000001", "took": 0.021},
+    ]
 
 
 def test_what_is_not_compressed_is_read_record_by_record(tmp_path: Path) -> None:
