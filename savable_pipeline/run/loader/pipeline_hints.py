@@ -65,7 +65,8 @@ def _warnings(last: Stage) -> Iterator[str]:
             f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
             "one: end it with .batch(size), or sp.Batcher(..., size=...), for batches"
         )
-    for encoder in {type(found): found for stage in upstream(last) if (found := stage.info.encoder)}.values():
+    found = [stage.info.encoder for stage in upstream(last)]
+    for encoder in {type(each): each for each in found if each is not None}.values():
         yield from _untold_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
         yield (
