@@ -53,8 +53,8 @@ class EncoderBatches(BatchStage):
 
     def __init__(self, source: Stage, *, drop_last: bool | None, encoder: TaskEncoder | None) -> None:
         super().__init__(source)
-        chosen = encoder or source.info.encoder or _Samples()
-        self._calls = EncoderCalls(type(self).__name__, source.info, chosen, "batch")
+        chosen = source.info.encoder if encoder is None else encoder
+        self._calls = EncoderCalls(type(self).__name__, source.info, _Samples() if chosen is None else chosen, "batch")
         self.drop_last = bool(drop_last)
         self._count = 0
         self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded

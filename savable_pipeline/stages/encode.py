@@ -36,7 +36,13 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
+log = logging.getLogger(__name__)
+
 DONE: Any = object()
+_LIST = (
+    "%s returned a list of %d dicts, which is a single item: a batch has a list of as many dicts. To make an item of "
+    "each, yield them, or return iter(...)"
+)
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
@@ -207,8 +213,20 @@ class Encode(TakesItems):
                         return
                     continue
                 plain.add(type(item))
+                if type(item) is list:
+                    self._doubt_list(item)
             elements.append(Element(ref, item))
         ahead.next += 1
+
+    def _doubt_list(self, item: list[Any]) -> None:
+        """Warn, once a process, of a list of dicts that torch's `default_collate` is going to transpose."""
+        encoder = self._encoder
+        if (
+            item
+            and all(isinstance(part, dict) for part in item)
+            and not (_has(encoder, "batch") or _has(encoder, "pack"))
+        ):
+            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""

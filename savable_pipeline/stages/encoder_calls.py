@@ -62,7 +62,7 @@ class EncoderCalls:
     def __init__(
         self, stage: str, upstream: StageInfo, encoder: TaskEncoder | None, combine: Literal["pack", "batch"]
     ) -> None:
-        encoder = encoder or upstream.encoder
+        encoder = upstream.encoder if encoder is None else encoder
         if encoder is None:
             raise ValueError(f"{stage}: no Encode stage upstream; give encoder=")
         check_encoder(stage, encoder)

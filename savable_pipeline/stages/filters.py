@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
+from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
@@ -16,11 +18,21 @@ from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples
+from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
 from savable_pipeline.stages.stage import ItemStage, PassThrough, SampleStage, State, TakesRefs, parse_state, saved_refs
 
 _NONE = np.empty(0, REF)
+_MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
 _NOTHING = "it returned None; return True or False"
+
+
+class FilterCounts(msgspec.Struct):
+    """What a filter has tried, kept, and skipped because of errors; `row`: the last ones, of which it kept none."""
+
+    tried: SavedCount = 0
+    kept: SavedCount = 0
+    errors: SavedCount = 0
+    row: SavedCount = 0
 
 
 class SampleFilter(TakesRefs):
@@ -54,17 +66,17 @@ class SampleFilter(TakesRefs):
         encoder = MappedFunction(".filter", source.lane.own(keep), global_rng=global_rng)
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(
-            f".filter({mapped_name(keep)})", on_error, 0.1, self.counts, source.info, self._ahead
+            f".filter({mapped_name(keep)})", on_error, _MAX_ERRORS, self.counts, source.info, self._ahead
         )
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
-        self._in_vain = _InVain(self, keep)
+        self._limits = _Limits(self, keep)
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples that stay, 1 to `n` of them: REF (any,); empty only at the end."""
         ahead, excluded = self._ahead, self.info.excluded
         while n:
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
-                self._in_vain.end()
+                self._limits.end()
                 break
             given: list[Element] = []
             first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
@@ -85,7 +97,7 @@ class SampleFilter(TakesRefs):
                 self._skipped.roll_back(before)
                 raise
             self._skipped.end(self.info.tags)
-            self._in_vain.count(kept)
+            self._limits.count(kept)
             if given:
                 left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
                 return left
@@ -104,24 +116,38 @@ class SampleFilter(TakesRefs):
         return None
 
     def save_state(self) -> State:
-        """`refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried."""
+        """`refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
+
+        `counts`: a `FilterCounts`.
+        """
         return {
             "refs": self._ahead.left.tobytes(),
             "samples": self._ahead.done,
             **self._skipped.save_state(),
+            "counts": msgspec.to_builtins(self._limits.counts),
             "source": self.source.save_state(),
         }
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is tried."""
-        saved = parse_state(self, state, EncodeState)
+        saved = parse_state(self, state, _SampleFilterState)
         self.source.restore_state(saved.source)
         self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
         self._skipped.restore(self, saved.errors, saved.avoided)
+        self._limits.counts = saved.counts
 
     def settings(self) -> dict[str, Any]:
         """The name of `keep`, and the arguments that a `partial` binds."""
         return mapped_settings("keep", self.keep)
+
+
+class _SampleFilterState(EncodeState, kw_only=True):
+    counts: FilterCounts
+
+
+class _ItemFilterState(msgspec.Struct):
+    counts: FilterCounts
+    source: dict[str, Any]
 
 
 class ItemFilter(PassThrough, ItemStage):
@@ -130,7 +156,8 @@ class ItemFilter(PassThrough, ItemStage):
     Args:
         source: A stage of items.
         keep: Says whether an item stays, by the item alone.
-        on_error: For an item of which `keep` raises: "raise", "skip", or a function of the `EncodeError`.
+        on_error: For an item of which `keep` raises: "raise", "skip", or a function of the `EncodeError`. A tenth of a
+            lane's items may be skipped; up to 100 are never too many.
 
     Raises:
         ValueError: A setting is wrong.
@@ -145,15 +172,17 @@ class ItemFilter(PassThrough, ItemStage):
         check_mapped(".filter", keep, most=1)
         check_on_error("filter", on_error)
         self.keep, self.on_error = source.lane.own(keep), on_error
-        self._in_vain = _InVain(self, keep)
+        self._limits = _Limits(self, keep)
 
     def __next__(self) -> Any:
         for item in self.source:
             kept = self._keeps(item)
-            self._in_vain.count([kept])
-            if kept:
+            self._limits.count([kept])
+            if kept is None:
+                self._limits.check_errors(self._last_error)
+            elif kept:
                 return item
-        self._in_vain.end()
+        self._limits.end()
         raise StopIteration
 
     def _keeps(self, item: Any) -> bool | None:
@@ -171,33 +200,57 @@ class ItemFilter(PassThrough, ItemStage):
             if isinstance(error, ImportError) or not skips(self.on_error, fault):
                 raise fault from from_user_code(error)
             self.counts.update(skip_counters(reason_of(error), next(iter(sample_indices(ref)))))
+            self._last_error = fault
             return None
+
+    def save_state(self) -> State:
+        """`counts`: a `FilterCounts`."""
+        return {"counts": msgspec.to_builtins(self._limits.counts), **super().save_state()}
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; no item is tried."""
+        saved = parse_state(self, state, _ItemFilterState)
+        super().restore_state(state)
+        self._limits.counts = saved.counts
 
     def settings(self) -> dict[str, Any]:
         """The name of `keep`, and the arguments that a `partial` binds."""
         return mapped_settings("keep", self.keep)
 
 
-class _InVain:
+class _Limits:
     """Counts what a filter leaves out, and raises where it leaves out all."""
 
     def __init__(self, stage: SampleFilter | ItemFilter, keep: object) -> None:
         self._stage, self._name = stage, mapped_name(keep)
-        self._row, self._kept = 0, False
+        self.counts = FilterCounts()
 
     def count(self, kept: Sequence[bool | None]) -> None:
         """Count a call's results. Raises `EncodeError` after very many in a row without one that stays."""
+        counts = self.counts
         if left_out := kept.count(False):
             self._stage.counts["filtered"] += left_out
-        self._kept = self._kept or any(kept)
-        self._row = 0 if any(kept) else self._row + left_out
-        if self._row >= max_empty_samples(self._stage.info.population):
-            self._raise(f"the last {self._row} in a row")
+        counts.tried += len(kept)
+        counts.kept += kept.count(True)
+        counts.errors += kept.count(None)
+        counts.row = 0 if any(kept) else counts.row + len(kept)
+        if counts.row >= max_empty_samples(self._stage.info.population):
+            self._raise(f"the last {counts.row} in a row")
+
+    def check_errors(self, last: EncodeError) -> None:
+        """Raise `EncodeError` where too many of the results are errors."""
+        counts = self.counts
+        if too_many_errors(counts.errors, counts.tried, _MAX_ERRORS):
+            raise EncodeError(
+                f".filter({self._name}) raised for {counts.errors} of the first {counts.tried} items of "
+                f"{self._stage.lane}. Mend it, or let it return False for them; the last: {last}"
+            ) from last
 
     def end(self) -> None:
         """The pass is over. Raises `EncodeError` if it was one of all samples, and nothing was kept."""
-        if self._row and not self._kept and self._stage.lane.count == 1:
-            self._raise(f"a whole pass of {self._row}")
+        counts = self.counts
+        if counts.tried and not counts.kept and self._stage.lane.count == 1:
+            self._raise(f"a whole pass of {counts.tried}")
 
     def _raise(self, which: str) -> NoReturn:
         raise EncodeError(f".filter({self._name}) left out {which}: nothing would ever come; mend its condition")

@@ -198,8 +198,7 @@ class SkippedSamples:
             quarantine.add(**where, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
         done = self._ahead.done + 1
-        share = isinstance(self._max_errors, float)
-        if self.errors > (max(self._max_errors * done, _ALWAYS) if share else self._max_errors):
+        if too_many_errors(self.errors, done, self._max_errors):
             raise EncodeError(
                 f"{self.errors} of the {done} samples of {self._lane} so far were skipped because of errors, "
                 f"more than max_errors={self._max_errors!r} allows; the last: {detail}"
@@ -240,6 +239,11 @@ def _key_of(sample: Sample) -> str:
         return sample.key
     except ShardError:  # the header with the key is unreadable, too
         return "?"
+
+
+def too_many_errors(errors: int, done: int, max_errors: int | float) -> bool:
+    """Whether so many of what a lane has done may not be skipped because of errors: a count, or a share."""
+    return errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors)
 
 
 def max_empty_samples(population: int) -> int:

@@ -58,6 +58,33 @@ def test_more_says_whether_another_batch_will_come(count: int, drop_last: bool, 
         next(stage)
 
 
+class Falsy(sp.TaskEncoder):
+    """An encoder with a length of 0, as a container that is empty yet."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.key
+
+    def pack(self, items: list[str], rng: sp.Rng) -> Any:
+        return items
+
+    def length(self, item: Any) -> int:
+        return 1
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return ["of Falsy", *items]
+
+
+def test_an_encoder_that_is_false_is_not_replaced(make_shards: Any) -> None:
+    samples = sp.TarShardReader(str(make_shards([9])), sp.Lane(), shuffle=False)
+    packs = sp.OnlinePacker(sp.Encode(samples, Ids()), max_length=2, encoder=Falsy())
+    batch = next(sp.Batcher(packs, size=1))
+    assert batch[0] == "of Falsy" and len(batch[1]) == 2
+    assert next(sp.Batcher(sp.Encode(samples, Falsy()), size=1, encoder=Falsy()))[0] == "of Falsy"
+
+
 def test_more_holds_no_more_items_than_it_needs() -> None:
     stage = batcher(9)
     stage.more()

@@ -528,3 +528,34 @@ def test_an_encoder_with_images_tells_nothing_unless_it_tells_them_too() -> None
     assert DeclaredSize(Telling()).known
     assert not DeclaredSize(LengthsAlone()).known
     assert not DeclaredSize(sp.TaskEncoder()).known
+
+
+class Views(sp.TaskEncoder):
+    """Several dicts of each sample, as a list or one by one."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return self.make({"id": sample.json()["id"], "view": view} for view in range(2))
+
+
+class PaddedViews(Views):
+    """The same, with a batch of its own."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+@pytest.mark.parametrize(
+    ("encoder", "doubted"),
+    [(Views(list), True), (Views(iter), False), (Views(tuple), False), (PaddedViews(list), False)],
+)
+def test_a_list_of_dicts_that_would_be_collated_as_one_item_is_doubted_once(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, encoder: sp.TaskEncoder, doubted: bool
+) -> None:
+    chain = sp.read(str(make_shards([9])), shuffle=False).encode(encoder).batch(2)
+    chain.take(3)
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("stages.encode")]
+    assert len(messages) == doubted
+    assert not doubted or messages[0].startswith("Views.encode returned a list of 2 dicts, which is a single item: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,6 +138,49 @@ def test_a_filter_that_keeps_nothing_is_an_error(make_shards: MakeShards, after:
     chain = read.map(number).filter(nothing) if after else read.filter(nothing).map(number)
     with pytest.raises(sp.EncodeError, match=r"nothing\) left out (a whole pass of 8|the last 124. in a row)"):
         next(sp.SavableLoader(chain.batch(2), seed=0, lanes=1))
+
+
+def early(value: Any) -> bool:
+    return (value if isinstance(value, int) else number_of(value)) < 8
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_filter_that_kept_only_early_samples_ends_a_resumed_run_as_the_uninterrupted_one(
+    make_shards: MakeShards, after: bool
+) -> None:
+    def chain(keep: Any) -> Any:
+        return read.map(number).filter(keep).batch(1) if after else read.filter(keep).map(number).batch(1)
+
+    def state_after(stage: Any, batches: int) -> Any:
+        assert len(list(zip(range(batches), stage, strict=False))) == batches
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state()))
+
+    read = sp.read(str(make_shards([40])), shuffle=False, epochs=1)
+    for cut in range(9):
+        stage = chain(early)(sp.Lane())
+        stage.restore_state(state_after(chain(early)(sp.Lane()), cut))
+        assert [int(batch[0]) for batch in stage] == list(range(cut, 8))
+    nothing = chain(lambda value: False)(sp.Lane())
+    nothing.restore_state(state_after(nothing, 0))
+    with pytest.raises(sp.EncodeError, match="a whole pass of 40"):
+        next(nothing)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("share", [0.95, 1.0])
+def test_a_filter_whose_errors_are_skipped_has_a_limit(make_shards: MakeShards, after: bool, share: float) -> None:
+    def fails(value: Any) -> bool:
+        found = value if isinstance(value, int) else number_of(value)
+        if found < share * 40:
+            raise RuntimeError("no")
+        return True
+
+    read = sp.read(str(make_shards([40])))
+    chain = (
+        read.map(number).filter(fails, on_error="skip") if after else read.filter(fails, on_error="skip").map(number)
+    )
+    with pytest.raises(sp.EncodeError, match=r"10\d of the (first )?1\d\d (samples|items) .*RuntimeError: no"):
+        sum(1 for _, _item in zip(range(10_000), chain.batch(1)(sp.Lane()), strict=False))
 
 
 def test_a_lane_whose_share_has_nothing_to_keep_is_no_error(make_shards: MakeShards) -> None:

@@ -168,8 +168,8 @@ def toy_pipeline(
     `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
     "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
     twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
-    `candidates` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names the
-    kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
+    `candidates` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names
+    the kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
     Nothing is encoded twice: ranks of some tests are threads, which share the global generators.
     """
     encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)

@@ -37,7 +37,9 @@ def fresh(shards: str, chosen: dict[str, Any], held_bytes: int) -> Any:
 @example({**PLAIN, "after": SHUFFLED_PACKS, "tells": True, "gap": 7, "candidates": 8})
 @example({**PLAIN, "branches": [(20, SHUFFLED_PACKS)] * 2, "tells": False, "gap": 7, "candidates": None})
 @example({**PLAIN, "branches": [(20, SHUFFLED_PACKS), (3, [])], "tells": True, "gap": 7, "candidates": 3})
-@example({**PLAIN, "after": [*SHUFFLED_PACKS[:1], ("pack", ("first_fit", 60))], "tells": True, "gap": 1, "candidates": None})
+@example(
+    {**PLAIN, "after": [*SHUFFLED_PACKS[:1], ("pack", ("first_fit", 60))], "tells": True, "gap": 1, "candidates": None}
+)
 @given(chosen=stacks)
 def test_a_stack_gives_the_same_batches_after_each_resume_and_with_any_memory(
     shards: str, chosen: dict[str, Any]

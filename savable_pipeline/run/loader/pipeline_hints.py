@@ -65,13 +65,15 @@ def _warnings(last: Stage) -> Iterator[str]:
             f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
             "one: end it with .batch(size), or sp.Batcher(..., size=...), for batches"
         )
-    for encoder in {type(found): found for stage in upstream(last) if (found := stage.info.encoder)}.values():
+    found = [stage.info.encoder for stage in upstream(last)]
+    for encoder in {type(each): each for each in found if each is not None}.values():
         yield from _untold_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
         yield (
             "a saved state does not compare what is in a lambda, so that a run resumes with a changed one without a "
             "word: give it a name with def"
         )
+    yield from _early_points(last)
     for stage in upstream(last):
         if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
             yield from _long_buffer(stage)
@@ -96,6 +98,24 @@ def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
             "other values gives other batches without a word; return what changes its items from a method settings(), "
             f'as in {{"{names[0]}": self.{names[0]}}}'
         )
+
+
+def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
+    """Hints about points of schedules that buffers of `ahead` elements in each lane reach before the first batch."""
+    if isinstance(stage, Blend):
+        drawn = ahead * stage.lane.count
+        early = [point for point in stage.schedule.starts[1:] if point <= drawn] if stage.schedule is not None else []
+        if early:
+            yield (
+                f"the schedule changes at {early[0]:,}, but buffers behind its Blend draw {drawn:,} before the first "
+                f"batch ({ahead:,} in each of {stage.lane.count} lanes), which mixes what comes before and after. Put "
+                "the buffers into the sources of the Blend, or move the point"
+            )
+        ahead = 0  # of each source it is a part
+    if isinstance(stage, ShuffleBuffer):
+        ahead += stage.size
+    for source in stage.sources:
+        yield from _early_points(source, ahead)
 
 
 def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:

@@ -21,6 +21,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
+from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,11 @@ class SourceLosses:
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
-        """The name of each source in a `Blend`, or "", and its number of samples, by its tag."""
-        readers = [stage.info for stage in upstream(self._local.last_stage) if not stage.sources]
-        return {str(tag): (info.branch, info.population) for info in readers for tag in info.tags}
+        """The name of each source in a `Blend`, or "", and its number of samples, by its tag; 0 where it is off."""
+        stages = list(upstream(self._local.last_stage))
+        readers = [stage.info for stage in stages if not stage.sources]
+        off = frozenset[int]().union(*(stage.off_tags for stage in stages if isinstance(stage, Blend)))
+        return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
 
     def _source(self, key: str) -> tuple[str, int]:
         """The name and the number of samples of a stage's source; none of a source that was removed."""
@@ -101,10 +104,11 @@ class SourceLosses:
 
     def check_epoch(self, over: Position) -> None:
         """The same at the end of an epoch, of which the lanes must have had enough of a source."""
-        for key in self._left:
+        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in over.lanes.items()]
+        for key in dict.fromkeys(key for state in states for key in state.in_vain or {}):
             population, found = self._source(key)[1], self._in_vain(key, over)
             enough = (population + 1) // 2 if len(over.lanes) == over.lane_count else _ENOUGH
-            if found and reasons_of(found).total() >= enough > 0:
+            if population and found and reasons_of(found).total() >= enough:
                 raise self._error(key, found, len(over.lanes))
         for key in self._left:
             self._warn_of_share(key, 1)

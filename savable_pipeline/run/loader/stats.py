@@ -19,7 +19,7 @@ from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import ItemRef, batch_rows
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class GivenSamples:
         if self._one:
             last = samples[-1] if type(samples) is tuple and samples else None
             if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
-                self._total += len(samples) - 1  # type: ignore[arg-type]
+                self._total += len(batch_rows(samples)[1])  # type: ignore[arg-type]
             else:
                 self._total += len(BatchSamples.of(samples).refs)
             return

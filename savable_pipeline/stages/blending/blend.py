@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import reduce
-from operator import or_
+from operator import index, or_
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
 
 import msgspec
@@ -26,6 +26,7 @@ from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.item_buffer import SavedElement, restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import (
     ItemStage,
     SampleStage,
@@ -165,6 +166,13 @@ class _WeightedSources(Stage):
     def names(self) -> list[str]:
         """Their names."""
         return list(self._stages)
+
+    @property
+    def off_tags(self) -> frozenset[int]:
+        """The tags of the sources that a weight of 0 turns off."""
+        return frozenset[int]().union(
+            *(stage.info.tags for name, stage in self._stages.items() if name not in self._on)
+        )
 
     def name_branch(self, name: str) -> None:
         """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
@@ -456,6 +464,11 @@ class _BlendOfItems(Blend, TakesItems):
                 continue
             element: Element = self._ahead[name][0]
             length = self._length(name, element)
+            if length is not None and length < 1:
+                raise EncodeError(
+                    f'Blend: by="tokens" needs items of at least 1 token, but one of the source {name!r} has {length}; '
+                    f"{sample_names(self, element.ref)}. Return another length, or a Skip from encode"
+                )
             self._ahead[name] = self._ahead[name][1:]
             if length is not None:
                 turns.took(self._active.index(name), length)
@@ -480,7 +493,7 @@ class _BlendOfItems(Blend, TakesItems):
         encoder = stage.info.encoder
         assert encoder is not None
         try:
-            return int(encoder.length(element.value))
+            return index(encoder.length(element.value))
         except Exception as error:
             raise EncodeError(
                 f"{type(encoder).__name__}.length raised {type(error).__name__}: {error}; stage Blend, source "

@@ -52,6 +52,26 @@ def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pyt
     assert told.startswith("WARNING the pipeline ends with Encode, which yields items, so a step takes a single one")
 
 
+@pytest.mark.parametrize(("point", "inside"), [(30, False), (300, False), (20, True)])
+def test_a_point_of_a_schedule_inside_the_buffers_behind_it_is_told(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, point: int, inside: bool
+) -> None:
+    root = str(make_shards([40]))
+
+    def pipeline(lane: sp.Lane, behind: bool = True) -> custom.Stage:
+        schedule = sp.Schedule([(0, {"a": 1}), (point, {"b": 1})])
+        size = 20 if behind else 1
+        samples = {name: sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=21 - size) for name in "ab"}
+        return sp.Batcher(
+            sp.Encode(sp.ShuffleBuffer(sp.Blend(samples, weights=schedule), size=size), NumberEncoder()), size=2
+        )
+
+    told = said_of(pipeline, caplog)
+    assert len(told) == inside
+    assert not told or "changes at 20, but buffers behind its Blend draw 20 before the first batch" in told[0]
+    assert not said_of(partial(pipeline, behind=False), caplog), "its draws are those of the batches"
+
+
 def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
 

@@ -15,6 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.filters import SampleFilter
 from savable_pipeline.testing import assert_exact_resume
 
 Skips = Callable[[sp.Sample], str]
@@ -151,6 +152,42 @@ def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int
         pytest.raises(sp.EncodeError, match=f"{named} has given nothing: Encode left out all of its first"),
     ):
         list(own)
+
+
+def no_fourth(sample: sp.Sample) -> bool:
+    return bool(sample.json()["id"] % 4)
+
+
+def finite_blend(root: str, lane: sp.Lane, *, web: int = 1) -> custom.Stage:
+    """Of "web" a filter leaves out a quarter, and the encoder the rest, long before "books" ends."""
+    readers: dict[str, Any] = {"books": sp.TarShardReader(root, lane, epochs=1)}
+    readers["web"] = SampleFilter(sp.TarShardReader(f"{root}/0000.tar", lane, epochs=1), no_fourth)
+    samples = sp.Blend(readers, weights={"web": web, "books": 1})
+    return sp.Batcher(sp.Encode(samples, Numbers(all_of_web)), size=2)
+
+
+def test_a_resume_near_the_end_of_a_finite_pass_meets_the_error_too(make_shards: Any) -> None:
+    def until_error(state: Any = None, **how: Any) -> tuple[int, str]:
+        batches = 0
+        with sp.SavableLoader(partial(finite_blend, root, **how), seed=7, lanes=2) as own:
+            if state is not None:
+                own.load_state_dict(state, allow={"weights"})
+            try:
+                for _ in own:
+                    batches += 1
+                    states.append(own.state_dict())
+            except sp.EncodeError as error:
+                return batches, str(error)
+        return batches, ""
+
+    states: list[Any] = []
+    root = str(make_shards([12, 20]))
+    batches, message = until_error()
+    assert message.startswith("the source 'web' has given nothing: Encode left out all of its first 9 samples")
+    assert batches > 10
+    for cut, state in enumerate(states[: batches - 1], 1):
+        assert until_error(state) == (batches - cut, message)
+    assert not until_error(states[batches - 2], web=0)[1], "it is off since"
 
 
 def test_a_branch_that_ends_with_nothing_is_an_error(make_shards: Any) -> None:

@@ -34,6 +34,25 @@ def test_samples_are_those_that_the_given_batches_were_made_of(make_shards: Any,
     assert ("tokens" in found) == (pack is not None)
 
 
+class Pairs(custom.BatchStage):
+    """Batches of two samples; their refs have no number."""
+
+    ref: Any = ()
+
+    def __next__(self) -> Any:
+        pair = [(sample.key, self.source.ref) for _, sample in zip(range(2), self.source, strict=False)]
+        keys, self.ref = zip(*pair, strict=True)
+        return list(keys)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_of_a_batch_stage_of_ones_own_are_counted_once(make_shards: Any, num_workers: int) -> None:
+    root = str(make_shards([40]))
+    with loader(lambda lane: Pairs(sp.TarShardReader(root, lane)), num_workers) as own:
+        assert len(take(own, 7)) == 7
+        assert own.stats()["samples"] == 14
+
+
 class Numbers(sp.TaskEncoder):
     """Numbers of samples; skips odd ones, if told so."""
 

@@ -204,6 +204,28 @@ def test_an_item_whose_length_fails_is_tried_again(shards: Path, restore: bool) 
     assert items == expected
 
 
+@pytest.mark.parametrize(("length", "packed"), [(0, False), (-3, False), (0.5, False), (0, True)])
+def test_by_tokens_a_length_below_one_is_an_error(shards: Path, length: Any, packed: bool) -> None:
+    class Empty(Draws):
+        def length(self, item: Any) -> Any:
+            return length
+
+        def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+            return items[0]
+
+    def source() -> Any:
+        items = sp.Encode(sp.TarShardReader(shards, lane), Empty())
+        return custom.ItemPacker(items, size=3, select=lambda items, rng: [items]) if packed else items
+
+    lane = sp.Lane()
+    stage = sp.Blend({"a": source(), "b": source()}, weights={"a": 1, "b": 1}, by="tokens")
+    with pytest.raises(
+        sp.EncodeError, match=r"at least 1 token.*source '[ab]' has|Empty.length raised TypeError"
+    ) as caught:
+        next(stage)
+    assert length == 0.5 or "key 's0000" in str(caught.value)
+
+
 def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> sp.Blend:
         return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})

@@ -208,3 +208,33 @@ def test_wrong_schedules_are_told(make_shards: Any) -> None:
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})], unit="tokens"))
     with pytest.raises(ValueError, match="must have no end"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})]))
+
+
+class Texts(sp.TaskEncoder):
+    """Texts of 1 to 7 tokens, and the source of each pack."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.source, 1 + sample.json()["id"] % 7
+
+    def length(self, item: Any) -> int:
+        return int(item[1])
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items[0][0]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def test_a_blend_of_packs_changes_its_weights_at_the_step_that_the_page_computes(make_shards: Any) -> None:
+    read, encoder, step, rows = (
+        sp.read(str(make_shards([60]))),
+        Texts(),
+        6,
+        8 * 2,
+    )  # two ranks, four lanes: 6 is a multiple of 2
+    phases = sp.Schedule([(0, {"web": 1}), (step * rows, {"books": 1})])
+    packed = {name: read.shuffle(30).encode(encoder).pack(16) for name in ("web", "books")}
+    with sp.SavableLoader(sp.blend(packed, weights=phases).batch(8), seed=7, lanes=4) as loader:
+        given = [set(next(loader)) for _ in range(2 * 10)]
+    assert given == [{"web"}] * 2 * step + [{"books"}] * 2 * 4
