@@ -78,6 +78,7 @@ def test_a_range_of_a_file_begins_at_zero() -> None:
     with video(data, begin_s=1.5, end_s=2.5) as found:
         assert found.duration_s == 1.0
         assert numbers(found.frames([0.0, 0.05, 0.1, 0.95])) == [15, 15, 16, 24]
+        assert numbers(found.frames([1.0])) == [24]  # not the first frame of what follows
         assert numbers(found.frames_by_index(range(10))) == list(range(15, 25))
         with pytest.raises(IndexError, match="there are 10"):
             found.frames_by_index([10])
