@@ -300,3 +300,13 @@ def test_whatever_is_killed_in_the_midst_no_wrong_byte_is_read_and_the_cache_wor
     print(f"killed {done[0]} downloading processes and {done[1]} readers")
     for kind in ("indexed", "unindexed", "jsonl"):
         assert read(kind) == expected[kind]
+
+
+def test_a_cache_that_is_removed_between_two_loaders_of_a_process_is_made_again(
+    server: ToyServer, expected: dict[str, Samples], tmp_path: Path
+) -> None:
+    first = open_any("s3://indexed/")
+    shutil.rmtree(tmp_path / "cache")
+    assert samples_of(open_any("s3://indexed/")) == expected["indexed"]
+    with pytest.raises(RemoteError, match=r"was removed while this process read from it\. Make a new loader"):
+        samples_of(first)
