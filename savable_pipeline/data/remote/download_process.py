@@ -359,7 +359,7 @@ class Downloads:
 
     def _version(self, folder: str) -> ShardCache:
         with self._lock:
-            if folder not in self._cached or not self._cached[folder].is_current():
+            if folder not in self._cached:
                 self._cached[folder] = ShardCache(Path(folder))
             return self._cached[folder]
 
