@@ -20,13 +20,14 @@ SavedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # as a ref holds it
 
 ORDER = 4
-STATE = 5
+STATE = 6
 LAST_COMMITS: dict[tuple[Any, Any], str] = {  # that read states of other (ORDER, STATE); the first had no ORDER
     (None, None): "d039fef",
     (None, 1): "d039fef",
     (3, 2): "6862a8c",
     (4, 3): "163f8f3",
     (4, 4): "fc1e073",
+    (4, 5): "dece9b5",
 }
 
 

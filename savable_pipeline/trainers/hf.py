@@ -188,6 +188,8 @@ class SavableData:
         """
         found = resume_from_checkpoint
         max_steps = self.args.max_steps
+        if not found and self._batches is not None:
+            _warn_of_unloaded(Path(self.args.output_dir))
         if found and self._batches is not None:
             folder = newest_whole(Path(self.args.output_dir)) if found is True else Path(found)
             if folder is not None:
@@ -303,11 +305,14 @@ def _names_of_the_model(model: Any) -> Iterator[None]:
     if not isinstance(model, PreTrainedModel):
         yield
         return
+    own = vars(model).get("save_pretrained")  # that of the model itself, not of its class
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     try:
         yield
     finally:
         del model.save_pretrained
+        if own is not None:
+            model.save_pretrained = own
 
 
 def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -366,6 +371,17 @@ def _warn_of_unused(args: Any, dataset: Any) -> None:
             "without effect: %s. The pipeline makes the batches, with their rows, lengths, packs and what their labels "
             "leave out",
             ", ".join(given),
+        )
+
+
+def _warn_of_unloaded(output_dir: Path) -> None:
+    """Warn of checkpoints that hold the state of the data, where a run begins without one."""
+    if saved := sorted(output_dir.glob(f"checkpoint-*/{JSON_FILE}")):
+        log.warning(
+            "%s holds %s, but the run begins at the first batch. To resume, call train(resume_from_checkpoint=True); "
+            "else take another output_dir",
+            output_dir,
+            saved[-1].parent.name,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import savable_pipeline as sp
@@ -183,3 +183,32 @@ def test_a_checkpoint_behind_the_step_of_deepspeed_is_refused() -> None:
     check(SimpleNamespace(**given, enable_jit_checkpoint=True), None)
     with pytest.raises(ValueError, match="DeepSpeed has taken it by then"):
         check(SimpleNamespace(**{**given, "deepspeed": "zero.json"}, enable_jit_checkpoint=True), None)
+
+
+def test_a_checkpoint_leaves_what_a_user_has_put_in_the_place_of_save_pretrained(tmp_path: Path) -> None:
+    class Own(PreTrainedModel):
+        config_class = PretrainedConfig
+
+    model, calls = Own(PretrainedConfig()), list[dict[str, Any]]()
+    model.save_pretrained = own = lambda **settings: calls.append(settings)
+    for _ in range(2):
+        with hf._names_of_the_model(model):
+            model.save_pretrained()
+        assert vars(model)["save_pretrained"] is own
+    assert calls == [{"save_original_format": False}] * 2
+    del model.save_pretrained
+    with hf._names_of_the_model(model):
+        pass
+    assert "save_pretrained" not in vars(model)
+
+
+def test_a_run_that_begins_beside_its_checkpoints_is_told_how_to_resume(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path / "run", make(), save_strategy="steps", save_steps=3).train()
+    assert "begins at the first batch" not in caplog.text
+    trainer(tmp_path / "run", make(), max_steps=1).train()
+    assert "run holds checkpoint-6, but the run begins at the first batch. To resume, call train(resume" in caplog.text
+    caplog.clear()
+    trainer(tmp_path / "run", make(), max_steps=7).train(resume_from_checkpoint=True)
+    assert "begins at the first batch" not in caplog.text

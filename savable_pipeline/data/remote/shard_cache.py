@@ -96,8 +96,11 @@ class ShardCache:
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def is_current(self) -> bool:
-        """Whether the flags are still those in the folder. Raises OSError if there are none."""
-        return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
+        """Whether the flags are still those in the folder, which may have been removed and made again."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
+        except FileNotFoundError:
+            return False
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""

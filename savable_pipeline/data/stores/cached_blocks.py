@@ -100,6 +100,11 @@ class DownloadedFiles(ShardFiles):
         start, past = self._cached.extent(row, stop)
         size = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
         least = size + self._limit if tries else size
+        if tries and not self._cached.is_current():
+            raise RemoteError(
+                f"{self.name(shard)}: its folder in the cache, {self._cached.folder}, was removed while this process "
+                "read from it. Make a new loader, and remove a cache only while no run uses it"
+            )
         if least > self._limit:
             lost = f"evicted, or damaged on its disk, {tries} times before it was read: " if tries else ""
             raise RemoteError(

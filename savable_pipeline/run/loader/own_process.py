@@ -5,6 +5,7 @@ Otherwise each of N workers, or a forked process and its parent, would yield the
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from weakref import WeakSet
 
 from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import SavableError
+
+log = logging.getLogger(__name__)
 
 
 class OwnProcess:
@@ -97,3 +100,15 @@ def _torch_worker() -> str:
     module = imported("torch.utils.data._utils.worker")
     info = module and module.get_worker_info()
     return f"worker {info.id} of the {info.num_workers} of torch's DataLoader" if info else ""
+
+
+def warn_unloaded() -> None:
+    """Warn if a job that was restarted begins a loader at its first batch: its state was not loaded."""
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        if (count := os.environ.get(name, "0")) not in ("", "0"):
+            log.warning(
+                "%s=%s: this job was restarted, but its loader begins at the first batch. Load the last state "
+                "(load_state_dict) before the first batch; if none was saved yet, all is well",
+                name,
+                count,
+            )

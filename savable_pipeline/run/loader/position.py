@@ -31,7 +31,7 @@ from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, Run
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import LaneState, fresh_lane, pack_state, with_facts
 from savable_pipeline.run.state.state_dict import FACTS, lane_name
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -274,5 +274,6 @@ class Position(msgspec.Struct, frozen=True):
             "slot": self.slot,
             "fingerprint": fingerprint,
             FACTS: pack_state(self.facts),
+            ACKNOWLEDGE: 0,
             **{lane_name(lane): self.lanes[lane].state for lane in sorted(self.lanes)},
         }

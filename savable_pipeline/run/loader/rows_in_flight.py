@@ -106,7 +106,7 @@ class RowsInFlight:
 
     def entries(self, at: Position, state: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a flat state dict of this position, which has its lanes."""
-        return ACKNOWLEDGE | self.table.state(at.batches, at.next_batch, state)
+        return {ACKNOWLEDGE: 1, **self.table.state(at.batches, at.next_batch, state)}
 
     def load(self, at: Position, flights: Flights, lost: Mapping[int, int], *, whole: bool) -> None:
         """Begin with what was in flight in a state, without the rows that are `lost`. `whole`: it has all lanes."""

@@ -22,7 +22,7 @@ from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided,
 from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
 from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.own_process import OwnProcess
+from savable_pipeline.run.loader.own_process import OwnProcess, warn_unloaded
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
@@ -73,6 +73,7 @@ class Run:
         if self.rows is not None:
             self.stats.others = self.rows.table.numbers
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
+        self._was_loaded = False
         self.begin_epoch(0)
         self.prefetcher.begin_workers(len(self.position.lanes))
 
@@ -271,6 +272,8 @@ class Run:
         self.ranks.check_world()
         if self.agree is None and self.ranks.can_talk:
             check_same_data(self.ranks, self.states.fingerprint)
+        if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
+            warn_unloaded()
         self._process.checked = True
 
     def _advance(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
@@ -375,7 +378,7 @@ class Run:
             self._losses.load(state)
             if self._ledger is not None:
                 self._ledger.begin_anew()
-            self.position = loaded
+            self.position, self._was_loaded = loaded, True
             if self.rows is not None:
                 self.rows.load(loaded, flights, lost, whole=len(lane_numbers(state)) == self.settings.lanes)
 

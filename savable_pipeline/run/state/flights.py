@@ -1,6 +1,7 @@
 """Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
 
-    "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too
+    "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too; else 0,
+                     so that a loader without acknowledge=True asks for it, and does not lose those entries silently
     "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them; and
                      the checksum of "lane_00042", with which it was saved;
                      there also without any: torch.distributed.checkpoint loads only keys that it is asked for
@@ -29,7 +30,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 EPOCH_SHIFT = 40
 SLOTS = (1 << EPOCH_SHIFT) - 1
 MOST_ROWS = 1 << 20  # of a batch
-ACKNOWLEDGE = {"acknowledge": 1}  # in a state that was saved so
+ACKNOWLEDGE = "acknowledge"
 _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
 
 
@@ -114,12 +115,12 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     """
     found = {}
     next_batch = state["epoch"] << EPOCH_SHIFT | state["slot"]
-    lanes = [name for name in state if name.startswith("lane_")] if state.keys() & ACKNOWLEDGE.keys() else []
+    lanes = [name for name in state if name.startswith("lane_")] if state.get(ACKNOWLEDGE) else []
     if missing := [name for name in lanes if name.replace("lane", "flight") not in state]:
         raise CheckpointMismatchError(
             f"the state was saved with acknowledge=True and has {missing[0]}, but no "
             f"{missing[0].replace('lane', 'flight')}: its rows in flight would be lost; load all entries of the "
-            "checkpoint, or use another copy"
+            "checkpoint, into a SavableLoader with acknowledge=True, or use another copy"
         )
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
@@ -196,12 +197,12 @@ def _rows_in(name: str, raw: bytes) -> dict[int, int]:
 
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat dict of the lanes alone."""
-    return {name: each for name, each in state.items() if not _is_of_flights(name)}
+    """The flat dict of the lanes alone, as of a loader without acknowledge=True."""
+    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if not _is_of_flights(name)}
 
 
 def _is_of_flights(name: str) -> bool:
-    return bool(name in ACKNOWLEDGE or _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
+    return bool(_FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
 
 
 def refuse_flights(state: Mapping[str, Any]) -> None:
@@ -223,7 +224,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
     if not acks:
         return state
     flights, lanes = read_flights(state), state["lanes"]
-    kept = without_flights(state) | {name: state[name] for name in ACKNOWLEDGE if name in state}
+    kept = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
     by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
     for name, raw in acks.items():
         rows = _rows_in(name, raw)

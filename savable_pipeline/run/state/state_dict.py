@@ -23,7 +23,7 @@ from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.core.state_numbers import SavedCount, check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
-from savable_pipeline.run.state.flights import with_acks_applied
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, with_acks_applied
 from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
@@ -73,8 +73,8 @@ def _check_flat(state: Mapping[str, Any]) -> None:
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
         raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")
-    if (named := state.get("acknowledge", 1)) != 1 or type(named) is not int:
-        raise StateError(f"the state's acknowledge is {reprlib.repr(named)}, not 1; use another copy of the checkpoint")
+    if (named := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(named) is not int:
+        raise StateError(f"the state's acknowledge is {reprlib.repr(named)}, not 0 or 1; use another copy of it")
     if not state["lanes"]:
         raise StateError("the state is of a run with no lanes")
 
@@ -168,7 +168,8 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if merged:
                 _check_alike(state, merged)
             read_lanes(state, lane_numbers(state))
-        merged.update(state)
+        acknowledged = max(state.get(ACKNOWLEDGE, 0), merged.get(ACKNOWLEDGE, 0))
+        merged.update(state, **{ACKNOWLEDGE: acknowledged})
     if not merged:
         raise ValueError("merge_states needs at least one state")
     return with_acks_applied(merged)

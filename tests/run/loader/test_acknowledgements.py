@@ -790,6 +790,21 @@ def test_a_distributed_checkpoint_gives_back_what_is_in_flight_to_a_fresh_loader
         assert _open(fresh.state_dict()) == _open(own.state_dict()) != {}
 
 
+def test_a_distributed_checkpoint_with_rows_in_flight_is_refused_by_a_loader_that_would_lose_them(
+    shards: str, tmp_path: Path
+) -> None:
+    with (
+        loader(partial(counted_pipeline, shards)) as own,
+        loader(partial(counted_pipeline, shards), acknowledge=False) as plain,
+    ):
+        for _ in range(6):
+            next(own)
+        checkpoint.save({"data": own.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+        told = "rows in flight would be lost; load all entries of the checkpoint, into a .* with acknowledge=True"
+        with pytest.raises(sp.CheckpointMismatchError, match=told):
+            checkpoint.load({"data": plain}, checkpoint_id=tmp_path, no_dist=True)
+
+
 def pickled(state: dict[str, Any]) -> bytes:
     return b"".join(value for value in state.values() if isinstance(value, bytes))
 
@@ -803,10 +818,8 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
             batch, other = next(own), next(plain)
             own.acknowledge(batch["receipts"])
             assert bare(batch) == bare(other) and "receipts" not in other
-        lanes = {
-            name: value for name, value in own.state_dict().items() if "flight_" not in name and name != "acknowledge"
-        }
-        assert lanes == plain.state_dict() and not _open(own.state_dict())
+        lanes = {name: value for name, value in own.state_dict().items() if "flight_" not in name}
+        assert lanes == {**plain.state_dict(), "acknowledge": 1} and not _open(own.state_dict())
         plain.load_state_dict(own.state_dict())
         assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
         for ask in (plain.receipts, plain.in_flight, partial(plain.done, []), partial(plain.again, [])):

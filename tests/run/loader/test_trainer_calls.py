@@ -136,3 +136,30 @@ def test_what_is_loaded_whole_or_evaluated_and_what_goes_on_is_begun_without_a_w
     for loader in (begun, loaded, TrainerLoader(make()), make(on_iter="restart")):
         assert warned(loader, caller, caplog) == []
     assert next(iter(TrainerLoader(make()))) is not None and not caplog.records
+
+
+# A run that was restarted, and whose state was forgotten.
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restarted_job_that_loads_nothing_is_told_at_its_first_batch(
+    make: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(loader: sp.SavableLoader) -> list[str]:
+        caplog.clear()
+        next(loader)
+        next(loader)
+        return [record.getMessage() for record in caplog.records if "restarted" in record.getMessage()]
+
+    start = make().state_dict()
+    for count in ("0", ""):
+        monkeypatch.setenv(name, count)
+        assert told(make()) == []
+    monkeypatch.setenv(name, "2")
+    (found,) = told(make())
+    assert found.startswith(
+        f"{name}=2: this job was restarted, but its loader begins at the first batch. Load the last"
+    )
+    loaded = make()
+    loaded.load_state_dict(start)  # of a run that was saved before its first batch
+    assert told(loaded) == told(make(on_iter="restart")) == []

@@ -113,7 +113,7 @@ def flat(lanes: list[int], *, of: int = 4, slot: int = 6, epoch: int = 0, run: b
         lane_name(lane): pack_state(LaneState(lane, epoch, batches_before(slot, lane, of), stages={})) for lane in lanes
     }
     numbers = {"order": ORDER, "state": STATE, "lanes": of, "epoch": epoch, "slot": slot}
-    return {**numbers, "fingerprint": run, "facts": pack_state(NO_FACTS), **states}
+    return {**numbers, "fingerprint": run, "facts": pack_state(NO_FACTS), "acknowledge": 0, **states}
 
 
 def test_lanes_lie_under_names_of_their_own() -> None:
