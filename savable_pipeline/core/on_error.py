@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
 _OURS = str(Path(__file__).parents[1]) + "/"
+_OF_CUDA = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
 _LONGEST = 2000  # characters of an error's text that are written to the file
 
 
@@ -100,4 +102,6 @@ def described(error: BaseException) -> str:
     hint = ""
     if isinstance(error, bdb.BdbQuit):
         hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
+    elif isinstance(error, RuntimeError | AssertionError) and _OF_CUDA.search(str(error)):
+        hint = " (an encoder has no GPU: leave .cuda() out, and give the loader to trainers.device.OnDevice)"
     return f"{type(error).__name__}: {error}{hint}"

@@ -259,6 +259,13 @@ class _Moved:
 def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     """Return the function that starts moving a batch to a device, and returns one that waits for the moved batch."""
     if device.type == "cuda":
+        import torch
+
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"OnDevice: torch sees {torch.cuda.device_count()} CUDA devices here, so there is no {str(device)!r}. "
+                "Check the driver and CUDA_VISIBLE_DEVICES, or take OnDevice(loader, 'cpu')"
+            )
         return _CudaCopies(device).begin
     return lambda batch: partial(_identity, tensors_changed(batch, lambda tensor: tensor.to(device)))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -381,3 +382,10 @@ def test_a_quarantine_that_cannot_be_written_is_a_warning(make_shards: Any, tmp_
     source = reader(make_shards([4]), quarantine=tmp_path / "no" / "folder.jsonl")
     assert taken(sp.Encode(source, Odd(), on_error="skip")) == [0, 2]
     assert "folder.jsonl: cannot be written (No such file or directory)" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_encoder_that_asks_for_a_gpu_is_told_what_moves_batches(make_shards: Any) -> None:
+    items = sp.read(make_shards([2])).map(lambda sample: torch.zeros(2).cuda())
+    with pytest.raises(sp.EncodeError, match=r"an encoder has no GPU: leave \.cuda\(\) out, and give the loader to"):
+        items.take(1)

@@ -370,3 +370,13 @@ def test_the_loader_ends_with_the_last_name_for_it(shards: str) -> None:
     gone = weakref.ref(ahead)
     del ahead
     assert gone() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_an_error_that_names_it(shards: str, device: str) -> None:
+    own = sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=2)
+    with pytest.raises(
+        ValueError, match=rf"torch sees 0 CUDA devices here, so there is no '{device}'\. Check the driver"
+    ):
+        OnDevice(own, device)

@@ -342,6 +342,16 @@ def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
     return None
 
 
+def _pickling_cure(error: str) -> str:
+    """What to do about an error of pickling."""
+    if "not the same object" in error:
+        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
+    if "cannot pickle" in error or "cannot be pickled" in error:  # an object, and no name that is not found
+        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
+    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
+    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
+
+
 def _check_picklable(pipeline: Any, method: str) -> None:
     """Raise ValueError if the start method pickles the pipeline and it cannot be pickled."""
     if method == "fork":
@@ -350,8 +360,7 @@ def _check_picklable(pipeline: Any, method: str) -> None:
         size = len(pickle.dumps(pipeline))
     except Exception as error:
         named = getattr(pipeline, "__qualname__", f"\n{pipeline!r}\n")
-        lambdas = " (of a lambda: give it a name with def)" if LAMBDA in str(error) else ""
-        cure = f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
+        cure = _pickling_cure(str(error))
         raise ValueError(
             f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
             "start_method='fork'"

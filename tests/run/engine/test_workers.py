@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from tests.support.toy_faults import (
     FaultyEncoder,
     LambdaEncoder,
     LargeEncoder,
+    NumberEncoder,
     UnpicklableError,
     builds_only_here,
     faulty_stage_pipeline,
@@ -500,3 +502,33 @@ def test_a_loader_interrupted_at_any_moment_stands_before_or_after_a_batch(
             assert [one(fresh), one(fresh)] == [one(own), one(own)] == stream[now : now + 2]
             moment += stride
     assert moment > 10
+
+
+class Tokenizing(NumberEncoder):
+    """Holds what cannot be pickled, as some tokenizers are."""
+
+    def __init__(self) -> None:
+        self.tokenizer = threading.Lock()
+
+
+def redefined(sample: sp.Sample) -> int:
+    return 1
+
+
+first_defined = redefined
+
+
+def redefined(sample: sp.Sample) -> int:  # type: ignore[no-redef]
+    return 2
+
+
+def test_what_cannot_be_sent_to_workers_is_an_error_with_the_cure_for_its_cause(make_shards: Any) -> None:
+    read = sp.read(make_shards([4]))
+    causes = {
+        r"cannot pickle '_thread.lock' object\. Make what .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
+        r"not the same object as .*redefined\. It was defined again since, as by a notebook cell": first_defined,
+    }
+    for told, cause in causes.items():
+        pipeline = read.encode(cause) if isinstance(cause, Tokenizing) else read.map(cause)
+        with pytest.raises(ValueError, match=told):
+            sp.SavableLoader(pipeline.batch(2), seed=3, lanes=2, workers=sp.Workers(1, start_method="spawn"))
