@@ -7,6 +7,7 @@ import copy
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -77,18 +78,20 @@ class Dataset:
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
 
     @contextlib.contextmanager
-    def noting_reads(self, note: Callable[[int], None]) -> Iterator[None]:
-        """Within this context, tell `note` the bytes of each part that a sample of this dataset reads."""
+    def noting_reads(self, note: Callable[[int, int], None]) -> Iterator[None]:
+        """Within this context, call `note(bytes, nanoseconds)` after each part that a sample of this dataset reads."""
         read, array = self.read, self.array
 
         def noted_read(*place: Any) -> bytes:
+            start = time.perf_counter_ns()
             data = read(*place)
-            note(len(data))
+            note(len(data), time.perf_counter_ns() - start)
             return data
 
         def noted_array(*place: Any) -> Any:
+            start = time.perf_counter_ns()
             data = array(*place)
-            note(data.nbytes)
+            note(data.nbytes, time.perf_counter_ns() - start)
             return data
 
         self.read, self.array = noted_read, noted_array

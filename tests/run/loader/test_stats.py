@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -103,6 +104,23 @@ def test_bytes_are_those_of_the_parts_that_were_read(make_shards: Any, num_worke
         take(own, 40)
         found = own.stats()
     assert 8 <= found["bytes"] / found["Encode/items"] <= 11
+
+
+def test_time_in_which_samples_are_read_is_not_that_of_encode(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+
+    def slow_pread(*place: int) -> bytes:
+        time.sleep(0.02)
+        return pread(*place)
+
+    with loader(partial(number_pipeline, str(make_shards([60])), size=20), lanes=1) as own:
+        take(own, 1)
+        monkeypatch.setattr(os, "pread", slow_pread)
+        take(own, 16)  # one of these is timed
+        found = own.stats()
+    assert found["seconds/read"] > 5 * found["seconds/Encode"]
 
 
 class SlowOnce(NumberEncoder):

@@ -41,7 +41,7 @@ def test_stats_count_what_was_given_and_left_out(make_shards: Any, num_workers: 
         assert found["Encode/items"] == given and found["Encode/skipped/every 7th"] == 15
         assert found["restarts"] == found["moved_lanes"] == 0
         spent = {name for name in found if name.startswith("seconds/")}
-        assert spent == {"seconds/TarShardReader", "seconds/Encode", "seconds/Batcher"}
+        assert spent == {"seconds/TarShardReader", "seconds/Encode", "seconds/Batcher", "seconds/read"}
         assert found["wait_s"] > 0 and all(found[name] > 0 for name in spent)
 
 
