@@ -275,6 +275,7 @@ class WebDatasetEncoder(TaskEncoder):
         self._batch_stages = [_with_handler(stage, self._skipped) for stage in chain.batch_stages]
         urls = [chain.urls] if isinstance(chain.urls, str) else list(chain.urls or ())
         self._urls = {url.rsplit("/", 1)[-1]: url for url in urls}
+        self._named, self._suffix_of = _uses_name(chain.stages), dict[str, str]()
         self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
         self._fans_out = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
         self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
@@ -316,23 +317,33 @@ class WebDatasetEncoder(TaskEncoder):
         return {"stages": stages, "batch": batch, "suffixes": sorted(self._suffixes) if self._suffixes else None}
 
     def _fields(self, sample: Sample) -> dict[str, Any]:
-        shard = sample.shard
-        fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._urls.get(shard.rsplit("/", 1)[-1], shard)}
+        fields: dict[str, Any] = {}
+        if self._named:
+            shard = sample.shard
+            fields = {"__key__": sample.key, "__url__": self._urls.get(shard.rsplit("/", 1)[-1], shard)}
+        suffixes = self._suffix_of
         for name in sample:
-            suffix = name.lower()
-            if self._suffixes is not None and suffix not in self._suffixes:
+            suffix = suffixes.get(name)
+            if suffix is None:
+                suffix = suffixes[name] = self._checked_suffix(name)
+            if not suffix or (self._select is not None and not self._select(f"{sample.key}.{name}")):
                 continue
-            if self._select is not None and not self._select(f"{sample.key}.{name}"):
-                continue
-            if self._decodes and suffix.removesuffix(".gz").rsplit(".", 1)[-1] in _PICKLED:
-                raise ValueError(
-                    f"decode() would unpickle the part {name!r}, which can run code. Drop it with suffixes= or "
-                    "select_files=, or rewrite it as JSON or .npy."
-                )
             if suffix in fields:
                 raise ValueError(f"two files of the sample have the suffix {suffix!r}. Rename one of them.")
             fields[suffix] = sample[name]
         return fields
+
+    def _checked_suffix(self, name: str) -> str:
+        """The name of a part in webdataset's samples; "" for one that is not read."""
+        suffix = name.lower()
+        if self._suffixes is not None and suffix not in self._suffixes:
+            return ""
+        if self._decodes and suffix.removesuffix(".gz").rsplit(".", 1)[-1] in _PICKLED:
+            raise ValueError(
+                f"decode() would unpickle the part {name!r}, which can run code. Drop it with select_files=, "
+                "or rewrite it as JSON or .npy."
+            )
+        return suffix
 
     def _check(self, fields: dict[str, Any], rng: Rng) -> None:
         """Raise ValueError if the stages make something else of several samples together than of each alone."""
@@ -447,6 +458,17 @@ def _makes_one(stage: Any) -> bool:
     """Whether a stage makes exactly one item of each sample, or raises."""
     named = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
     return isinstance(stage, partial) or (named and _handler(_settings(stage)) is None)
+
+
+def _uses_name(stages: Sequence[Any]) -> bool:
+    """Whether stages may use the key or the shard of a sample: a key costs as much as a small part."""
+    for stage in stages:
+        name = _name(stage)
+        if name == "_to_tuple" or (name == "_rename" and not stage.kw.get("keep", True)):
+            return "__" in _described(stage)
+        if name not in ("_decode", "_map_dict") and not _is_decoder(stage):
+            return True
+    return True
 
 
 def _is_decoder(stage: Any) -> bool:
