@@ -177,7 +177,7 @@ class Encode(TakesItems):
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
-        dataset, base, absent = None, 0, ""
+        dataset, base, absent = None, 0, None
         if status is not None:
             status[0] = self.info.depth
         first = ahead.next
@@ -185,13 +185,12 @@ class Encode(TakesItems):
         for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
-                base, absent = keyed.base(dataset.source), absent_reason(dataset)
+                base, reason = keyed.base(dataset.source), absent_reason(dataset)
+                absent = Skip(reason) if reason else None
             index, epoch = sample.index, sample.epoch
-            if excluded and index in excluded:
-                self._skipped.skipped(sample, EXCLUDED)
-                continue
-            if absent:
-                self._skipped.skipped(sample, Skip(absent))
+            left_out = EXCLUDED if excluded and index in excluded else absent
+            if left_out is not None:
+                self._skipped.skipped(sample, left_out)
                 continue
             if status is not None:
                 status[1], status[2] = index, epoch
@@ -212,9 +211,7 @@ class Encode(TakesItems):
                     if self._fans_out(sample, item, rng):
                         return
                     continue
-                plain.add(type(item))
-                if type(item) is list:
-                    self._doubt_list(item)
+                self._add_plain(item)
             elements.append(Element(ref, item))
         ahead.next += 1
 
@@ -227,6 +224,11 @@ class Encode(TakesItems):
             and not (_has(encoder, "batch") or _has(encoder, "pack"))
         ):
             self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
+
+    def _add_plain(self, item: Any) -> None:
+        self._plain.add(type(item))
+        if type(item) is list:
+            self._doubt_list(item)
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""

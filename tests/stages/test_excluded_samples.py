@@ -171,8 +171,10 @@ def test_nothing_that_a_state_holds_of_them_is_given(shards: str, file: str, how
 
 
 @pytest.mark.parametrize(("pack", "candidates"), [(None, None), ("best_fit", 4), ("first_fit_decreasing", None)])
-def test_nothing_else_that_a_state_holds_is_lost(shards: str, file: str, pack: str | None, hold: int | None) -> None:
-    how: dict[str, Any] = {"pack": pack, "candidates": hold, "epochs": 1, "fan_out": 0, "open_packs": 4}
+def test_nothing_else_that_a_state_holds_is_lost(
+    shards: str, file: str, pack: str | None, candidates: int | None
+) -> None:
+    how: dict[str, Any] = {"pack": pack, "candidates": candidates, "epochs": 1, "fan_out": 0, "open_packs": 4}
     plain = loader(partial(toy, shards, None, **how), tail="pad")
     given = [number for _, batch in zip(range(5), plain, strict=False) for number in numbers(batch)]
     own = loader(partial(toy, shards, file, **how), tail="pad")

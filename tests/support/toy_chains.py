@@ -59,7 +59,7 @@ def toy_chain(
     skip: int = 7,
     fan_out: int = 5,
     max_cost: int | None = None,
-    hold: int | None = None,
+    candidates: int | None = None,
     tells: bool = False,
     own: Collection[str] = (),
     filters: Collection[str] = (),
@@ -98,7 +98,7 @@ def toy_chain(
         chain = blended({"x": items(inner), "c": samples().encode(encoder)}, by)
     if pack in ("buckets", "groups", "both"):
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        same: Any = {} if hold is None else {"same_bucket": True, "candidates": hold}
+        same: Any = {} if candidates is None else {"same_bucket": True, "candidates": candidates}
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         chain = chain.bucket(bounds, group=group, size=sizes, drop_last=drop_last, **same)
@@ -118,8 +118,8 @@ def toy_chain(
             too_long=too_long,
             max_buffer_bytes=max_buffer_bytes,
         )
-    if hold is not None:
-        chain = chain.balance(hold, cost=cost, max_buffer_bytes=max_buffer_bytes)
+    if candidates is not None:
+        chain = chain.balance(candidates, cost=cost, max_buffer_bytes=max_buffer_bytes)
     chain = chain.batch(size, drop_last=drop_last)
     return chain.then(Numbered) if "batches" in own else chain
 

@@ -492,7 +492,7 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
         partial(counted_pipeline, shards, size=4), acknowledge=sp.Acknowledge(2), workers=sp.Workers(timeout=60)
     ) as own:
         first = next(own)  # more than that: it is alone in flight
-        timer = threading.Timer(0.05, own.done, [first["receipts"]])
+        timer = threading.Timer(0.05, own.acknowledge, [first["receipts"]])
         timer.start()
         assert listed(next(own))[0] == [1, 0]
         timer.join()
@@ -575,7 +575,7 @@ def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(s
         assert at > 100
 
 
-@pytest.mark.parametrize("kind", ["done", "again"])
+@pytest.mark.parametrize("kind", ["acknowledge", "requeue"])
 def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_state_that_loads_and_counts_what_is_in_flight(
     shards: str, kind: str
 ) -> None:
@@ -822,7 +822,7 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
         assert lanes == {**plain.state_dict(), "acknowledge": 1} and not _open(own.state_dict())
         plain.load_state_dict(own.state_dict())
         assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
-        for ask in (plain.receipts, plain.in_flight, partial(plain.done, []), partial(plain.again, [])):
+        for ask in (plain.receipts, plain.in_flight, partial(plain.acknowledge, []), partial(plain.requeue, [])):
             with pytest.raises(ValueError, match="make it with acknowledge=True"):
                 ask()
         next(own)

@@ -54,7 +54,7 @@ def test_each_time_that_a_sample_was_given_is_seen_with_its_source_and_rank(
             record = (sample.json()["source"], 0, slot, slot // ranks, slot % ranks, ranks, lost)
             expected.setdefault(sample.key, []).append(record)
     never = sorted({f"s{i:06d}" for i in range(80)} - expected.keys())
-    found = sp.Ledger(str(tmp_path / "ledger")).seen([*expected, *never, "no such key"])
+    found = sp.Ledger(str(tmp_path / "ledger")).find([*expected, *never, "no such key"])
     assert found.pop("no such key") is None
     assert list(found) == [*expected, *never] and never
     names = ("source", "epoch", "slot", "step", "rank", "world_size", "lost")
@@ -84,7 +84,7 @@ def test_each_batch_that_counts_is_made_again(tmp_path: Path, given: dict[tuple[
 @pytest.mark.usefixtures("given")
 def test_one_str_is_not_taken_for_many_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not one str: give \['s000001'\]"):
-        sp.Ledger(tmp_path / "ledger").seen("s000001")
+        sp.Ledger(tmp_path / "ledger").find("s000001")
 
 
 @pytest.mark.usefixtures("given")

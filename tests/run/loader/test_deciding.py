@@ -527,7 +527,7 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
         one.requeue(first["receipts"])
         assert next(one)["receipts"].tolist() == [[0, 1]]
         one.acknowledge(one.receipts())
-    seen = sp.Ledger(tmp_path).seen([gone, kept])
+    seen = sp.Ledger(tmp_path).find([gone, kept])
     assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
     assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
 

@@ -24,7 +24,7 @@ def loader(pipeline: Any, ledger: Path, **settings: Any) -> sp.SavableLoader:
 
 def told(ledger: Path, keys: list[str]) -> list[Told]:
     """Of each key and each time that it was given: whether again, what became of it, and whether that is lost."""
-    found = sp.Ledger(ledger).seen(keys)
+    found = sp.Ledger(ledger).find(keys)
     return [[(each.again, each.outcome, each.lost) for each in found[key] or []] for key in keys]
 
 
