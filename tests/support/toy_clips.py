@@ -83,19 +83,19 @@ def clips_pipeline(
     align: Literal["exact", "keyframe"] = "exact",
     epochs: int | None = None,
     samples: int = 4,
-    hold: int | None = 5,
+    buffered: int | None = 5,
     max_buffer_bytes: int = 10_000,
     pack: bool = True,
     size: int = 2,
     encoder: sp.TaskEncoder | None = None,
 ) -> custom.Stage:
-    """Buffers of `samples` and of `hold` items, of which a few fit into memory; packs, or items, in batches."""
+    """Buffers of `samples` and of `buffered` items, of which a few fit into memory; packs, or items, in batches."""
     how: Any = {"count": 4} if positions == "count" else {"stride_s": 0.4}
     reader = sp.TarShardReader(folder, lane, epochs=epochs, block_size=2, window=2)
     buffered = sp.ShuffleBuffer(reader, size=samples)
     items: Any = sp.Encode(buffered, encoder or ClipsEncoder(**how, align=align), on_error="skip")
-    if hold is not None:
-        items = sp.ShuffleBuffer(items, size=hold, max_buffer_bytes=max_buffer_bytes)
+    if buffered is not None:
+        items = sp.ShuffleBuffer(items, size=buffered, max_buffer_bytes=max_buffer_bytes)
     if pack:
         items = sp.OnlinePacker(items, max_length=12, open_packs=2, max_buffer_bytes=max_buffer_bytes)
     return sp.Batcher(items, size=size)

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     "how",
     [
         {"pack": True},
-        {"pack": False, "positions": "stride", "candidates": None, "samples": 1},
+        {"pack": False, "positions": "stride", "buffered": None, "samples": 1},
         {"pack": False, "align": "keyframe", "epochs": 1},
     ],
 )
@@ -88,7 +88,7 @@ def test_a_resume_within_a_sample_decodes_the_clips_that_are_left(folder: str, m
         return frames(self, times_s, **how)
 
     monkeypatch.setattr(Video, "frames", noted)
-    pipeline = partial(clips_pipeline, folder, candidates=None, pack=False, size=1)
+    pipeline = partial(clips_pipeline, folder, buffered=None, pack=False, size=1)
     with sp.SavableLoader(pipeline, seed=2, lanes=1) as loader:
         states = [loader.state_dict()]
         for _ in range(12):
@@ -150,7 +150,7 @@ pipelines = st.fixed_dictionaries(
         "positions": st.sampled_from(["count", "stride"]),
         "align": st.sampled_from(["exact", "keyframe"]),
         "samples": st.sampled_from([1, 3, 20]),
-        "candidates": st.sampled_from([None, 1, 6, 40]),
+        "buffered": st.sampled_from([None, 1, 6, 40]),
         "max_buffer_bytes": st.sampled_from([0, 10_000, 1 << 30]),
         "pack": st.booleans(),
         "size": st.integers(1, 3),
