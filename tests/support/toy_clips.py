@@ -92,8 +92,8 @@ def clips_pipeline(
     """Buffers of `samples` and of `buffered` items, of which a few fit into memory; packs, or items, in batches."""
     how: Any = {"count": 4} if positions == "count" else {"stride_s": 0.4}
     reader = sp.TarShardReader(folder, lane, epochs=epochs, block_size=2, window=2)
-    buffered = sp.ShuffleBuffer(reader, size=samples)
-    items: Any = sp.Encode(buffered, encoder or ClipsEncoder(**how, align=align), on_error="skip")
+    shuffled = sp.ShuffleBuffer(reader, size=samples)
+    items: Any = sp.Encode(shuffled, encoder or ClipsEncoder(**how, align=align), on_error="skip")
     if buffered is not None:
         items = sp.ShuffleBuffer(items, size=buffered, max_buffer_bytes=max_buffer_bytes)
     if pack:
