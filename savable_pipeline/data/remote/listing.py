@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from savable_pipeline.data.remote.cache_files import own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, own_file, own_folder
 from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -120,9 +120,9 @@ def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T
     with os.fdopen(own_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         alone = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file, fcntl.LOCK_EX)
             alone = False
         if lasts or not alone:
             with contextlib.suppress(msgspec.DecodeError):
