@@ -23,10 +23,12 @@ from typing import IO, Any
 
 from xxhash import xxh3_64
 
+from savable_pipeline.core.file_locks import needs_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import RemoteError
 
 PIECE = 8 << 20  # bytes asked of a server in one request, at most, or read of a file at a time
+_ELSEWHERE = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
 _DIGITS = 16  # of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
@@ -145,6 +147,12 @@ def _hash(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def flock(file: int | IO[Any], operation: int) -> None:
+    """Locks a file of the cache, as `fcntl.flock` does. Raises `RemoteError` on a file system without locks."""
+    with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+        fcntl.flock(file, operation)
+
+
 @contextlib.contextmanager
 def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
     """Locks the bytes `start` to `stop - 1` of an open file. If they are locked: waits, or raises BlockingIOError.
@@ -152,7 +160,8 @@ def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[Non
     The lock belongs to the descriptor, and ends when the process dies. Each thread needs a descriptor of its own.
     """
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
+    with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
     try:
         yield
     finally:

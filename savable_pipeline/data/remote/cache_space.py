@@ -19,7 +19,7 @@ from pathlib import Path
 from xxhash import xxh3_64_digest
 
 from savable_pipeline.core.files import user_cache
-from savable_pipeline.data.remote.cache_files import open_own, own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, open_own, own_file, own_folder
 from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files, is_held
 from savable_pipeline.errors import ShardError
 
@@ -169,11 +169,11 @@ class CacheSpace:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._threads:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            flock(self._fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                flock(self._fd, fcntl.LOCK_UN)
 
 
 def write_at(fd: int, data: memoryview, offset: int, release: Callable[[int], bool]) -> None:

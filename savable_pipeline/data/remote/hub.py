@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from savable_pipeline.data.remote.cache_files import own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, own_file, own_folder
 from savable_pipeline.data.remote.listing import Listing, shared_answer
 from savable_pipeline.data.shards.paths import NOT_THERE, HubAddress
 from savable_pipeline.errors import RemoteError, ShardError
@@ -165,7 +165,7 @@ class Hub:
         """Has each process of the node wait for so long, or as long as it must already."""
         until = time.time() + seconds
         with os.fdopen(own_file(self._wait_file(), os.O_RDWR | os.O_CREAT), "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file, fcntl.LOCK_EX)
             with contextlib.suppress(ValueError):
                 until = max(until, float(file.read()))
             file.seek(0)

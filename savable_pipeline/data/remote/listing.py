@@ -1,4 +1,5 @@
-"""`Listing`: the objects below a URL as three runs of bytes; a million of them take some 100 MB.
+"""`Listing`: the objects below a URL as three runs of bytes; a million of them take some 100 MB, and as much again
+once a name is looked up.
 
 What several processes of a node ask a server at the same time, above all for a listing, is asked once:
 
@@ -16,8 +17,8 @@ import hashlib
 import os
 import time
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from savable_pipeline.data.remote.cache_files import own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, own_file, own_folder
 from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 SECOND_OF = "at "  # begins a stamp that is a time: what replaced the object within this second has the same
 
 
-class Listing(msgspec.Struct, frozen=True):
+class Listing(msgspec.Struct, frozen=True, dict=True):
     """Objects in the order of their names.
 
     `names` and `stamps` are UTF-8, with a zero byte after each; `sizes` is int64 (objects,), in bytes. A stamp changes
@@ -78,11 +79,16 @@ class Listing(msgspec.Struct, frozen=True):
 
     def find(self, name: str) -> tuple[int, str] | None:
         """Size and stamp of the object with this name; None if there is none."""
-        names = self.texts()
-        number = bisect_left(names, name)
-        if number == len(names) or names[number] != name:
-            return None
-        return int(self.sizes_in_bytes()[number]), self.stamp_texts()[number]
+        number = self._numbers.get(name)
+        return None if number is None else (int(self.sizes_in_bytes()[number]), self._stamps[number])
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.texts())}
+
+    @cached_property
+    def _stamps(self) -> ShardNames:
+        return self.stamp_texts()
 
     def only(self, keep: Callable[[str], bool]) -> Listing:
         """Those of the objects whose names are to `keep`."""
@@ -114,9 +120,9 @@ def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T
     with os.fdopen(own_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         alone = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file, fcntl.LOCK_EX)
             alone = False
         if lasts or not alone:
             with contextlib.suppress(msgspec.DecodeError):

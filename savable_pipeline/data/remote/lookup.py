@@ -22,6 +22,7 @@ from savable_pipeline.data.remote import cache_layout
 from savable_pipeline.data.remote.cache_files import (
     PIECE,
     drop_whole,
+    flock,
     open_own,
     own_folder,
     pin_whole,
@@ -103,7 +104,7 @@ def dataset_folder(cache: Path, dataset: str) -> Path:
 def locked_folder(folder: Path) -> Iterator[None]:
     """The folder of a dataset in the cache, made if it is not there, and locked."""
     with open_own(own_folder(folder) / "lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        flock(lock, fcntl.LOCK_EX)
         yield
 
 

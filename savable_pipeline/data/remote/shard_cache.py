@@ -41,6 +41,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_files import (
     PIECE,
+    flock,
     locked,
     open_own,
     own_file,
@@ -93,7 +94,7 @@ class ShardCache:
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        flock(self._file, fcntl.LOCK_SH)
 
     def is_current(self) -> bool:
         """Whether the flags are still those in the folder, which may have been removed and made again."""
@@ -334,7 +335,7 @@ def is_held(folder: Path) -> bool:
     """Whether a reader holds the version in this folder."""
     with open_own(folder / "flags", "rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -31,6 +30,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from savable_pipeline.core.file_locks import locked
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, FileFormat, ShardIndex, index_name
@@ -80,8 +80,7 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
         except OSError as error:
             faults.append(f"{path}: {error.strerror}")
             continue
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock, locked(Path(lock.name), lock.fileno()):
             try:
                 return make(path)
             except OSError as error:

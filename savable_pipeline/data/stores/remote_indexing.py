@@ -233,7 +233,7 @@ def open_remote(
         if all_below and form.splits and session.stat(found.root, form.splits) is not None:
             raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
         if anew:
-            found = replace(found, sizes=asked(found, session, range(len(found.names))).sizes)
+            found = replace(found, sizes=asked(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:

@@ -238,6 +238,7 @@ STORES = {
         ),
     )
 }
+_KINDS = [(kind.files.endings, name) for name, kind in STORES.items() if kind.files is not None]
 _INDEXED = [name for name, kind in STORES.items() if not kind.open_at and name != "jsonl-files"]  # by its own name
 
 
@@ -458,5 +459,4 @@ def _kinds_of_indexes(names: Iterable[str]) -> set[str]:
 
 
 def _kind_of_name(name: str) -> str:
-    told = ((kind, each.files) for kind, each in STORES.items() if each.files is not None)
-    return next((kind for kind, files in told if name.endswith(files.endings)), "")
+    return next((kind for endings, kind in _KINDS if name.endswith(endings)), "")

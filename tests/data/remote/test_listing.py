@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_any
+from savable_pipeline.data.dataset.opening import index_any, open_any
+from savable_pipeline.data.remote import listing as listing_file
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.listing import Listing, shared_answer
 from savable_pipeline.data.remote.object_store import ObjectStore
@@ -72,6 +73,42 @@ def test_a_bucket_is_listed_page_by_page(server: ToyServer, tmp_path: Path) -> N
     assert [name for name, _, _ in listed] == sorted(files)
     assert [store.stat("s3://bucket", name) for name, _, _ in listed] == [each[1:] for each in listed]
     assert open_any("s3://bucket").manifest() == open_any(str(tmp_path / "bucket")).manifest()
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each text of names or stamps that is searched for its ends from now on, in this process."""
+    passes, whole = [], listing_file._texts
+
+    def counted(raw: bytes) -> Any:
+        passes.append(len(raw))
+        return whole(raw)
+
+    monkeypatch.setattr(listing_file, "_texts", counted)
+    return passes
+
+
+def test_finding_names_does_not_read_the_listing_again_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = [(f"{number:04d}.tar", number, f"{number:x}") for number in range(1000)]
+    listing = Listing.of(objects)
+    passes = count_passes(monkeypatch)
+    assert [listing.find(name) for name, _, _ in objects] == [each[1:] for each in objects]
+    assert listing.find("1000.tar") is None
+    assert len(passes) == 2  # the names and the stamps
+
+
+def test_indexing_an_unchanged_bucket_lists_it_once_and_looks_up_no_shard(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index_path, faults = index_any("s3://bucket")
+    pages, page = [], server.page
+    monkeypatch.setattr(server, "page", lambda *asked: pages.append(asked[2]) or page(*asked))
+    found, passes = [], count_passes(monkeypatch)
+    find = Listing.find
+    monkeypatch.setattr(Listing, "find", lambda self, name: found.append(name) or find(self, name))
+    assert index_any("s3://bucket") == (index_path, faults)
+    assert pages.count(4) == 1  # the second page of a listing; one object of the first may be asked for alone
+    assert not [name for name in found if name.endswith(".tar")]
+    assert len(passes) < 10
 
 
 def test_a_listing_that_fails_on_its_way_begins_again(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
