@@ -140,13 +140,13 @@ class _Chain:
 
     def _repeat(self, times: int | None) -> None:
         """Read all data so many times as often as before; None: without end."""
-        for chain in self._readers():
+        for chain in self.readers():
             epochs = chain.reading["epochs"]
             chain.reading["epochs"] = None if times is None or epochs is None else times * epochs
 
-    def _readers(self) -> list[_Chain]:
+    def readers(self) -> list[_Chain]:
         """The chains that read shards: those of the branches, or this one."""
-        return [reader for branch in self.branches for reader in branch._readers()] or [self]
+        return [reader for branch in self.branches for reader in branch.readers()] or [self]
 
     def _add_mix(self, mix: Any) -> None:
         for dataset in mix.datasets:
@@ -238,7 +238,7 @@ class _Chain:
             self._add_stage(stage)
 
     def _add_stage(self, stage: Any) -> None:
-        for chain in self._readers():
+        for chain in self.readers():
             chain.stages.append(stage)
             chain.checked |= self.checked
 
