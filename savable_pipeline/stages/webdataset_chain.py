@@ -131,11 +131,22 @@ class _Chain:
                     dataset.nsamples,
                 )
         elif dataset.repetitions != 1:
+            if dataset.nsamples > 0:
+                raise ValueError(
+                    f"repeat(nbatches={dataset.nsamples}) would end in the middle of the data. Remove nbatches=, and "
+                    "pass subset= or epochs= to sp.read."
+                )
             self._repeat(dataset.repetitions)
 
-    def _repeat(self, epochs: int | None) -> None:
-        for chain in self.branches or [self]:
-            chain.reading["epochs"] = epochs
+    def _repeat(self, times: int | None) -> None:
+        """Read all data so many times as often as before; None: without end."""
+        for chain in self.readers():
+            epochs = chain.reading["epochs"]
+            chain.reading["epochs"] = None if times is None or epochs is None else times * epochs
+
+    def readers(self) -> list[_Chain]:
+        """The chains that read shards: those of the branches, or this one."""
+        return [reader for branch in self.branches for reader in branch.readers()] or [self]
 
     def _add_mix(self, mix: Any) -> None:
         for dataset in mix.datasets:
@@ -227,7 +238,7 @@ class _Chain:
             self._add_stage(stage)
 
     def _add_stage(self, stage: Any) -> None:
-        for chain in self.branches or [self]:
+        for chain in self.readers():
             chain.stages.append(stage)
             chain.checked |= self.checked
 

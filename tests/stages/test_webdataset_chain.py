@@ -9,6 +9,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,30 @@ def test_webdataset_can_mix_and_repeat(urls: str, caplog: pytest.LogCaptureFixtu
         assert len(list(loader)) == len(list(loader)) == 14
 
 
+def marked(name: str, sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, name: True}
+
+
+def test_stages_after_a_mix_of_mixes_run_on_all_samples(urls: str) -> None:
+    inner = wds.DataPipeline(
+        wds.RoundRobin([dataset(urls), dataset(urls)], longest=True), wds.map(partial(marked, "a"))
+    )
+    outer = wds.DataPipeline(wds.RoundRobin([inner, dataset(urls)], longest=True), wds.map(partial(marked, "b")))
+    theirs = Counter(("a" in sample, "b" in sample) for sample in outer)
+    assert Counter(("a" in sample, "b" in sample) for sample in sp.read(outer)) == theirs
+    assert len(list(sp.read(outer.repeat(2)))) == 6 * SHARDS * SAMPLES
+
+
+def test_repetitions_inside_each_other_multiply(urls: str) -> None:
+    def loader(data: Any) -> Any:
+        return wds.WebLoader(data, batch_size=None, num_workers=0)
+
+    assert len(list(sp.read(loader(dataset(urls).repeat(2)).repeat(3)))) == 6 * SHARDS * SAMPLES
+    endless = sp.read(loader(wds.WebDataset(urls, resampled=True)).repeat(2)).batch(4, encoder=None)
+    with sp.SavableLoader(endless, seed=1, lanes=2, epoch_slots=8 * SHARDS * SAMPLES) as run:
+        assert len(list(run)) == 8 * SHARDS * SAMPLES
+
+
 def holds_samples(samples: Any) -> Iterator[Any]:
     previous = 0
     for sample in samples:
@@ -221,6 +246,7 @@ def test_stages_of_the_user_are_rejected_by_name_checked_or_replaced(urls: str) 
         (lambda urls: dataset(urls).decode(handler=wds.warn_and_stop), "handler=warn_and_stop would end the run"),
         (lambda urls: dataset(urls).decode().batched(4).shuffle(9), r"shuffle\(\) after batched\(\)"),
         (lambda urls: dataset(urls).decode().batched(4).batched(4), r"one batched\(\)"),
+        (lambda urls: dataset(urls).repeat(2, nbatches=9), r"repeat\(nbatches=9\) would end in the middle"),
         (lambda urls: dataset(urls, rename_files=str.lower), "does not support rename_files="),
         (lambda urls: wds.RandomMix([dataset(urls).batched(3)]), "mixes batches"),
         (lambda urls: wds.DataPipeline(wds.map(dict)), "no shard list"),

@@ -392,7 +392,9 @@ class JoinedParts(msgspec.Struct, eq=False):
     def absent(self) -> str:
         """Why the sample is skipped; "" if it is not. A stage may have taken it before it was joined."""
         lacking = [name for name, other in self.others.items() if other is None]
-        return f"no such key in {lacking[0]}" if lacking and self.skips and self.fault is None else ""
+        if lacking and self.skips and self.fault is None:
+            return f"no such key in {lacking[0]}"
+        return self.own.absent if isinstance(self.own, JoinedParts) else ""
 
     @property
     def source(self) -> int:

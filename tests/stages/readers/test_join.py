@@ -318,6 +318,20 @@ def test_where_one_that_skips_is_added_what_the_state_holds_is_left_out_too(
     assert not counts["without captions"]
 
 
+def test_each_of_two_joins_in_a_row_skips_what_the_state_holds(data: Path) -> None:
+    def items(*stores: dict[str, Path]) -> Any:
+        samples: Any = sp.ShuffleBuffer(sp.TarShardReader(data / "shards", sp.Lane()), size=7)
+        for each in stores:
+            samples = custom.Join(samples, each)
+        return sp.Encode(samples, Needs(bool(stores)))
+
+    plain = items()
+    next(plain)
+    own = items({"captions": data / "captions"}, {"all": data / "shards"})
+    own.restore_state(plain.save_state())
+    assert all(next(own) % 4 for _ in range(20))
+
+
 def test_another_store_or_another_policy_is_another_run(data: Path, tmp_path: Path) -> None:
     with sp.SavableLoader(partial(pipeline, data), seed=4, lanes=LANES) as loader:
         next(loader)
