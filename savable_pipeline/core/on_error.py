@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import errno
+import functools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
-_OURS = str(Path(__file__).parents[1]) + "/"
+_OURS = (str(Path(__file__).parents[1]) + "/", functools.__file__)
 _LONGEST = 2000  # characters of an error's text that are written to the file
 
 
@@ -93,6 +94,11 @@ def from_user_code(error: ErrorType) -> ErrorType:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return error.with_traceback(trace)
+
+
+def shortened(error: ErrorType) -> ErrorType:
+    """Return an error of this package without a traceback, and another one with the frames of the user's code."""
+    return error.with_traceback(None) if isinstance(error, SavableError) else from_user_code(error)
 
 
 def described(error: BaseException) -> str:

@@ -37,7 +37,7 @@ def test_a_state_knows_a_cost_by_its_name_and_numbers() -> None:
 
 @pytest.mark.parametrize("wrong", [{"hidden": 0}, {"hidden": 8, "per_image": -1}])
 def test_sizes_of_no_model_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="hidden is at least 1"):
+    with pytest.raises(ValueError, match="hidden must be at least 1"):
         sp.attention_cost(**wrong)
 
 

@@ -83,7 +83,7 @@ def test_samples_that_fail_are_skipped_counted_and_written_down(make_shards: Any
     first, *_, last = lines(tmp_path / "bad.jsonl")
     assert (first["shard"], first["key"], first["offset"], first["ref"][1:]) == ("0000.tar", "s000001", 1024, [0, 1, 0])
     assert (last["shard"], last["key"], last["reason"], last["lane"]) == ("0001.tar", "s000005", "ValueError", 0)
-    assert "Odd.encode raised ValueError: odd; stage Encode, shard 0001.tar" in last["detail"]
+    assert "of 0001.tar: ValueError: odd" in last["detail"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -150,7 +150,7 @@ def test_the_state_of_another_stage_is_a_mismatch() -> None:
 
 def test_a_buffer_of_samples_takes_no_bound_on_items(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3])), sp.Lane())
-    with pytest.raises(ValueError, match="max_buffer_bytes is for a buffer after Encode"):
+    with pytest.raises(ValueError, match="max_buffer_bytes applies only after Encode"):
         sp.ShuffleBuffer(reader, size=2, max_buffer_bytes=10)  # type: ignore[call-overload]
 
 

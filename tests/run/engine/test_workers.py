@@ -318,7 +318,7 @@ def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
                 assert "in a worker:\nTraceback" in text and "in fail" in text and "Error: " in text
         assert len(set(told)) == 1
         offset = at * 1024
-        for part in ("FaultyEncoder.encode raised", "stage Encode", "0000.tar", f"'s{at:06d}'", f"offset {offset},"):
+        for part in ("FaultyEncoder.encode failed on", "stage Encode", "0000.tar", f"'s{at:06d}'", f"offset {offset},"):
             assert part in told[0]
         assert ("ValueError: no such colour" if how == "value" else "UnpicklableError: broken 7") in told[0]
         state = own.state_dict()

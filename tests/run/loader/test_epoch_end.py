@@ -184,7 +184,7 @@ def test_where_no_sample_gives_an_item_that_is_an_error(make_shards: Any) -> Non
 
 @pytest.mark.parametrize("encoder", [Listed(), Marked()])
 def test_batches_that_cannot_be_marked_are_an_error(make_shards: Any, encoder: Any) -> None:
-    with pytest.raises(sp.EncodeError, match=r"must give a dict without one"):
+    with pytest.raises(sp.EncodeError, match=r"must return a dict without a key"):
         next(loader(partial(evaluation, str(make_shards([30])), encoder=encoder)))
 
 

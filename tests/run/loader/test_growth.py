@@ -275,7 +275,7 @@ def test_forged_pairs_are_an_error(data: Path, pairs: list[tuple[int, int]]) -> 
         lane = unpack_state(state[name], LaneState, "")
         state[name] = pack_state(msgspec.structs.replace(lane, facts=facts.digest))
     made = loader(data)
-    with pytest.raises(sp.CheckpointMismatchError, match="shards joined as"):
+    with pytest.raises(sp.CheckpointMismatchError, match="is of another dataset"):
         made.load_state_dict(state)
         next(made)
 

@@ -155,7 +155,7 @@ def search(folder: Path, name: str, seed: int, tries: int) -> int:
             refused += 1
             assert loaded or own.state_dict() == before
         except sp.EncodeError as error:
-            assert "made no part" in str(error)  # a ref of a part that a sample may have had
+            assert "did not yield item" in str(error)  # a ref of a part that a sample may have had
     own.load_state_dict(state)
     assert len(first) == 7 and take(own, 3) == then, "after all of them a good one loads"
     return refused

@@ -206,7 +206,7 @@ def test_wrong_schedules_are_told(make_shards: Any) -> None:
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1})]))
     with pytest.raises(ValueError, match="needs by='tokens'"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})], unit="tokens"))
-    with pytest.raises(ValueError, match="must have no end"):
+    with pytest.raises(ValueError, match="needs an endless source"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})]))
 
 
