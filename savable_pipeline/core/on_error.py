@@ -106,4 +106,4 @@ def described(error: BaseException) -> str:
     hint = ""
     if isinstance(error, bdb.BdbQuit):
         hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
-    return f"{type(error).__name__}: {error}{hint}"
+    return f"{type(error).__name__}: {error}{hint}".removesuffix(".")

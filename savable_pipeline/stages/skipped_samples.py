@@ -47,14 +47,15 @@ def check_limits(on_error: OnError, max_errors: int | float) -> None:
         raise ValueError(f"Encode: max_errors must be a count or a fraction of at most 1.0, not {max_errors!r}")
 
 
-def _fix(error: Exception) -> str:
-    """What to do about an error of an encoder."""
+def _fix(function: str, error: Exception) -> str:
+    """What to do about an error of an encoder or a filter."""
     if isinstance(error, ImportError):
         return "Install what is missing and resume."
     if is_out_of_handles(error):
         return "Raise `ulimit -n` and resume."
+    value = "False" if function.startswith(".filter") else "sp.Skip(...)"
     skip = 'pass on_error="skip".'
-    return f"Fix this and resume, or {skip}" if is_of_environment(error) else f"Return sp.Skip(...) or {skip}"
+    return f"Fix this and resume, or {skip}" if is_of_environment(error) else f"Return {value} or {skip}"
 
 
 class _Snapshot(NamedTuple):
@@ -225,7 +226,7 @@ class SkippedSamples:
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """The `EncodeError` that says for which sample the encoder raised."""
         what = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
-        return EncodeError(f"{what}. {_fix(error)}{_DETAILS}, {sample.place}, ref {tuple(sample.ref)}")
+        return EncodeError(f"{what}. {_fix(self._function, error)}{_DETAILS}, {sample.place}, ref {tuple(sample.ref)}")
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Go on with these numbers of the stage's state: see `save_state`."""

@@ -190,7 +190,7 @@ def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with (
         loader(pipeline, 1, workers=sp.Workers(max_restarts=3)) as own,
-        pytest.raises(sp.WorkerError, match="number 4 to end, of at most"),
+        pytest.raises(sp.WorkerError, match="more than"),
     ):
         for _ in range(100):
             next(own)
@@ -218,7 +218,7 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 1) as own:
         if in_a_row == 4:
-            with pytest.raises(sp.WorkerError, match="before it had started: worker number 4 in a row to do so"):
+            with pytest.raises(sp.WorkerError, match="before it had started, as did the 3 workers before it"):
                 next(own)
             return
         found = [next(own) for _ in range(5)]

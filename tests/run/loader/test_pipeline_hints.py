@@ -80,9 +80,7 @@ def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytes
         return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=21)
 
     (told,) = said_of(pipeline, caplog)
-    assert told.startswith(
-        "WARNING Batcher(size=21): the data has only 20 samples, so a batch repeats samples"
-    )
+    assert told.startswith("WARNING Batcher(size=21): the data has only 20 samples, so a batch repeats samples")
     caplog.clear()
     with sp.SavableLoader(lambda lane: pipeline(lane, 1), seed=0, lanes=1) as own:
         next(own)
@@ -194,7 +192,7 @@ def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
 @pytest.mark.parametrize(
     ("size", "lanes", "epochs", "told"),
     [
-        (200, 96, None, "mixes samples of 32 epochs, because each of XX lanes has 6.25"),
+        (200, 96, None, "mixes samples of 32 epochs, because each of 96 lanes has 6.25"),
         (200, 96, 8, "mixes samples of 8 epochs"),
         (200, 96, 2, ""),
         (200, 96, 1, ""),

@@ -54,7 +54,7 @@ def test_each_source_has_its_share_and_its_own_order() -> None:
 
 
 def test_weights_that_name_no_source_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"by the names of the sources, as a dict, not \[3, 1\]"):
+    with pytest.raises(TypeError, match=r"weights must be a dict by the names of the sources, not \[3, 1\]"):
         sp.Blend(make_readers({"a": 4, "b": 4}), weights=[3, 1])  # type: ignore[arg-type]
 
 
@@ -170,7 +170,7 @@ def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
     with pytest.raises(sp.EncodeError, match="Pass encoder= to choose the one with batch"):
         next(sp.Batcher(stage, size=2))
-    with pytest.raises(ValueError, match=r"gives samples \(custom.SampleStage\), not Blend, which gives items"):
+    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which gives items"):
         sp.Encode(stage, Draws())
     assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
     one = Draws()
@@ -246,8 +246,8 @@ def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"weights": {"a": 1}}, "none is given for ['b']"),
-        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for ['c']"),
+        ({"weights": {"a": 1}}, "but b has none"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for 'c'"),
         ({"weights": {"a": 1, "b": -1}}, "the weight of 'b' must be at least 0, not -1"),
         ({"weights": {"a": 0, "b": 0}}, "one weight at least must be above 0"),
         ({"weights": None, "by": "tokens"}, 'by="tokens" needs weights'),
