@@ -218,7 +218,7 @@ def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> 
         values_and_refs(stage, 1)
     with pytest.raises(sp.EncodeError, match=r"did not yield item 5 of sample 's000000' of 0000\.tar"):
         stage.fetch((0, 0, 5))
-    with pytest.raises(sp.EncodeError, match=r"made no part 6 of shard 0000\.tar, key 's000000'"):
+    with pytest.raises(sp.EncodeError, match=r"did not yield item 6 of sample 's000000' of 0000\.tar"):
         stage.fetch((0, 0, 6))
 
 
@@ -489,7 +489,7 @@ def test_a_length_told_of_what_is_no_single_item_is_an_error(make_shards: Any, n
     encoder = Telling()
     encoder.told = 1
     items = sp.Encode(sp.TarShardReader(str(make_shards([20])), sp.Lane(), shuffle=False), encoder)
-    with pytest.raises(sp.EncodeError, match=f"length_of declared .*{message}.*key 's0000{number}'"):
+    with pytest.raises(sp.EncodeError, match=f"(?s)length_of declared .*{message}.*key 's0000{number}'"):
         items.fetch((number, 0, 0))
 
 

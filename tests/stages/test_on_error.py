@@ -132,7 +132,7 @@ def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shard
             values_and_refs(stage, 2)
     after = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
     after.restore_state(stage.save_state())
-    with pytest.raises(sp.EncodeError, match="3 of the 6 samples"):
+    with pytest.raises(sp.EncodeError, match="3 of the first 6 samples"):
         values_and_refs(after, 2)
     share = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=0.5)
     assert len(taken(share)) == 200
