@@ -10,6 +10,7 @@ worker), runs all lanes, in this process or in worker processes, and keeps the s
 """
 
 import importlib
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         places = ("custom", "errors") if name[:1].isupper() else ()
         found_in = [each for each in places if hasattr(importlib.import_module(f"{__name__}.{each}"), name)]
-        hint = "".join(f": it is in {__name__}.{each}" for each in found_in)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        meant = get_close_matches(name, _PLACES, 1)
+        hint = "".join(f" It is in {__name__}.{each}." for each in found_in) or (
+            f" Did you mean {meant[0]}?" if meant else ""
+        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
     found = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = found
     return found

@@ -62,6 +62,6 @@ def __getattr__(name: str) -> Any:
         if error.name is None or not error.name.startswith("megatron"):
             raise
         raise ImportError(
-            f"savable_pipeline.energon.{name} needs Megatron-Energon: pip install 'savable_pipeline[energon]'"
+            f"savable_pipeline.energon.{name} needs Megatron-Energon. Run pip install megatron-energon."
         ) from error
     return getattr(module, name)

@@ -111,8 +111,8 @@ class EncodeError(SavableError):
         >>> try:
         ...     next(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Broken()))
         ... except sp.EncodeError as error:
-        ...     print(str(error).split(", byte")[0])
-        Broken.encode raised KeyError: 'caption'; stage Encode, shard 0.tar, key 's000000'
+        ...     print(str(error).split(". ")[0])
+        Broken.encode failed on sample 's000000' of 0.tar: KeyError: 'caption'
     """
 
 

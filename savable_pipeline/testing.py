@@ -129,9 +129,9 @@ def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
     found = [(run.ranks.rank, run.ranks.world_size) for run in runs]
     if not runs or found != [(rank, len(runs)) for rank in range(len(runs))]:
         listed = ", ".join(f"{rank} of {world_size}" for rank, world_size in found) or "none"
-        raise ValueError(f"steps_of_ranks takes the loaders of all ranks of a run, in their order, not {listed}")
+        raise ValueError(f"steps_of_ranks needs the loaders of all ranks in their order, not {listed}")
     if len({(run.settings.seed, run.settings.lanes, run.settings.tail, run.settings.epoch_slots) for run in runs}) > 1:
-        raise ValueError("the loaders differ in seed, lanes, tail or epoch_slots: make them alike but for their ranks")
+        raise ValueError("the loaders differ in seed, lanes, tail or epoch_slots. Change only ranks=.")
     return _steps(runs)
 
 
@@ -139,9 +139,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
     places = {(run.position.epoch, run.position.slot) for run in map(iter, runs)}
     if len(places) > 1:
         places_found = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(places))
-        raise ValueError(
-            f"the ranks stand at different places, {places_found}: load one state into all of their loaders"
-        )
+        raise ValueError(f"the ranks are at {places_found}. Load one state into all loaders.")
     while runs[0].position.previous is None:
         yield voted_step(runs)
     for run in runs:

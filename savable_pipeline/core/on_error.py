@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import errno
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
-_OURS = str(Path(__file__).parents[1]) + "/"
+_OURS = (str(Path(__file__).parents[1]) + "/", functools.__file__)
 _OF_CUDA = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
 _LONGEST = 2000  # characters of an error's text that are written to the file
 
@@ -97,11 +98,16 @@ def from_user_code(error: ErrorType) -> ErrorType:
     return error.with_traceback(trace)
 
 
+def shortened(error: ErrorType) -> ErrorType:
+    """Return an error of this package without a traceback, and another one with the frames of the user's code."""
+    return error.with_traceback(None) if isinstance(error, SavableError) else from_user_code(error)
+
+
 def described(error: BaseException) -> str:
     """The class and the text of such an error, and what to do where a debugger has no terminal."""
     hint = ""
     if isinstance(error, bdb.BdbQuit):
         hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
     elif isinstance(error, RuntimeError | AssertionError) and _OF_CUDA.search(str(error)):
-        hint = " (an encoder has no GPU: leave .cuda() out, and give the loader to trainers.device.OnDevice)"
-    return f"{type(error).__name__}: {error}{hint}"
+        hint = ". An encoder has no GPU: remove .cuda(), and pass the loader to trainers.device.OnDevice"
+    return f"{type(error).__name__}: {error}{hint}".removesuffix(".")

@@ -19,6 +19,7 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, skip_counters
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
@@ -134,7 +135,9 @@ class EncoderBatches(BatchStage):
                 item = self.source.fetch(ref)
                 if type(item) is not Skip and self._rows_of(item):
                     return item
-        raise EncodeError(f"tail='pad': none of the first {_TRIED} samples makes an item to pad a batch of {self.lane}")
+        raise EncodeError(
+            f"tail='pad': the encoder skipped the first {_TRIED} samples, so no item can pad a batch. Use tail='stop'."
+        )
 
     def _marked(self, batch: Any, valid: int, size: int) -> Any:
         """The batch with the key "valid": the first `valid` rows count."""
@@ -142,8 +145,8 @@ class EncoderBatches(BatchStage):
 
         if not isinstance(batch, dict) or "valid" in batch:
             raise EncodeError(
-                f"tail='pad' adds a key 'valid' to batches: {self._calls.encoder_name}.batch must give a dict "
-                f"without one, not {type(batch).__name__}"
+                f"tail='pad': {self._calls.encoder_name}.batch must return a dict without a key 'valid', not "
+                f"{type(batch).__name__}."
             )
         return {**batch, "valid": torch.arange(size) < valid}
 
@@ -200,8 +203,7 @@ class Batcher(EncoderBatches):
     def __init__(
         self, source: Stage, *, size: int, drop_last: bool | None = None, encoder: TaskEncoder | None = None
     ) -> None:
-        if size < 1:
-            raise ValueError(f"Batcher: size must be at least 1, not {size}")
+        check_count("Batcher", "size", size)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
         self._held = ItemBuffer(self)  # of the next batch

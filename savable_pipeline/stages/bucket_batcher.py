@@ -42,6 +42,12 @@ COUNTED = 256  # times `candidates`: when so many batches have come, all counts 
 _BATCH = 1 << 20  # parts of a batch, in which batches are counted
 
 
+def check_candidates(candidates: object) -> None:
+    """Raise ValueError unless this is an int of at least 1."""
+    if type(candidates) is not int or candidates < 1:
+        raise ValueError(f"BucketBatcher: candidates must be an int of at least 1, not {candidates!r}")
+
+
 class BucketSizes:
     """The sizes of `BucketBatcher`, checked. Raises ValueError for wrong ones.
 
@@ -59,11 +65,11 @@ class BucketSizes:
         self._given, self._max_tokens, self._grouped = size, max_tokens, grouped
         self.bounds = [index(bound) for bound in bounds]
         if any(a >= b for a, b in pairwise([0, *self.bounds])) or not (self.bounds or grouped):
-            raise ValueError(f"BucketBatcher: bounds must be lengths in ascending order, not {bounds}")
+            raise ValueError(f"BucketBatcher: bounds must be positive lengths in ascending order, not {bounds}")
         if (size is None) == (max_tokens is None):
-            raise ValueError("BucketBatcher: give either size or max_tokens")
+            raise ValueError("BucketBatcher: pass size or max_tokens, not both")
         if (isinstance(size, Mapping) or callable(size)) and not grouped:
-            raise ValueError("BucketBatcher: a size for each group needs group=, which says what an item's group is")
+            raise ValueError("BucketBatcher: a size per group needs group=")
         self.buckets = len(self.bounds) or 1
         self._groups: dict[Group, list[int]] = {}
         self._every: list[int] = []
@@ -79,15 +85,17 @@ class BucketSizes:
 
     def _by_tokens(self, max_tokens: int) -> list[int]:
         if not self.bounds:
-            raise ValueError("BucketBatcher: max_tokens needs bounds: a batch is padded to that of its bucket")
+            raise ValueError("BucketBatcher: max_tokens needs bounds")
         if max_tokens < self.bounds[-1]:
-            raise ValueError(f"BucketBatcher: max_tokens={max_tokens} has no room for one item of {self.bounds[-1]}")
+            raise ValueError(
+                f"BucketBatcher: max_tokens={max_tokens} must be at least the last bound, {self.bounds[-1]}"
+            )
         return [max_tokens // bound for bound in self.bounds]
 
     def _sizes(self, size: BatchSize) -> list[int]:
         sizes = [index(each) for each in size] if isinstance(size, Sequence) else [index(size)] * self.buckets
         if len(sizes) != self.buckets:
-            raise ValueError(f"BucketBatcher: {len(sizes)} sizes for {self.buckets} buckets: {size}")
+            raise ValueError(f"BucketBatcher: pass one size per bucket, {self.buckets}, not {len(sizes)}: {size}")
         if min(sizes) < 1:
             raise ValueError(f"BucketBatcher: size must be at least 1, not {size}")
         return sizes
@@ -100,7 +108,7 @@ class BucketSizes:
             return self._every[bucket]
         if group not in self._groups:
             known = ", ".join(map(repr, self._groups))
-            raise ValueError(f"the group {group!r} has no size; there are sizes for {known}")
+            raise ValueError(f"group {group!r} has no size. Add one. Sizes exist for {known}.")
         return self._groups[group][bucket]
 
     def checked_group(self, group: Any) -> Group:
@@ -124,7 +132,7 @@ class BucketSizes:
             return [(None, number) for number in range(count)]
         if not self._grouped or keys is None or len(keys) != count:
             raise CheckpointMismatchError(
-                f"BucketBatcher(bounds={self.bounds}): the state has {count} buckets; was it saved with another group=?"
+                f"BucketBatcher: the state has {count} buckets. Use the group= and bounds= of the saved run."
             )
         return [self.saved_bucket(group, number) for group, number in keys]
 
@@ -136,7 +144,7 @@ class BucketSizes:
         except ValueError as error:
             raise CheckpointMismatchError(f"{wrong}, and {error}") from error
         if not 0 <= number < self.buckets:
-            raise CheckpointMismatchError(f"{wrong}; was it saved with other bounds?")
+            raise CheckpointMismatchError(f"{wrong}. Use the bounds= of the saved run.")
         return plain, number
 
 
@@ -151,7 +159,7 @@ def plain_group(group: Any) -> Group:
     try:
         return index(group)
     except TypeError:
-        raise ValueError(f"a group is an int, a str, None, or a tuple of these, not {group!r}") from None
+        raise ValueError(f"a group must be an int, a str, None, or a tuple of these, not {group!r}") from None
 
 
 class BucketRule:
@@ -290,8 +298,7 @@ class BucketBatcher(EncoderBatches):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if type(candidates) is not int or candidates < 1:
-            raise ValueError(f"BucketBatcher: candidates must be an integer of at least 1, not {candidates!r}")
+        check_candidates(candidates)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
@@ -310,12 +317,14 @@ class BucketBatcher(EncoderBatches):
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend with `same_bucket`: its turns would part the lanes' batches."""
         if self.same_bucket:
-            raise ValueError(f"BucketBatcher(same_bucket=True) stands after a Blend, not in its source {name!r}")
+            raise ValueError(f"BucketBatcher(same_bucket=True) must be after the Blend, not in its source {name!r}")
         super().name_branch(name)
 
     def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
         if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
-            raise ValueError(f"BucketBatcher: {self._calls.encoder_name} has no method {group!r}, which group= names")
+            raise ValueError(
+                f"BucketBatcher: {self._calls.encoder_name} has no method {group!r}. Add it, or change group=."
+            )
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
 
@@ -416,8 +425,7 @@ class BucketBatcher(EncoderBatches):
         _, row = self._by_source.left_out("longer than the last bound", ref)
         if row >= max_empty_samples(self.info.population):
             raise EncodeError(
-                f"BucketBatcher(bounds={self.bounds}): {row} items in a row were longer than the last; "
-                "this data will never make a batch"
+                f"BucketBatcher: {row:,} items in a row were longer than the last bound, {self.bounds[-1]}. Raise it."
             )
 
     def _make(self, key: Bucket, i: int) -> bool:
@@ -430,9 +438,9 @@ class BucketBatcher(EncoderBatches):
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
-                f"BucketBatcher of {self.lane}: the item {ref} was in {_shown(key)}; made again it belongs to "
-                f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
-                "result depends on more than the sample and `rng`"
+                f"BucketBatcher: an item moved from {_shown(key)} to {_shown(found)} since the state was saved. "
+                f"Use the saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
+                f"\n  item {ref} of {self.lane}"
             )
         held.remove(i)
         if not held:

@@ -65,19 +65,23 @@ def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
         (13288000, 28576000)
     """
     if index(hidden) < 1 or index(per_image) < 0:
-        raise ValueError(f"attention_cost: hidden is at least 1 and per_image at least 0, not {hidden}, {per_image}")
+        raise ValueError(
+            f"attention_cost: hidden must be at least 1 and per_image at least 0, not {hidden}, {per_image}"
+        )
     return _AttentionCost(index(hidden), index(per_image))
+
+
+def check_cost(stage: str, cost: object) -> None:
+    """Raise ValueError unless this is a function."""
+    if not callable(cost):
+        raise ValueError(f"{stage}: cost must be a function such as sp.attention_cost(hidden=2048), not {cost!r}")
 
 
 class Costing:
     """Calls the cost function of one stage. Raises ValueError unless it is a function, `EncodeError` if it fails."""
 
     def __init__(self, stage: str, cost: Cost) -> None:
-        if not callable(cost):
-            raise ValueError(
-                f"{stage}: cost must be a function of a document's length and images that returns an int, such as "
-                f"sp.attention_cost(hidden=2048), not {cost!r}"
-            )
+        check_cost(stage, cost)
         self._stage = stage
         self._cost = cost
 
@@ -93,11 +97,13 @@ class Costing:
         try:
             cost = index(self._cost(length, images))
             if not 0 <= cost < _LIMIT:
-                raise ValueError(f"{cost} is not between 0 and 2**62; divide it: only the order of costs matters")
+                raise ValueError(
+                    f"{cost} is not between 0 and 2**62. Divide it, because only the order of costs matters."
+                )
         except Exception as error:
             raise EncodeError(
-                f"{self._stage}: cost {self.name} of a document of {length} tokens and {images} images must be an "
-                f"int: {type(error).__name__}: {error}"
+                f"{self._stage}: cost {self.name}({length}, {images}) failed: {type(error).__name__}: {error}. "
+                "Return an int."
             ) from from_user_code(error)
         return cost
 

@@ -235,7 +235,7 @@ class Encode(TakesItems):
         if item is None:
             self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"))
         elif self._encoder.one_to_one:
-            raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but returned {item!r}"))
+            raise self._skipped.failed(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
         elif type(item) is Skip:
             self._skipped.skipped(sample, item)
         else:
@@ -330,7 +330,9 @@ class Encode(TakesItems):
         left = known_refs(self, refs)
         self._ahead.restore(self.source, left, saved.samples)
         if saved.part and not len(refs):
-            raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
+            raise CheckpointMismatchError(
+                f"Encode: the state is damaged (part {saved.part} of no sample). Use another copy of the checkpoint."
+            )
         # as bytes: where NumPy compares structured arrays it takes Ctrl-C for a fault of them
         begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
         self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
@@ -360,8 +362,8 @@ def _warn_of_own_draws(encoder: TaskEncoder) -> None:
     if draws and "set_random_seed" not in names and kind not in _WARNED:
         _WARNED.add(kind)
         logging.getLogger(__name__).warning(
-            "%s has a pipeline of Albumentations, which draws random numbers of its own: a resumed run would crop and "
-            "flip otherwise. Call transform.set_random_seed(rng.integers(2**32)) in encode, before each use",
+            "%s uses Albumentations, which draws its own random numbers. Call "
+            "transform.set_random_seed(rng.integers(2**32)) in encode.",
             kind.__name__,
         )
 
@@ -422,8 +424,8 @@ class KeyedEncoder:
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
-                f"{self._name}.encode made no part {part} of shard {sample.shard}, key {sample.key!r} this time; it "
-                "must depend on the sample and `rng` alone"
+                f"{self._name}.encode did not yield item {part} of sample {sample.key!r} of {sample.shard} again. "
+                "It must depend on the sample and `rng` alone."
             )
         return item
 
@@ -461,9 +463,8 @@ class FanOut:
         fans_out = hasattr(made, "__next__")
         if not fans_out or not self.pass_over(wanted):
             raise CheckpointMismatchError(
-                f"Encode: by the state, {wanted} items of sample {self.sample.key!r} of {self.sample.shard} were "
-                f"given, but made again it gives {self.count if fans_out else 'one alone'}; is the encoder the one "
-                "of the saved run, and pure?"
+                f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
+                "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
         return self._next(made, rng)
 
@@ -498,7 +499,7 @@ def part_of(ref: ItemRef | Ref) -> int:
     if isinstance(ref, Ref):
         return ref.part
     if len(ref) != 3 or not hasattr(ref[2], "__index__"):
-        raise CheckpointMismatchError(f"Encode: {ref} is not the ref of an item; use another copy of the checkpoint")
+        raise CheckpointMismatchError(f"Encode: {ref} is no item. Use another copy of the checkpoint.")
     return int(ref[2])
 
 
@@ -525,20 +526,20 @@ class DeclaredSize:
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
         if type(item) is Skip:
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode skipped the sample, {item.reason!r}; {where}: "
-                "length_of must be None for a sample that encode skips"
+                f"{name}.length_of declared {declared[0]}, but encode skipped the sample. Return None from it.\n  "
+                f"{item.reason!r}, {where}"
             )
         if hasattr(item, "__next__"):
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode makes several items of the sample; {where}: "
-                "length_of must be None for it"
+                f"{name}.length_of declared {declared[0]}, but encode yields several items. Return None from it.\n  "
+                f"{where}"
             )
         found = self._encoder.length(item), self._encoder.images(item)
         for method, before, after in zip(("length", "images"), declared, found, strict=True):
             if before != after:
                 raise EncodeError(
-                    f"{name}.{method}_of declared {before}, but {method} of the item is {after}; {where}: the two must "
-                    "agree for every sample"
+                    f"{name}.{method}_of declared {before}, but {method} of the item is {after}. The two must "
+                    f"agree.\n  {where}"
                 )
 
 

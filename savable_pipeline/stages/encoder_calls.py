@@ -27,9 +27,9 @@ def check_encoder(stage: str, encoder: object) -> None:
         return
     hint = ""
     if isinstance(encoder, type):
-        hint = ": make one of this class"
+        hint = f". Pass an instance, such as {encoder.__name__}()"
     elif callable(encoder):
-        hint = ": a function of samples goes into sp.read(…).map, or into encode(self, sample, rng) of a TaskEncoder"
+        hint = ". Pass a function to .map, or write it as `encode` of a TaskEncoder"
     raise ValueError(f"{stage} takes a TaskEncoder, not {encoder!r}{hint}")
 
 
@@ -64,14 +64,13 @@ class EncoderCalls:
     ) -> None:
         encoder = upstream.encoder if encoder is None else encoder
         if encoder is None:
-            raise ValueError(f"{stage}: no Encode stage upstream; give encoder=")
+            raise ValueError(f"{stage}: no Encode stage before it. Add one, or pass encoder=.")
         check_encoder(stage, encoder)
         if encoder is not upstream.encoder:
             encoder = upstream.lane.own(encoder)
         if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
             raise ValueError(
-                f"{stage}: {type(encoder).__name__} has no pack(items, rng), which makes one item of several: write "
-                "it, or leave the packer out"
+                f"{stage}: {type(encoder).__name__} has no pack(items, rng). Write one, or remove the packer."
             )
         self.encoder = encoder
         self._is_upstream = encoder is upstream.encoder
@@ -133,7 +132,7 @@ class EncoderCalls:
         try:
             length = index(self.encoder.length(item))  # a state cannot hold NumPy's integers
             if length < least:
-                raise ValueError(f"a length of {length}; every item takes at least {least}")
+                raise ValueError(f"a length of {length}, but an item has at least {least}")
         except Exception as error:
             raise self._failed("length", error) from from_user_code(error)
         return length
@@ -141,7 +140,7 @@ class EncoderCalls:
     def checked_length(self, length: int, *, least: int) -> int:
         """A length that the encoder declared without encoding, at least `least`."""
         if length < least:
-            error = ValueError(f"a length of {length}; every item takes at least {least}")
+            error = ValueError(f"a length of {length}, but an item has at least {least}")
             raise self._failed("length_of", error) from error
         return length
 
@@ -163,7 +162,7 @@ class EncoderCalls:
             part = self.encoder.cut(item, start, stop)
             found = self.encoder.length(part)
             if found != stop - start:
-                raise ValueError(f"{found} tokens, not the {stop - start} from {start} on that were asked for")
+                raise ValueError(f"{found} tokens instead of {stop - start}")
         except Exception as error:
             raise self._failed("cut", error) from from_user_code(error)
         return part
@@ -180,4 +179,6 @@ class EncoderCalls:
         return self._error(f"{self.encoder_name}.{method}", error, which)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
-        return EncodeError(f"{name} raised {described(error)}; stage {self._stage}{which} of {self._lane}")
+        return EncodeError(
+            f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
+        )

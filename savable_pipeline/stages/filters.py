@@ -195,7 +195,8 @@ class ItemFilter(PassThrough, ItemStage):
         except Exception as error:
             ref = self.source.ref
             fault = EncodeError(
-                f".filter({mapped_name(self.keep)}) raised {described(error)}; {sample_names(self.source, ref)}"
+                f'.filter({mapped_name(self.keep)}) failed: {described(error)}. Fix it, or pass on_error="skip".'
+                f"\n  {sample_names(self.source, ref)}"
             )
             if isinstance(error, ImportError) or not skips(self.on_error, fault):
                 raise fault from from_user_code(error)
@@ -235,22 +236,22 @@ class _Limits:
         counts.errors += kept.count(None)
         counts.row = 0 if any(kept) else counts.row + len(kept)
         if counts.row >= max_empty_samples(self._stage.info.population):
-            self._raise(f"the last {counts.row} in a row")
+            self._raise(f"{counts.row:,} in a row")
 
     def check_errors(self, last: EncodeError) -> None:
         """Raise `EncodeError` where too many of the results are errors."""
         counts = self.counts
         if too_many_errors(counts.errors, counts.tried, _MAX_ERRORS):
             raise EncodeError(
-                f".filter({self._name}) raised for {counts.errors} of the first {counts.tried} items of "
-                f"{self._stage.lane}. Mend it, or let it return False for them; the last: {last}"
+                f".filter({self._name}) failed for {counts.errors} of the first {counts.tried} items of "
+                f"{self._stage.lane}. Fix it, or return False for them.\n  {last}"
             ) from last
 
     def end(self) -> None:
         """The pass is over. Raises `EncodeError` if it was one of all samples, and nothing was kept."""
         counts = self.counts
         if counts.tried and not counts.kept and self._stage.lane.count == 1:
-            self._raise(f"a whole pass of {counts.tried}")
+            self._raise(f"all {counts.tried:,} of an epoch")
 
     def _raise(self, which: str) -> NoReturn:
-        raise EncodeError(f".filter({self._name}) left out {which}: nothing would ever come; mend its condition")
+        raise EncodeError(f".filter({self._name}) dropped {which}. Change its condition.")

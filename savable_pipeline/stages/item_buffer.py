@@ -297,8 +297,8 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
         pairs = msgspec.convert(saved, list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
     except msgspec.ValidationError as error:
         raise CheckpointMismatchError(
-            f"{type(stage).__name__}: the state has elements that cannot be read ({error}). Use another copy of the "
-            "checkpoint, or save them with `ItemBuffer.save()`"
+            f"{type(stage).__name__}: the state has damaged elements ({error}). Use another copy of the checkpoint, "
+            "or save with `ItemBuffer.save()`."
         ) from error
     elements = [(as_ref(ref), sizes) for ref, sizes in pairs]
     return [

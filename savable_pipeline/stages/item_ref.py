@@ -45,7 +45,7 @@ def as_ref(ref: Any) -> ItemRef:
         ((3, 0, 0), 0, 16)
     """
     if not isinstance(ref, list | tuple) or not ref:
-        raise CheckpointMismatchError(f"the state has {ref!r} where the ref of an item should be: numbers in lists")
+        raise CheckpointMismatchError(f"the state has {ref!r} instead of an item. Use another copy of the checkpoint.")
     return tuple(part if hasattr(part, "__index__") else as_ref(part) for part in ref)
 
 

@@ -61,7 +61,7 @@ def encoder_call(encoder: TaskEncoder) -> str:
 def check_mapped(stage: str, function: object, *, most: int) -> int:
     """How many arguments, 1 to `most`, a function takes. Raises ValueError if it is none of so many."""
     if not callable(function) or isinstance(function, type | TaskEncoder):
-        cure = "; an encoder goes into .encode" if isinstance(function, TaskEncoder) else ""
+        cure = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""
         raise ValueError(f"{stage} takes a function, not {function!r}{cure}")
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -123,7 +123,7 @@ class ClipEncoder(TaskEncoder):
 
     def __init__(self, clips: Clips, *, video: str | bool, audio: str | bool, rate: int | None) -> None:
         if not (video or audio):
-            raise ValueError(".clips takes clips of a video, of a sound or of both: video=, audio=")
+            raise ValueError(".clips needs video= or audio=")
         self.clips, self.video, self.audio, self.rate = clips, video, audio, rate
 
     def encode(self, sample: Sample, rng: Rng) -> ClipIterator:

@@ -37,7 +37,7 @@ def check_pipeline(pipeline: PipelineFunction) -> None:
         inspect.signature(pipeline).bind(None)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"a pipeline is a function of one lane that returns its last stage, not {pipeline!r}: {error}"
+            f"pipeline must be sp.read(...) with its steps, or a function of one lane, not {pipeline!r}: {error}"
         ) from None
 
 

@@ -13,7 +13,8 @@ from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.source import Classes, RangeColumns
-from savable_pipeline.stages.blending.blend import Blend, By, Until
+from savable_pipeline.stages.advice import advise, check_count, check_name
+from savable_pipeline.stages.blending.blend import Blend, By, Until, check_blend
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.pipeline_value import (
     ALONE,
@@ -24,11 +25,23 @@ from savable_pipeline.stages.pipeline_value import (
     SamplePipeline,
     unlike_defaults,
 )
-from savable_pipeline.stages.readers.join import Join, Missing
+from savable_pipeline.stages.readers.join import Join, Missing, check_join
+from savable_pipeline.stages.readers.lane_shares import check_epochs
+from savable_pipeline.stages.readers.reader import check_samples
 from savable_pipeline.stages.readers.readers import Readable, reader_of
 from savable_pipeline.stages.stage import Stage
 
+_ADVICE = {
+    "batch_size": "Use .batch({}).",
+    "buffer_size": "Use .shuffle({}).",
+    "repeat": "Use epochs=.",
+    "seed": "Use sp.SavableLoader(pipeline, seed={}).",
+    "shuffle_buffer": "Use .shuffle({}).",
+    "transform": "Use .map({}).",
+}
 
+
+@advise(_ADVICE)
 def read(
     path: Readable,
     *,
@@ -111,6 +124,9 @@ def read(
         chosen = unlike_defaults(read, options)
         made: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
         return made  # type: ignore[no-any-return]
+    check_name("read", "split", split)
+    check_samples("read", subset, block_size, window, on_error)
+    check_epochs("read", epochs)
     named: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
     return SamplePipeline(PipelineStep("read", _read, (named,), unlike_defaults(read, options)))
 
@@ -163,6 +179,8 @@ def mixture(
         6
     """
     options = {name: value for name, value in locals().items() if name not in ("path", "split")}
+    check_name("mixture", "split", split)
+    check_count("mixture", "stride", stride)
     return SamplePipeline(PipelineStep("mixture", _mixture, (path, split), unlike_defaults(mixture, options)))
 
 
@@ -205,7 +223,8 @@ def blend(
     kinds: set[type[Pipeline]] = {type(each) for each in sources.values()}
     if len(kinds) != 1 or not kinds <= {SamplePipeline, ItemPipeline}:
         found = {name: getattr(each, "_gives", type(each).__name__) for name, each in sources.items()}
-        raise ValueError(f"blend takes pipelines by name, all of samples or all of items, not {found}")
+        raise ValueError(f"blend takes a dict of pipelines, all of samples or all of items, not {found}")
+    check_blend(sources, weights, by, until, stride)
     steps = {name: each.step for name, each in sources.items()}
     kind: Any = kinds.pop()
     return kind(PipelineStep.of(Blend, steps, weights=weights, by=by, until=until, stride=stride))  # type: ignore[no-any-return]
@@ -230,4 +249,5 @@ def join(
         >>> joined.take(1)[0]["other.txt"]
         b'picture 100'
     """
+    check_join(stores, on, missing)
     return SamplePipeline(PipelineStep.of(Join, {ALONE: source.step}, stores, on=on, missing=missing))

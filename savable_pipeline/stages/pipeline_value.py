@@ -17,23 +17,27 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, overlo
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import Lane, WorkerContext
-from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.on_error import OnError, check_on_error, shortened
 from savable_pipeline.data.media.clips import Clips
+from savable_pipeline.errors import SavableError
+from savable_pipeline.stages.advice import check_count, closest
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, Group
-from savable_pipeline.stages.cost import Cost
+from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, BucketSizes, Group, check_candidates
+from savable_pipeline.stages.cost import Cost, check_cost
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.encoder_calls import check_encoder, is_maker
 from savable_pipeline.stages.filters import ItemFilter, SampleFilter
 from savable_pipeline.stages.mapped_function import ClipEncoder, MappedFunction, check_mapped, mapped_name
 from savable_pipeline.stages.packing.balance import Balance
-from savable_pipeline.stages.packing.packer import OnlinePacker
+from savable_pipeline.stages.packing.packer import OnlinePacker, check_packing
 from savable_pipeline.stages.packing.packing_policies import PackingFunction, Policy
 from savable_pipeline.stages.packing.piece_maker import TooLong
+from savable_pipeline.stages.purity_check import check_share
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
+from savable_pipeline.stages.skipped_samples import check_limits
 from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
-from savable_pipeline.stages.stage_settings import short, tree
+from savable_pipeline.stages.stage_settings import check_function, short, tree
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 ALONE = ""  # the name of the only source of a step
@@ -132,7 +136,7 @@ class Pipeline:
     step: PipelineStep
     """The last step, which has those before it."""
     _gives: ClassVar[str] = ""
-    _cures: ClassVar[Mapping[str, str]] = {}
+    _advice: ClassVar[Mapping[str, str]] = {}
 
     def __call__(self, lane: Lane) -> Any:
         """Build the stages for a lane, and return the last one.
@@ -162,6 +166,8 @@ class Pipeline:
                     return
                 if not excluded or element.index not in excluded:
                     yield element
+        except (SavableError, TypeError, ValueError) as error:
+            raise shortened(error) from error.__cause__
         finally:
             shared.clear()
 
@@ -185,7 +191,7 @@ class Pipeline:
         """
         count = self.step.build(Lane(), one_pass=True).count_of(0, 0)
         if count is None:
-            raise TypeError("how many this pipeline gives is not known before they are made; sp.read(…) alone knows")
+            raise TypeError("the length of this pipeline is not known. Only sp.read(...) alone has a length.")
         return count
 
     def __bool__(self) -> bool:
@@ -228,17 +234,18 @@ class Pipeline:
             if isinstance(stage, type) and issubclass(stage, base):
                 return kind(PipelineStep(stage.__name__, stage, arguments, options, {ALONE: self.step}))
         raise ValueError(
-            f".then takes the class of a stage, derived from SampleStage, ItemStage or BatchStage of "
-            f"savable_pipeline.custom, not {stage!r}; a function goes into .map or .filter"
+            f".then takes a subclass of custom.SampleStage, custom.ItemStage or custom.BatchStage, not {stage!r}. "
+            "Pass a function to .map or .filter."
         )
 
     if not TYPE_CHECKING:  # a type checker knows which steps there are
 
         def __getattr__(self, name: str) -> NoReturn:
-            cure = self._cures.get(name)
-            if cure is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            raise AttributeError(f".{name} does not take {self._gives}: {cure}")
+            if name in self._advice:
+                raise AttributeError(f".{name} does not take {self._gives}. {self._advice[name]}")
+            steps = [step for step in dir(type(self)) if step[0] != "_"]
+            meant = "" if name[0] == "_" else closest(name, steps, ".")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{meant}")
 
 
 class BatchPipeline(Pipeline):
@@ -246,9 +253,9 @@ class BatchPipeline(Pipeline):
 
     __slots__ = ()
     _gives = "batches"
-    _cures: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"),
-        "put it before .batch",
+        "Put it before .batch.",
     )
 
 
@@ -257,10 +264,10 @@ class ItemPipeline(Pipeline):
 
     __slots__ = ()
     _gives = "items"
-    _cures: ClassVar[Mapping[str, str]] = {
-        "map": "samples are encoded once; call both functions in one",
-        "encode": "samples are encoded once; write what both do into one encoder",
-        "clips": "it takes the place of .encode",
+    _advice: ClassVar[Mapping[str, str]] = {
+        "map": "Samples are encoded once: call both functions in one .map.",
+        "encode": "Samples are encoded once: write both steps into one encoder.",
+        "clips": "Use it instead of .encode.",
     }
 
     def shuffle(self, size: int, *, max_buffer_bytes: int | None = None) -> Self:
@@ -270,6 +277,7 @@ class ItemPipeline(Pipeline):
             size: Items held in the buffer.
             max_buffer_bytes: As for `sp.ShuffleBuffer`.
         """
+        check_count("ShuffleBuffer", "size", size)
         return self._then(type(self), ShuffleBuffer, size=size, max_buffer_bytes=max_buffer_bytes)
 
     def filter(self, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
@@ -285,6 +293,7 @@ class ItemPipeline(Pipeline):
             [5, 105, 205]
         """
         check_mapped(".filter", keep, most=1)
+        check_on_error(".filter", on_error)
         return self._then(type(self), ItemFilter, keep, on_error=on_error)
 
     def pack(
@@ -313,7 +322,9 @@ class ItemPipeline(Pipeline):
             max_buffer_bytes: Most bytes of items in all open packs of a process.
             encoder: Measures, cuts and packs.
         """
-        return self._then(ItemPipeline, OnlinePacker, **_options(locals()))
+        options = _options(locals())
+        check_packing(max_length, policy, open_packs, max_images, max_cost, cost, too_long)
+        return self._then(ItemPipeline, OnlinePacker, **options)
 
     def balance(
         self, candidates: int, *, cost: Cost, max_buffer_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
@@ -326,7 +337,10 @@ class ItemPipeline(Pipeline):
             max_buffer_bytes: As for `sp.Balance`; so is `encoder`.
             encoder: Measures items.
         """
-        return self._then(ItemPipeline, Balance, **_options(locals()))
+        options = _options(locals())
+        check_count("Balance", "candidates", candidates)
+        check_cost("Balance", cost)
+        return self._then(ItemPipeline, Balance, **options)
 
     def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
         """Make batches of `size` items or packs: `sp.Batcher`.
@@ -336,6 +350,7 @@ class ItemPipeline(Pipeline):
             drop_last: As for `sp.Batcher`; so is `encoder`.
             encoder: Makes the batches.
         """
+        check_count("Batcher", "size", size)
         return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)
 
     def bucket(
@@ -362,7 +377,12 @@ class ItemPipeline(Pipeline):
             candidates: Full batches that a lane holds for that.
             encoder: Measures items and makes the batches.
         """
-        return self._then(BatchPipeline, BucketBatcher, **_options(locals()))
+        options = _options(locals())
+        check_candidates(candidates)
+        BucketSizes(bounds, size, max_tokens, grouped=group is not None)
+        if group is not None and not isinstance(group, str):
+            check_function("BucketBatcher", "group", group)
+        return self._then(BatchPipeline, BucketBatcher, **options)
 
 
 class SamplePipeline(Pipeline):
@@ -370,8 +390,8 @@ class SamplePipeline(Pipeline):
 
     __slots__ = ()
     _gives = "samples"
-    _cures: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("pack", "balance", "bucket"), "make items of them first, by .encode(encoder) or .map(function)"
+    _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("pack", "balance", "bucket"), "Add .encode(encoder) or .map(function) before it."
     )
 
     def shuffle(self, size: int) -> Self:
@@ -380,6 +400,7 @@ class SamplePipeline(Pipeline):
         Args:
             size: Samples held in the buffer of each lane.
         """
+        check_count("ShuffleBuffer", "size", size)
         return self._then(type(self), ShuffleBuffer, size=size)
 
     def filter(
@@ -407,6 +428,7 @@ class SamplePipeline(Pipeline):
             ['s000000', 's000002', 's000004']
         """
         check_mapped(".filter", keep, most=2)
+        check_on_error(".filter", on_error)
         return self._then(type(self), SampleFilter, keep, on_error=on_error, global_rng=global_rng)
 
     def map(
@@ -468,6 +490,8 @@ class SamplePipeline(Pipeline):
         """
         if not is_maker(encoder):
             check_encoder(".encode", encoder)
+        check_limits(on_error, max_errors)
+        check_share(check)
         return self._then(ItemPipeline, Encode, encoder, on_error=on_error, max_errors=max_errors, check=check)
 
     def clips(
@@ -507,4 +531,5 @@ class SamplePipeline(Pipeline):
             drop_last: As for `sp.Batcher`; so is `encoder`.
             encoder: Makes the batches.
         """
+        check_count("Batcher", "size", size)
         return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)

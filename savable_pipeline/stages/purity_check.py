@@ -29,6 +29,12 @@ _LONGEST_S = 1.0  # that an item may take, to be made twice
 _WORD = -4  # this word of a sample's key decides whether it is checked; `Rng.numpy` and the like use words -1 to -3
 
 
+def check_share(share: float | None) -> None:
+    """Raise ValueError unless this is a fraction or None."""
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"Encode: check must be a fraction of the samples, 0.0 to 1.0, not {share!r}")
+
+
 class PurityCheck:
     """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
 
@@ -37,8 +43,7 @@ class PurityCheck:
     """
 
     def __init__(self, encoder: TaskEncoder, share: float | None, *, in_threads: bool = False) -> None:
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {share!r}")
+        check_share(share)
         self.left = self._parts_of_one = _FIRST if share is None else math.inf  # samples, and parts of each, to check
         self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder, self._in_threads = encoder, in_threads
@@ -103,9 +108,9 @@ class PurityCheck:
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
         threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
-            f"{encoder_call(self._encoder)} gave two results for one sample, {difference}; {_where(sample)}; "
-            f"an item must depend on the sample, the encoder's settings and `rng` alone, not on {threads}a clock, an "
-            "unseeded generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
+            f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
+            f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
+            f"\n  {_where(sample)}"
         )
 
 

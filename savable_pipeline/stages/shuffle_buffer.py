@@ -12,6 +12,7 @@ from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_buffer import HeldRefs, ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, TakesItems, TakesRefs, make, parse_state
@@ -60,12 +61,11 @@ class ShuffleBuffer(Stage):
         if isinstance(source, ItemStage):
             return super().__new__(_BufferOfItems)
         if max_buffer_bytes is not None:
-            raise ValueError("max_buffer_bytes is for a buffer after Encode: one of samples holds only their refs")
+            raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         return super().__new__(_BufferOfSamples)
 
     def _begin(self, source: Stage, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"ShuffleBuffer: size must be at least 1, not {size}")
+        check_count("ShuffleBuffer", "size", size)
         super().__init__(source)
         self.size = size
         self._draws = 0
@@ -120,7 +120,10 @@ class ShuffleBuffer(Stage):
         self.source.restore_state(saved.source)
         self._held.restore(saved.refs)
         if len(self._held) > self.size:
-            raise CheckpointMismatchError(f"ShuffleBuffer(size={self.size}): the state holds {len(self._held)} refs")
+            raise CheckpointMismatchError(
+                f"ShuffleBuffer(size={self.size}): the state has {len(self._held)} samples. Use another copy "
+                "of the checkpoint."
+            )
         self._draws = saved.draws
 
     def settings(self) -> dict[str, Any]:

@@ -35,8 +35,27 @@ from savable_pipeline.stages.task_encoder import Skip
 log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
+_DETAILS = "\n  stage Encode"
 _ALWAYS = 100  # up to 100 errors of a lane are never too large a share
 _REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
+
+
+def check_limits(on_error: OnError, max_errors: int | float) -> None:
+    """Raise ValueError for a wrong `on_error` or `max_errors` of `Encode`."""
+    check_on_error("Encode", on_error)
+    if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
+        raise ValueError(f"Encode: max_errors must be a count or a fraction of at most 1.0, not {max_errors!r}")
+
+
+def _fix(function: str, error: Exception) -> str:
+    """What to do about an error of an encoder or a filter."""
+    if isinstance(error, ImportError):
+        return "Install what is missing and resume."
+    if is_out_of_handles(error):
+        return "Raise `ulimit -n` and resume."
+    value = "False" if function.startswith(".filter") else "sp.Skip(...)"
+    skip = 'pass on_error="skip".'
+    return f"Fix this and resume, or {skip}" if is_of_environment(error) else f"Return {value} or {skip}"
 
 
 class _Snapshot(NamedTuple):
@@ -62,9 +81,7 @@ class SkippedSamples:
         upstream: StageInfo,
         ahead: SamplesAhead,
     ) -> None:
-        check_on_error("Encode", on_error)
-        if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
-            raise ValueError(f"Encode: max_errors must be a count or a share of at most 1.0, not {max_errors!r}")
+        check_limits(on_error, max_errors)
         self._counts = counts
         self._lane = upstream.lane
         self._ahead = ahead
@@ -125,11 +142,12 @@ class SkippedSamples:
             row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
         self._counted.update(counted)
         if row & 1023 == 0 and row.bit_count() == 1:
-            log.warning("%d samples%s in a row were skipped, the last as %r", row, of, skip.reason)
+            log.warning("%d samples%s in a row were skipped, the last one with %r", row, of, skip.reason)
         if row >= max_empty_samples(self._population):
+            has = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
             raise EncodeError(
-                f"{self._function} skipped {row} samples{of} in a row, the last as {skip.reason!r}: no item "
-                "will ever come of this data; mend the encoder's conditions or the data"
+                f"{self._function} skipped {row:,} samples{of} in a row, the last one with {skip.reason!r}.{has} "
+                "Change the encoder or the data."
             )
 
     def tolerate(self, sample: Sample, error: Exception) -> None:
@@ -149,7 +167,7 @@ class SkippedSamples:
         if is_of_environment(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault))
+        self._lost(sample, reason_of(error), str(fault).split(_DETAILS)[0])
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Never try this sample again, for this reason."""
@@ -200,17 +218,15 @@ class SkippedSamples:
         done = self._ahead.done + 1
         if too_many_errors(self.errors, done, self._max_errors):
             raise EncodeError(
-                f"{self.errors} of the {done} samples of {self._lane} so far were skipped because of errors, "
-                f"more than max_errors={self._max_errors!r} allows; the last: {detail}"
+                f"{self.errors} of the first {done} samples of {self._lane} failed, more than "
+                f"max_errors={self._max_errors!r}. Fix the encoder or the data, or raise max_errors.\n  {detail}"
             )
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """The `EncodeError` that says for which sample the encoder raised."""
-        return EncodeError(
-            f"{self._function} raised {described(error)}; stage Encode, shard "
-            f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
-        )
+        what = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
+        return EncodeError(f"{what}. {_fix(self._function, error)}{_DETAILS}, {sample.place}, ref {tuple(sample.ref)}")
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Go on with these numbers of the stage's state: see `save_state`."""

@@ -32,6 +32,7 @@ from savable_pipeline.stages.task_encoder import Skip
 State: TypeAlias = dict[str, Any]
 
 
+_OWN_STAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/own-stage.md"
 _GIVEN = {"BatchStage": "batches", "ItemStage": "items", "SampleStage": "samples"}
 
 
@@ -42,12 +43,9 @@ def check_class(cls: type[Any]) -> None:
     if "__next__" in vars(cls) and not named:
         kind = next((base.__name__ for base in bases if base.__name__ in _GIVEN), "ItemStage")
         raise TypeError(
-            f"{cls.__name__} defines __next__ but no `ref`, so its output could not be made again after a resume. If "
-            "it returns the element that it took last from its source, or drops elements, write\n"
-            f"    class {cls.__name__}(custom.PassThrough, custom.{kind}):\n"
-            "If it holds, reorders or merges elements, write `ref = ()` in the class, set `self.ref` in `__next__` to "
-            "the ref of the element it returns (`self.source.ref` is the ref of the source's last element), and save "
-            "the refs of the elements it holds"
+            f"{cls.__name__} has no `ref`, so its elements cannot be rebuilt. See {_OWN_STAGE}\n"
+            f"  To drop elements: class {cls.__name__}(custom.PassThrough, custom.{kind})\n"
+            "  To hold or reorder them: set `self.ref` in `__next__`, such as to `self.source.ref`, and save the refs."
         )
 
 
@@ -127,8 +125,8 @@ class Stage:
         if isinstance(source, Stage):
             found = f"{type(source).__name__}, which gives {gives(type(source))}"
         raise ValueError(
-            f"{type(self).__name__} takes a stage that gives {gives(kind)} (custom.{kind.__name__}), not {found}; the "
-            "order of stages is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher"
+            f"{type(self).__name__} takes a stage of {gives(kind)} (custom.{kind.__name__}), not {found}. The order "
+            "is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher."
         )
 
     def __iter__(self) -> Stage:
@@ -138,7 +136,7 @@ class Stage:
         return tree(called(type(self).__name__, self.settings()), map(repr, self.sources))
 
     def __next__(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no __next__")
+        raise NotImplementedError(f"{type(self).__name__} has no __next__. Write one.")
 
     def save_state(self) -> State:
         """Return the positions of this stage and of all before it, as plain values."""
@@ -423,7 +421,7 @@ class BatchStage(ItemStage):
 
     def filler(self) -> Any:
         """Return a batch of rows that do not count, for a lane that has no more: see `tail="pad"`."""
-        raise NotImplementedError(f"{type(self).__name__} has no filler")
+        raise NotImplementedError(f'{type(self).__name__} has no filler(). Write one, or use tail="stop".')
 
     def more(self) -> bool | None:
         """Whether another batch will come; None if that is not known before it is made."""
@@ -443,7 +441,7 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
         return msgspec.convert(state, kind)
     except msgspec.ValidationError as error:
         raise CheckpointMismatchError(
-            f"this is no state of {type(stage).__name__}: {error}; was a stage added, removed or exchanged?"
+            f"this is no state of {type(stage).__name__}: {error}. Use the stages of the saved run."
         ) from error
 
 
@@ -452,8 +450,7 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
         raise CheckpointMismatchError(
-            f"{type(stage).__name__}: {found} are no refs of {REF.itemsize} bytes each; use another copy of the "
-            "checkpoint"
+            f"{type(stage).__name__}: {found} are no refs. Use another copy of the checkpoint."
         )
     return np.frombuffer(raw, REF)
 

@@ -62,10 +62,7 @@ def read_exclude_file(
         return None
     name = Path(path).resolve()
     if dataset.quarantine is not None and dataset.quarantine.path.resolve() == name:
-        raise ValueError(
-            f"exclude={name} is the file to which this run writes skipped samples: it may not change while a run goes "
-            "on; give a copy of it"
-        )
+        raise ValueError(f"exclude={name} is also the quarantine file, which changes during the run. Pass a copy.")
     return lane.shared(("exclude", named, name), lambda: ExcludeFile(name, dataset))
 
 

@@ -66,8 +66,7 @@ def check_function(stage: str, argument: str, function: object) -> None:
         raise ValueError(f"{stage}: {argument} must be a function, not {function!r}")
     if not hasattr(function, "__qualname__") and not hasattr(function, "settings"):
         raise ValueError(
-            f"{stage}: {argument}={function!r} has no name and no settings(), so a saved state could not say which one "
-            "it was: give a function, or an object with __call__ and settings()"
+            f"{stage}: {argument}={function!r} has no name. Pass a function, or an object with __call__ and settings()."
         )
 
 

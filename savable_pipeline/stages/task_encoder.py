@@ -85,7 +85,7 @@ class TaskEncoder:
             >>> type(Captions().encode(next(sp.TarShardReader("shards/", sp.Lane())), sp.Rng(0)))
             <class 'bytes'>
         """
-        raise NotImplementedError(f"{type(self).__name__} has no encode(sample, rng)")
+        raise NotImplementedError(f"{type(self).__name__} has no encode(sample, rng). Write one.")
 
     def length(self, item: Any) -> int:
         """Return the length of an item in tokens, by default `len(item)`.
@@ -194,7 +194,7 @@ class TaskEncoder:
             >>> Tokens().pack([[5, 3], [8]], sp.Rng(0))
             [5, 3, 8]
         """
-        raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng); OnlinePacker needs one")
+        raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng). Write one, or remove the packer.")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
         """Make a batch, by default as torch's `default_collate`, which stacks tensors of equal shape.
@@ -281,6 +281,5 @@ class _AmbiguousEncoder(TaskEncoder):
 
     def _unclear(self, method: str) -> ValueError:
         return ValueError(
-            f"the branches of the Blend upstream have encoders of their own, and it is not clear whose {method} to "
-            "use: give the stage encoder="
+            f"the sources of the Blend have several encoders. Pass encoder= to choose the one with {method}."
         )

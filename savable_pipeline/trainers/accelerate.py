@@ -62,6 +62,6 @@ class _BetweenSteps(TrainerLoader):
         steps = self._accelerator.gradient_accumulation_steps
         if done := self._accelerator.step % steps:
             raise SavableError(
-                f"the gradients of {done} of {steps} batches wait for the optimizer's step, and Accelerate's "
-                "checkpoints do not contain them: save where accelerator.sync_gradients is True"
+                f"the gradients of {done} of {steps} batches would be lost. Save only where "
+                "accelerator.sync_gradients is True."
             )

@@ -60,8 +60,8 @@ class SavableData(Callback):  # type: ignore[misc]
         """Count this batch, which Composer is about to train on. Raises `SavableError` if it has skipped others."""
         if not self._called:
             raise SavableError(
-                "this SavableData is not among the trainer's callbacks, so that no checkpoint would hold the data's "
-                "state: Trainer(train_dataloader=data.spec, callbacks=[data], ...)"
+                "this SavableData is no callback of the trainer. Pass Trainer(train_dataloader=data.spec, "
+                "callbacks=[data], ...)."
             )
         self._begun += 1
         self._batches.check()
@@ -82,8 +82,8 @@ class SavableData(Callback):  # type: ignore[misc]
         """
         if int(state.timestamp.batch) and not (self._restored or self._begun):
             raise StateError(
-                "the checkpoint has no state of the data: it was saved without SavableData among the callbacks. Resume "
-                "from another one"
+                "the checkpoint has no state of the data. Resume from one that was saved with SavableData among "
+                "the callbacks."
             )
         state.dataset_resumption["train"] = True
         if self._restored and not self._begun and int(state.timestamp.batch_in_epoch):

@@ -41,15 +41,15 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
     import torch
 
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not in 0 … {size - 1}")
+        raise ValueError(f"rank must be 0 to {size - 1}, not {rank}")
     tokens = batch["tokens"]
     rows, length = tokens.shape
     borders: torch.Tensor = batch.get("cu_seqlens", torch.arange(rows + 1, device=tokens.device) * length).long()
     lengths = borders.diff()
     if len(wrong := lengths[lengths % (2 * size) != 0]):
         raise ValueError(
-            f"a document or a row's padding of {int(wrong[0])} tokens is not a multiple of 2 · {size}, so that {size} "
-            f"ranks cannot share it: give the encoder multiple={2 * size}, and a max_length that is one"
+            f"a document or padding has {int(wrong[0])} tokens, not a multiple of 2 * {size}. Set "
+            f"multiple={2 * size} in the encoder, and such a max_length."
         )
     own, piece = lengths // size, lengths // (2 * size)
     document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
@@ -115,7 +115,7 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import torch
 
     if not parts or any(part["tokens"].shape != parts[0]["tokens"].shape for part in parts):
-        raise ValueError("join_context takes the parts of all ranks of one batch, in the order of the ranks")
+        raise ValueError("join_context needs the parts of all ranks of one batch, in the order of the ranks")
     size, first = len(parts), parts[0]
     rows, length = first["tokens"].shape
     lengths = {name: first[name] * size for name in ("cu_seqlens", "max_seqlen") if name in first}

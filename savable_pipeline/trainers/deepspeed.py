@@ -62,7 +62,6 @@ class _BetweenSteps(TrainerLoader):
         steps = self._engine.gradient_accumulation_steps()
         if done := self._engine.micro_steps % steps:
             raise SavableError(
-                f"the engine holds the gradients of {done} of {steps} micro-batches, which DeepSpeed's checkpoints do "
-                "not: save after a step that updated the model (engine.micro_steps is a multiple of "
-                f"{steps} then)"
+                f"the gradients of {done} of {steps} micro-batches would be lost. Save only where "
+                f"engine.micro_steps is a multiple of {steps}."
             )

@@ -65,7 +65,7 @@ class OnDevice:
         import torch
 
         if repeat < 1:
-            raise ValueError(f"repeat={repeat}: each batch is given at least once")
+            raise ValueError(f"repeat must be at least 1, not {repeat}")
         refuse_acknowledging(loader)
         self.loader = loader
         self.device = torch.device(device)

@@ -81,11 +81,11 @@ def complete_state(
     check_flat(last)
     if last["lanes"] != state["lanes"] or not are_of_one_run(last["fingerprint"], state["fingerprint"]):
         name = "number of lanes" if last["lanes"] != state["lanes"] else "fingerprint"
-        raise CheckpointMismatchError(f"the last state is of another run: its {name} is not that of the survivors")
+        raise CheckpointMismatchError(f"the last state is of another run, with another {name}. Pass one of this run.")
     if (last["epoch"], last["slot"]) > (state["epoch"], state["slot"]):
         raise CheckpointMismatchError(
-            f"the last state is at slot {last['slot']} of epoch {last['epoch']}, later than the survivors, who are at "
-            f"slot {state['slot']} of epoch {state['epoch']}: give one that was saved before"
+            f"the last state is later (slot {last['slot']} of epoch {last['epoch']}) than the survivors (slot "
+            f"{state['slot']} of epoch {state['epoch']}). Pass an earlier one."
         )
     for each in (state, last):
         refuse_flights(each)
@@ -95,7 +95,7 @@ def complete_state(
     decided = facts.decisions
     if missing and decided and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decided):
         raise CheckpointMismatchError(
-            f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
+            f"the last state is older than a reconfigure, or of an earlier epoch: {decided}. Pass a later one."
         )
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
     return {**without_flights(state), **_passed_over(loader, missing, last, state, facts)}

@@ -68,8 +68,8 @@ class SavableData:
         _check_arguments(self.args, eval_loader)
         if eval_loader is not None and not (self.label_names or self.can_return_loss):  # type: ignore[attr-defined]
             log.warning(
-                'evaluations will have no eval_loss: the model\'s forward names no argument with "label" in it, so '
-                "say in TrainingArguments(label_names=[…]) which fields of a batch are labels"
+                'evaluations have no eval_loss, because forward has no argument with "label". Set '
+                "TrainingArguments(label_names=[...])."
             )
         self._batches: TrainerLoader | None = None
         self._steps_done = 0  # of the checkpoint that `train` continues from
@@ -104,8 +104,7 @@ class SavableData:
         epochs, *rest, max_steps = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
         if self._batches is not None and self._steps_done >= max_steps:
             log.warning(
-                "the run that is resumed has ended, at step %d of %d, and trains no more: raise max_steps or "
-                "num_train_epochs to train further",
+                "the resumed run has ended at step %d of %d. Raise max_steps or num_train_epochs to train further.",
                 self._steps_done,
                 max_steps,
             )
@@ -167,10 +166,9 @@ class SavableData:
         missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
         if missing and unexpected:
             raise StateError(
-                f"the checkpoint lacks {len(missing)} weights, such as {missing[0]!r}, and has {unexpected[0]!r} and "
-                "others: a trainer without SavableData wrote them by the names of the model's first release, which it "
-                "does not read. Write them anew: from_pretrained(checkpoint) of the model's class, then "
-                "save_pretrained(checkpoint, save_original_format=False)"
+                f"the checkpoint lacks {len(missing)} weights, such as {missing[0]!r}, and has {unexpected[0]!r}. "
+                "Rewrite it: from_pretrained(checkpoint), then save_pretrained(checkpoint, "
+                "save_original_format=False)."
             )
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
@@ -239,9 +237,8 @@ class _Repeated:
         for batch in self._batches:
             if isinstance(batch, list) and len(batch) % self._slices:
                 raise ValueError(
-                    f"a batch of {len(batch)} rows cannot be cut into steps_per_generation={self._slices} equal "
-                    "slices, and the trainer would leave rows out: make batches of per_device_train_batch_size x "
-                    "steps_per_generation rows"
+                    f"a batch of {len(batch)} rows does not divide into steps_per_generation={self._slices} slices. "
+                    "Use batches of per_device_train_batch_size x steps_per_generation rows."
                 )
             for _ in range(self._times):
                 yield batch
@@ -282,16 +279,12 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 def _check_arguments(args: Any, eval_loader: Any) -> None:
     if not args.ignore_data_skip:
         raise ValueError(
-            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to continue, so that "
-            "skipping batches as well would leave some out"
+            "set TrainingArguments(ignore_data_skip=True), because the state of the loader says where to resume"
         )
     if args.deepspeed and getattr(args, "enable_jit_checkpoint", False):
-        raise ValueError(
-            "enable_jit_checkpoint=True saves before the trainer counts a step, but DeepSpeed has taken it by then: "
-            "its batches would be trained on twice. Save by save_steps"
-        )
+        raise ValueError("enable_jit_checkpoint=True would repeat batches with DeepSpeed. Use save_steps instead.")
     if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
+        raise ValueError("auto_find_batch_size=True is not supported. Set the batch size in the pipeline.")
     restarting(eval_loader)
 
 
@@ -325,8 +318,7 @@ def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
         return kwargs
     if settings.packing or settings.padding_free:
         raise ValueError(
-            "SFTConfig's packing and padding_free are for its own dataset: leave them out, and let the pipeline pack, "
-            "by .pack(max_length=…)"
+            "packing and padding_free of SFTConfig are not supported. Use .pack(max_length=...) in the pipeline."
         )
     from datasets import Dataset
 
@@ -340,10 +332,7 @@ def _check_first(batch: Any, trainer: Any) -> None:
     check_inputs(batch, trainer.model)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.cp_enabled and has_packs(batch):
-        raise ValueError(
-            "context parallelism in the trainer has no masks but the causal one, so that the documents of a pack would "
-            "see each other: leave out the packer"
-        )
+        raise ValueError("context parallelism has only the causal mask, which mixes documents. Remove the packer.")
 
 
 def _times(args: Any) -> int:
@@ -368,8 +357,7 @@ def _warn_of_unused(args: Any, dataset: Any) -> None:
         given.append("train_dataset")
     if given:
         log.warning(
-            "without effect: %s. The pipeline makes the batches, with their rows, lengths, packs and what their labels "
-            "leave out",
+            "ignored: %s. The pipeline defines the batches.",
             ", ".join(given),
         )
 
@@ -378,8 +366,8 @@ def _warn_of_unloaded(output_dir: Path) -> None:
     """Warn of checkpoints that hold the state of the data, where a run begins without one."""
     if saved := sorted(output_dir.glob(f"checkpoint-*/{JSON_FILE}")):
         log.warning(
-            "%s holds %s, but the run begins at the first batch. To resume, call train(resume_from_checkpoint=True); "
-            "else take another output_dir",
+            "%s has %s, but the run starts at the first batch. Call train(resume_from_checkpoint=True), or use "
+            "another output_dir.",
             output_dir,
             saved[-1].parent.name,
         )
@@ -389,14 +377,13 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
     """Warn of what a checkpoint lacks, or the trainer restores only on request."""
     if args.save_only_model:
         log.warning(
-            "save_only_model=True: the checkpoint has no optimizer, scheduler or random numbers, so that the resumed "
-            "run has the same batches, but other losses. Leave it out to resume exactly"
+            "save_only_model=True drops the optimizer, so losses differ after a resume. Remove it to resume exactly."
         )
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if names and not args.restore_callback_states_from_checkpoint:
         log.warning(
-            "the resumed run may end at another step: %s starts again (EarlyStoppingCallback forgets its patience) "
-            "unless TrainingArguments has restore_callback_states_from_checkpoint=True",
+            "the resumed run may end at another step, because %s restarts. Set "
+            "restore_callback_states_from_checkpoint=True.",
             ", ".join(names),
         )
 
@@ -406,16 +393,14 @@ def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
     steps = args.gradient_accumulation_steps
     if steps > MAX_LAG * times:
         raise ValueError(
-            f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
-            "optimizer has not stepped on. Accumulate fewer, larger batches"
+            f"gradient_accumulation_steps={steps} exceeds the limit of {MAX_LAG}. Use fewer, larger batches."
         )
     length = times * (length_of(batches) or 0)
     in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
     if length and length % steps and in_mid_epoch:
         raise ValueError(
-            f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
-            "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch' "
-            "without enable_jit_checkpoint, or an endless pipeline (epochs=None) with max_steps"
+            f"gradient_accumulation_steps={steps} does not divide the {length} batches of an epoch. Change it, or "
+            "use epochs=None with max_steps, or save_strategy='epoch'."
         )
 
 
@@ -423,9 +408,8 @@ def _check_steps(waiting: int, steps: int) -> None:
     """Raise ValueError if so many batches wait at an epoch's end that no epoch is long enough for a step."""
     if waiting >= steps:
         raise ValueError(
-            f"the optimizer has not stepped on the last {waiting} batches, and never would: the trainer counts the "
-            f"gradient_accumulation_steps={steps} of a step again in each epoch, and an epoch has fewer batches. "
-            "Accumulate fewer, or take an endless pipeline (epochs=None)"
+            f"the optimizer never takes the last {waiting} batches, because gradient_accumulation_steps={steps} "
+            "exceeds an epoch. Lower it, or use epochs=None."
         )
 
 
@@ -447,7 +431,7 @@ def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, A
     last: int = saved["global_step"] + in_all - done
     if last != in_all:
         log.warning(
-            "resumed on another number of ranks, or between two generations: %s epochs end after step %d, not %d",
+            "resumed with other ranks, or between two generations. %s epochs end after step %d, not %d.",
             args.num_train_epochs,
             last,
             in_all,
@@ -499,11 +483,11 @@ def newest_whole(output_dir: Path) -> Path | None:
         lacks = _lacks(folder)
         if lacks is None:
             if passed_over:
-                log.warning("resuming from %s; newer, but not whole: %s", folder, "; ".join(passed_over))
+                log.warning("resuming from %s. Newer checkpoints are incomplete: %s", folder, "; ".join(passed_over))
             return folder
         passed_over.append(f"{folder.name}, whose {lacks}")
     if passed_over:
-        raise StateError(f"{output_dir} has no checkpoint that is whole, only {'; '.join(passed_over)}")
+        raise StateError(f"{output_dir} has no complete checkpoint: {'; '.join(passed_over)}. Use another folder.")
     return None
 
 
@@ -521,14 +505,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     if lacks := _lacks(folder):
         raise StateError(
-            f"{folder} is not whole: its {lacks}. Resume from another (resume_from_checkpoint=True takes the newest "
-            "whole one), or load a state that you saved yourself into the loader and pass the trainer no checkpoint"
+            f"{folder} is incomplete, its {lacks}. Pass resume_from_checkpoint=True for the newest complete one, or "
+            "load a state into the loader yourself."
         )
     file = folder / JSON_FILE
     try:
         return from_json(json.loads(file.read_bytes()))
     except ValueError as error:
-        raise StateError(f"{file}: no JSON ({error}); resume from another checkpoint") from error
+        raise StateError(f"{file}: no JSON ({error}). Resume from another checkpoint.") from error
 
 
 def _lacks(folder: Path) -> str | None:

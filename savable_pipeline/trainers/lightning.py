@@ -233,8 +233,8 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         batches.step.put_back(loop["epoch_loop.batch_progress"])
         if batches.step.in_training and self._stepping == trainer.global_step:
             log.warning(
-                "a checkpoint is saved while the optimizer is at work, after %d steps: some of the weights may have "
-                "taken the next one, whose batches come again",
+                "this checkpoint is saved during an optimizer step, after %d steps, so batches of the next step "
+                "may be repeated",
                 trainer.global_step,
             )
 
@@ -274,10 +274,8 @@ def _check_untrained(trainer: Any) -> None:
     begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     if begun:
         raise StateError(
-            f"the trainer has trained on {begun} batches, in {trainer.current_epoch} whole epochs, but no state of the "
-            "loader was in a checkpoint, so that it would begin with the first ones again: resume from a checkpoint "
-            "that was saved with a SavableDataModule (one that overrides `setup` must call `super().setup(stage)`), or "
-            "load the weights alone and fit with a new Trainer"
+            f"the trainer is at batch {begun} of {trainer.current_epoch} epochs, but the checkpoint has no state of "
+            "the loader. Resume from one with a SavableDataModule, whose `setup` calls super().setup(stage)."
         )
 
 
@@ -294,8 +292,8 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
     steps = max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
     if steps + ahead > MAX_LAG:
         raise ValueError(
-            f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead: a checkpoint takes back at most "
-            f"{MAX_LAG} batches that the optimizer has not stepped on. Accumulate fewer, larger batches"
+            f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead exceeds the limit of {MAX_LAG}. "
+            "Use fewer, larger batches."
         )
 
 

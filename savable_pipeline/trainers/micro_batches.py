@@ -67,7 +67,9 @@ def rows(batch: Any) -> int:
     }
     if len(set(sizes.values())) != 1:
         shown = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "no field is a tensor with rows"
-        raise ValueError(f"the number of rows of this batch is not known: {shown}")
+        raise ValueError(
+            f"the number of rows of this batch is not known: {shown}. Give each tensor the same number of rows."
+        )
     return next(iter(sizes.values()))
 
 
@@ -97,7 +99,7 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
     """
     whole = rows(batch)
     if not 1 <= n <= whole:
-        raise ValueError(f"a batch of {whole} rows is split into 1 to {whole} parts, not {n}")
+        raise ValueError(f"n must be 1 to {whole}, the rows of the batch, not {n}")
     size, more = divmod(whole, n)
     return _cut_at(batch, [part * size + min(part, more) for part in range(n + 1)], shared)
 
@@ -123,7 +125,7 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
     """
     whole = rows(batch)
     if size < 1 or int(size) != size:
-        raise ValueError(f"a micro-batch has a whole number of rows, at least 1, not {size}")
+        raise ValueError(f"size must be an int of at least 1, not {size}")
     return _cut_at(batch, [*range(0, whole, int(size)), whole], shared)
 
 
@@ -186,8 +188,8 @@ class _Rows(NamedTuple):
         sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
         if not sized or len(value) != self.whole:
             raise ValueError(
-                f"the field {name!r} is not of {self.whole} rows, so that it cannot be split with them: name it in "
-                "shared= if each part is to have it as it is, or leave it out of the batch"
+                f"field {name!r} does not have {self.whole} rows. Add it to shared= to copy it to each part, or "
+                "remove it."
             )
         return value[self.start : self.stop]
 
@@ -203,7 +205,7 @@ def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
     found: torch.Tensor = whole[(whole >= own.start) & (whole <= own.stop)]
     if not len(found) or int(found[0]) != own.start or int(found[-1]) != own.stop:
         where = f"at {own.start} or at {own.stop}"
-        raise ValueError(f"{name} has no boundary {where}, where rows begin: a segment is in one row")
+        raise ValueError(f"{name} has no boundary {where}. Let each row start a segment.")
     return found - int(own.start)
 
 

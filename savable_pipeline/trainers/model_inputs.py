@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 _IGNORED = -100
-_CURE = "have the encoder's `batch` return model_inputs(super().batch(items, rng), config)"
+_CURE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that look where their mask allows
 _MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; that of flash gets borders
 _MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # what a batch may show beside tokens
@@ -68,11 +68,11 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
     missing = {"tokens", "labels"} - {*batch} or {"lengths", "cu_seqlens"}.isdisjoint(batch)
     if missing:
         raise ValueError(
-            "model_inputs takes a batch with tokens and labels, and with lengths or (packs) cu_seqlens, as the "
-            f"encoders of task_encoders make it; this one has {', '.join(sorted(batch))}"
+            "model_inputs needs tokens, labels, and lengths or cu_seqlens, as encoders of task_encoders return. "
+            f"This batch has {', '.join(sorted(batch))}."
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{config.model_type} has an encoder: model_inputs is for models that are a decoder alone")
+        raise ValueError(f"{config.model_type} has an encoder, but model_inputs needs a decoder-only model")
     seen = _media_inputs(batch, config)
     labels = batch["labels"]
     if "valid" in batch:
@@ -114,16 +114,13 @@ def check_inputs(inputs: Any, model: Any) -> None:
         return
     if raw := {"tokens", "cu_seqlens"} & {*inputs}:
         found = " and ".join(sorted(raw))
-        raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take: {_CURE}")
+        raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take. {_CURE}.")
     if _are_ahead(inputs):
-        raise ValueError(
-            "labels are the next tokens already, and the model's loss shifts them once more, so that it would learn "
-            f"the token after the next: {_CURE}"
-        )
+        raise ValueError(f"labels are shifted already, but the model shifts them again. {_CURE}.")
     if "flash" in (_attention(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
         raise ValueError(
-            f"the model's attention is {_attention(inner.config)}, which takes the documents of packs in several rows "
-            "for one each: give model_inputs the model's own configuration, or one with this attn_implementation"
+            f"the attention of the model is {_attention(inner.config)}, which misreads packs in several rows. Pass "
+            "the configuration of the model, with this attn_implementation, to model_inputs."
         )
 
 
@@ -140,15 +137,9 @@ def _are_ahead(inputs: Mapping[str, Any]) -> bool:
 def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
     borders, positions = batch["cu_seqlens"], batch["position_ids"]
     if positions.flatten()[borders[:-1].long()].any():
-        raise ValueError(
-            "position_ids are not 0 where documents begin (cu_seqlens): model_inputs takes whole batches, not the "
-            "parts of cut_context"
-        )
+        raise ValueError("position_ids must be 0 at cu_seqlens. Pass whole batches, not parts of cut_context.")
     if reason := _why_mixed(config):
-        raise ValueError(
-            f"{config.model_type}: {reason}, so that the documents of a pack would see each other. Leave out the "
-            "packer: rows of one document each are for any causal model"
-        )
+        raise ValueError(f"{config.model_type}: {reason}, so documents of a pack would mix. Remove the packer.")
     made = {"input_ids": batch["tokens"], "labels": labels, "position_ids": _positions(batch, config)}
     if flash := "flash" in (_attention(config) or ""):
         made = {name: value.flatten(-2).unsqueeze(-2) for name, value in made.items()}
@@ -182,8 +173,8 @@ def _config_of(model: Any) -> Any:
                 return found
         inner = getattr(inner, "module", None)
     raise TypeError(
-        f"model_inputs takes a model of transformers, or its configuration, not {type(model).__name__}: for a model of "
-        "your own, use the batch as it is; its labels are the next tokens already"
+        f"model_inputs takes a transformers model or configuration, not {type(model).__name__}. For your own model, "
+        "use the batch as it is."
     )
 
 
@@ -243,13 +234,13 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
             able = ", ".join(name for name, fields in _EYES.items() if field in fields) or "none"
             packed = " of packs" if "cu_seqlens" in batch else ""
             raise ValueError(
-                f"a batch has {field!r}, which {config.model_type} does not take here{packed} (models that do: "
-                f"{able}). Images in text are those of ChatEncoder and InterleavedEncoder with vision=Vision(…)"
+                f"a batch has {field!r}, which {config.model_type} does not take{packed}. Use ChatEncoder or "
+                f"InterleavedEncoder with vision=Vision(...), or one of: {able}."
             )
         if config.model_type in _ROPES and "mrope_ids" not in batch:
             rate = getattr(config.vision_config, "tokens_per_second", None)
             raise ValueError(
-                f"{config.model_type} needs mrope_ids: give the encoder rope=MRope(tokens_per_second={rate})"
+                f"{config.model_type} needs mrope_ids. Set rope=MRope(tokens_per_second={rate}) in the encoder."
             )
         made |= takes(batch, config)
     return made
@@ -278,7 +269,7 @@ def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
     wanted = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     if patches.shape[1:] != wanted:
         raise ValueError(
-            f"patches of {tuple(patches.shape[1:])}, channels, frames and pixels, where the model has {wanted}"
+            f"patches have {tuple(patches.shape[1:])} (channels, frames, pixels), but the model needs {wanted}"
         )
     return patches.flatten(1)
 
@@ -288,8 +279,8 @@ def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     patches, grids = batch["patches"], batch["grids"]
     if (grids != grids[0]).any():
         raise ValueError(
-            f"{config.model_type} takes tiles of one size, not grids of {grids.unique(dim=0).tolist()} patches: give "
-            "Vision the tiles Tiles(side=…), with the model's image size"
+            f"{config.model_type} needs equal tiles, not {grids.unique(dim=0).tolist()}. Use Vision with "
+            "Tiles(side=...) of the image size of the model."
         )
     rows, columns = grids[0].tolist()
     split = patches.unflatten(0, (len(grids), rows, columns)).permute(0, 3, 1, 4, 2, 5)

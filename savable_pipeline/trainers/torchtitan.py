@@ -103,7 +103,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         given = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
         self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
         if not isinstance(self.loader, SavableLoader):
-            raise TypeError(f"make must give a SavableLoader, not {type(self.loader).__name__}")
+            raise TypeError(f"make must return a SavableLoader, not {type(self.loader).__name__}")
         refuse_acknowledging(self.loader)
         self._convert = config.convert
 

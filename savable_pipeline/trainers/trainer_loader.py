@@ -77,8 +77,8 @@ class TrainerLoader:
     ) -> None:
         if not isinstance(loader, SavableLoader):
             raise TypeError(
-                f"TrainerLoader takes a SavableLoader, not {type(loader).__name__}: it, or the trainer, moves batches "
-                "itself"
+                f"TrainerLoader takes a SavableLoader, not {type(loader).__name__}. Remove the wrapper, because "
+                "batches are moved anyway."
             )
         refuse_acknowledging(loader)
         self._loader = loader
@@ -150,9 +150,8 @@ class TrainerLoader:
         if self._epoch_and_slot != self._left_at:
             (epoch, slot), (now_epoch, now_slot) = self._left_at, self._epoch_and_slot
             raise SavableError(
-                f"the loader was left at slot {slot} of epoch {epoch}, but stands at slot {now_slot} of epoch "
-                f"{now_epoch}: something else took batches of it, skipped some or restored it a second time. Restore "
-                "through the trainer alone, and take batches from what the trainer was given"
+                f"something else moved the loader from slot {slot} of epoch {epoch} to slot {now_slot} of epoch "
+                f"{now_epoch}. Take batches and restore through the trainer alone."
             )
 
     def _check_none_skipped(self) -> None:
@@ -162,9 +161,8 @@ class TrainerLoader:
         on_its_way = begun == last.begun
         if not 0 <= last.number - (begun - last.start) <= self._most_ahead + on_its_way:
             raise SavableError(
-                f"{last.number} batches were given since the run began or was resumed, but the trainer trained on "
-                f"{begun - last.start} of them and fetches at most {self._most_ahead} ahead: it skips batches. "
-                "The state says where to continue, so switch the trainer's own skipping off"
+                f"the trainer used {begun - last.start} of {last.number} batches and fetches at most "
+                f"{self._most_ahead} ahead. Turn off its own skipping."
             )
 
     # Iterating.
@@ -225,8 +223,8 @@ class TrainerLoader:
         if ahead > len(self._given):
             self._check_none_skipped()
             raise SavableError(
-                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._most_kept} can be "
-                "taken back: accumulate fewer, larger batches, and no more than an epoch has"
+                f"the optimizer has not used the last {ahead} batches, more than the limit of {self._most_kept}. "
+                "Accumulate fewer, larger batches."
             )
         return list(self._given[-ahead:]) if ahead else []
 
@@ -361,10 +359,7 @@ def refuse_acknowledging(loader: Any) -> None:
         ValueError: It does.
     """
     if isinstance(loader, SavableLoader) and settings_of(loader).acknowledge:
-        raise ValueError(
-            "this loader was made with acknowledge=True, for a loop of your own that says which rows are done: a "
-            "trainer's integration counts batches, so leave it out here"
-        )
+        raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
 
 
 def each(made: Any) -> list[Any]:
@@ -405,7 +400,6 @@ def restarting(made: Any) -> Any:
     for loader in each(made):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
             raise ValueError(
-                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
-                "one that was broken off, by a sanity check or a limit on its batches"
+                'set on_iter="restart" in a loader for evaluation, so that each evaluation starts at the first batch.'
             )
     return made

@@ -191,7 +191,7 @@ def test_a_batch_is_made_again_from_its_key(name: str, encoder: Any, settings: A
         assert (made["__restore_key__"] if isinstance(made, dict) else made.__restore_key__) == key
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    with pytest.raises(ValueError, match="no __restore_key__ that this dataset gave"):
+    with pytest.raises(ValueError, match="no __restore_key__ of this dataset"):
         again.restore_sample(("BatchDataset", 3, ("Webdataset", 4)))
 
 

@@ -136,7 +136,10 @@ def test_after_an_error_the_same_batch_is_tried_again_and_nothing_is_lost(restor
         except sp.EncodeError as error:
             errors += 1
             assert isinstance(error.__cause__, OSError)
-            assert "Lists.batch raised OSError: for now; stage Batcher, batch 0 (3 items) of Lane(0 of 1" in str(error)
+            assert (
+                "Lists.batch failed: OSError: for now. Fix it and resume.\n  stage Batcher, batch 0 (3 items)"
+                in str(error)
+            )
             if restore:
                 state, stage = stage.save_state(), batcher(7, encoder=encoder)
                 stage.restore_state(state)

@@ -296,7 +296,7 @@ def test_a_pipeline_that_would_give_them_is_refused(shards: str, file: str) -> N
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return Pairs(sp.TarShardReader(shards, lane, exclude=file))
 
-    with pytest.raises(ValueError, match="between that reader and Pairs"):
+    with pytest.raises(ValueError, match="between the reader and Pairs"):
         next(loader(pipeline))
 
 

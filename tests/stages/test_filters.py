@@ -103,7 +103,7 @@ def test_an_error_of_the_function_is_raised_or_skipped_and_tried_again(make_shar
     loader = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
     assert next(loader).tolist() == [0, 1, 2]  # the fault is met where it is due, though more was read ahead
     state = loader.state_dict()
-    with pytest.raises(sp.EncodeError, match=r"filter\(.*tried\) raised RuntimeError: no four.*key 's000004'"):
+    with pytest.raises(sp.EncodeError, match=r"filter\(.*tried\) failed.*RuntimeError: no four"):
         next(loader)
     broken["is"] = False
     resumed = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
@@ -136,7 +136,7 @@ def test_a_filter_that_keeps_nothing_is_an_error(make_shards: MakeShards, after:
 
     read = sp.read(str(make_shards([8])), epochs=epochs)
     chain = read.map(number).filter(nothing) if after else read.filter(nothing).map(number)
-    with pytest.raises(sp.EncodeError, match=r"nothing\) left out (a whole pass of 8|the last 124. in a row)"):
+    with pytest.raises(sp.EncodeError, match=r"nothing\) dropped (all 8 of an epoch|1,24. in a row)"):
         next(sp.SavableLoader(chain.batch(2), seed=0, lanes=1))
 
 
@@ -162,7 +162,7 @@ def test_a_filter_that_kept_only_early_samples_ends_a_resumed_run_as_the_uninter
         assert [int(batch[0]) for batch in stage] == list(range(cut, 8))
     nothing = chain(lambda value: False)(sp.Lane())
     nothing.restore_state(state_after(nothing, 0))
-    with pytest.raises(sp.EncodeError, match="a whole pass of 40"):
+    with pytest.raises(sp.EncodeError, match="all 40 of an epoch"):
         next(nothing)
 
 
@@ -179,7 +179,7 @@ def test_a_filter_whose_errors_are_skipped_has_a_limit(make_shards: MakeShards, 
     chain = (
         read.map(number).filter(fails, on_error="skip") if after else read.filter(fails, on_error="skip").map(number)
     )
-    with pytest.raises(sp.EncodeError, match=r"10\d of the (first )?1\d\d (samples|items) .*RuntimeError: no"):
+    with pytest.raises(sp.EncodeError, match=r"(?s)10\d of the first 1\d\d (samples|items) .*RuntimeError: no"):
         sum(1 for _, _item in zip(range(10_000), chain.batch(1)(sp.Lane()), strict=False))
 
 

@@ -71,7 +71,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_library_that_is_not_installed_is_no_fault_of_a_sample(make_shards: Any) -> None:
     missing = ImportError("audio and video need PyAV: pip install 'savable_pipeline[media]'")
     stage = sp.Encode(reader(make_shards([4])), Odd(missing), on_error="skip")
-    with pytest.raises(sp.EncodeError, match=r"raised ImportError: audio and video need PyAV.*key 's000001'"):
+    with pytest.raises(
+        sp.EncodeError, match=r"failed on sample 's000001' of .*: ImportError: audio and video need PyAV"
+    ):
         taken(stage)
     assert not skipped(stage)
 
@@ -84,7 +86,7 @@ def test_samples_that_fail_are_skipped_counted_and_written_down(make_shards: Any
     first, *_, last = lines(tmp_path / "bad.jsonl")
     assert (first["shard"], first["key"], first["offset"], first["ref"][1:]) == ("0000.tar", "s000001", 1024, [0, 1, 0])
     assert (last["shard"], last["key"], last["reason"], last["lane"]) == ("0001.tar", "s000005", "ValueError", 0)
-    assert "Odd.encode raised ValueError: odd; stage Encode, shard 0001.tar" in last["detail"]
+    assert "of 0001.tar: ValueError: odd" in last["detail"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -117,7 +119,7 @@ def test_a_function_decides_and_sees_the_encoders_own_error(make_shards: Any) ->
     assert taken(sp.Encode(reader(make_shards([4])), Odd(), on_error=decide)) == [0, 2]
     assert [type(error) for error in seen] == [sp.EncodeError] * 2
     stage = sp.Encode(reader(make_shards([4])), Odd(KeyError("jpg")), on_error=decide)
-    with pytest.raises(sp.EncodeError, match="raised KeyError"):
+    with pytest.raises(sp.EncodeError, match="KeyError"):
         values_and_refs(stage, 4)
     assert skipped(stage) == {}
 
@@ -127,13 +129,11 @@ def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shard
     stage = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
     assert values_and_refs(stage, 2)[0] == [0, 2]
     for _ in range(2):
-        with pytest.raises(
-            sp.EncodeError, match=r"3 of the 6 samples of Lane\(0 of 1, seed=0\) .* max_errors=2 allows"
-        ):
+        with pytest.raises(sp.EncodeError, match=r"3 of the first 6 samples of Lane\(0 of 1, seed=0\) .* max_errors=2"):
             values_and_refs(stage, 2)
     after = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
     after.restore_state(stage.save_state())
-    with pytest.raises(sp.EncodeError, match="3 of the 6 samples"):
+    with pytest.raises(sp.EncodeError, match="3 of the first 6 samples"):
         values_and_refs(after, 2)
     share = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=0.5)
     assert len(taken(share)) == 200

@@ -80,7 +80,7 @@ def test_a_mistake_is_named_with_encoder_field_sample_and_both_values_and_never_
     with pytest.raises(sp.EncodeError) as caught:
         next(stage)
     told = str(caught.value)
-    assert told.startswith(f"{encoder.__name__}.encode gave two results for one sample, item['value']")
+    assert told.startswith(f"{encoder.__name__}.encode returned two results for one sample: item['value']")
     assert " expected, " in told and "shard 0000.tar, key 's0000" in told
 
 
@@ -136,7 +136,7 @@ class OwnGenerator(sp.TaskEncoder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_encoder_with_a_generator_of_its_own_is_an_error_without_asking(make_shards: Any, workers: int) -> None:
     chain = sp.read(str(make_shards([20]))).encode(OwnGenerator()).batch(4)
-    two = pytest.raises(sp.EncodeError, match=r"gave two results for one sample, item\['crop'\]")
+    two = pytest.raises(sp.EncodeError, match=r"returned two results for one sample: item\['crop'\]")
     with sp.SavableLoader(chain, seed=0, lanes=2, num_workers=workers) as loader, two:
         next(loader)
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_compared_is_not_and_pictures_are_by_their_pixels(items: 
     assert len(list(items(OneField(lambda rng: Handle()), check=1.0))) == 30
     assert len(list(items(OneField(lambda rng: (x for x in "ab")), check=1.0))) == 30
     assert len(list(items(OneField(lambda rng: Image.new("L", (2, 2), 7)), check=1.0))) == 30
-    with pytest.raises(sp.EncodeError, match="gave two results"):
+    with pytest.raises(sp.EncodeError, match="returned two results"):
         list(items(OneField(lambda rng: Image.new("L", (2, 2), next(pixels))), check=1.0))
 
 

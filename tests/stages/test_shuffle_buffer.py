@@ -131,9 +131,9 @@ def test_a_size_below_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("refs", "said"),
     [
-        (bytes(12 * 6), r"ShuffleBuffer\(size=5\): the state holds 6 refs"),
-        (bytes(13), "ShuffleBuffer: 13 bytes are no refs of 12 bytes each"),
-        ([[1, 0, 0]], "ShuffleBuffer: .* are no refs of 12 bytes each"),
+        (bytes(12 * 6), r"ShuffleBuffer\(size=5\): the state has 6 samples"),
+        (bytes(13), "ShuffleBuffer: 13 bytes are no refs"),
+        ([[1, 0, 0]], "ShuffleBuffer: .* are no refs"),
     ],
 )
 def test_a_state_of_another_size_is_a_mismatch(refs: object, said: str) -> None:
@@ -150,7 +150,7 @@ def test_the_state_of_another_stage_is_a_mismatch() -> None:
 
 def test_a_buffer_of_samples_takes_no_bound_on_items(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3])), sp.Lane())
-    with pytest.raises(ValueError, match="max_buffer_bytes is for a buffer after Encode"):
+    with pytest.raises(ValueError, match="max_buffer_bytes applies only after Encode"):
         sp.ShuffleBuffer(reader, size=2, max_buffer_bytes=10)  # type: ignore[call-overload]
 
 

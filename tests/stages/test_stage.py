@@ -175,9 +175,7 @@ def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, 
 
 
 def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
-    with pytest.raises(
-        TypeError, match=r"Reversed defines __next__ but no `ref`.*\n +class Reversed\(custom.PassThrough, "
-    ):
+    with pytest.raises(TypeError, match=r"Reversed has no `ref`.*\n.*class Reversed\(custom.PassThrough, "):
 
         class Reversed(custom.ItemStage):
             def __next__(self) -> Any:
@@ -214,11 +212,11 @@ def test_a_false_marker_is_found(shards: str) -> None:
     "build,told",
     [
         (lambda s: sp.Encode(sp.Encode(s, Lengths()), Lengths()), "not Encode, which gives items"),
-        (lambda s: sp.OnlinePacker(s, max_length=8), "OnlinePacker takes a stage that gives items"),
+        (lambda s: sp.OnlinePacker(s, max_length=8), "OnlinePacker takes a stage of items"),
         (lambda s: custom.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
         (
             lambda s: sp.Batcher([1, 2], size=3),
-            r"Batcher takes a stage that gives things \(custom.Stage\), not \[1, 2\]",
+            r"Batcher takes a stage of things \(custom.Stage\), not \[1, 2\]",
         ),  # type: ignore[arg-type]
     ],
 )
@@ -276,7 +274,7 @@ def test_a_batch_stage_without_a_filler_is_refused(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return Same(doubled(shards, lane, 1))
 
-    with pytest.raises(ValueError, match=r"tail='pad' needs a last stage with filler\(\).*Same has none"):
+    with pytest.raises(ValueError, match=r"tail='pad' needs a last stage with filler\(\), not Same"):
         next(iter(sp.SavableLoader(pipeline, seed=1, lanes=4, tail="pad")))
 
 
@@ -391,7 +389,7 @@ def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(
         samples = sp.ShuffleBuffer(reader(shards, lane), size=buffer)
         return sp.Batcher(Nothing(sp.Encode(samples, NumberEncoder())), size=2)
 
-    with pytest.raises(sp.SavableError, match=r"read 1,0\d\d samples since its last batch, of a share of 4[67]"):
+    with pytest.raises(sp.SavableError, match=r"read 1,0\d\d samples without a batch .its share is 4[67]"):
         next(iter(sp.SavableLoader(pipeline, seed=1, lanes=2)))
 
 

@@ -106,7 +106,7 @@ TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
     [
         (f"a0: &a0 [x]\n{TENS}sources: *a11\n", r"line \d+, column \d+: more than 100,000 values"),
         ("sources: &a {b: *a}\n", r"line 1: .*the alias \*a lies in what it stands for"),
-        ("sources: {a: {path: a, weight: '1e99999999'}}", "line 1: the weight of 'a' has too large a power of ten"),
+        ("sources: {a: {path: a, weight: '1e99999999'}}", "line 1: the weight of 'a' is too large"),
         ("sources: {true: {path: a, weight: 1}}", "line 1: the name True is not a text; write it in quotes"),
         (f"sources: {'[' * 1500}", "deeper than 20"),
         ("sources: \0", "line 1: .*special characters are not allowed"),

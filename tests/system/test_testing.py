@@ -241,7 +241,7 @@ def test_loaders_that_are_not_all_ranks_in_their_order_are_refused(
     shards: Path, ranks: tuple[int, ...], listed: str
 ) -> None:
     there = ranks_of(partial(number_pipeline, str(shards), epochs=1), 2)
-    with pytest.raises(ValueError, match=f"the loaders of all ranks of a run, in their order, not {listed}$"):
+    with pytest.raises(ValueError, match=f"the loaders of all ranks in their order, not {listed}$"):
         steps_of_ranks([there[rank] for rank in ranks])
 
 

@@ -82,7 +82,7 @@ def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_p
     trainer(make, tmp_path, max_steps=2).train()
     folder = tmp_path / "run/checkpoint-2"
     (folder / "trainer_state.json").unlink()
-    with pytest.raises(StateError, match=r"is not whole: its trainer_state\.json.*while it was saved"):
+    with pytest.raises(StateError, match=r"is incomplete, its trainer_state\.json.*while it was saved"):
         trainer(make, tmp_path).train(resume_from_checkpoint=str(folder))
 
 
@@ -103,11 +103,11 @@ def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Pat
     made.train()
     next(loader)  # moved by something else
     folder = tmp_path / "run/checkpoint-2"
-    with pytest.raises(sp.SavableError, match="something else took batches"):
+    with pytest.raises(sp.SavableError, match="something else moved the loader"):
         made._save_checkpoint(made.model, trial=None)
     assert not folder.exists()
     manager = CheckpointManager(made)  # which makes the folder beforehand, on SIGTERM
-    with pytest.raises(sp.SavableError, match="something else took batches"):
+    with pytest.raises(sp.SavableError, match="something else moved the loader"):
         manager.execute_jit_checkpoint()
     assert not folder.exists()
 
@@ -147,7 +147,7 @@ def test_hf_a_run_that_has_ended_trains_no_more_however_often_it_is_started(
         assert again.train(resume_from_checkpoint=True).global_step == step
         assert (after.found, again._batches.state_dict()["slot"]) == (weights.found, slot)
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == checkpoints
-    assert caplog.text.count(f"has ended, at step {step} of {step}") == 3
+    assert caplog.text.count(f"has ended at step {step} of {step}") == 3
     further = trainer(make, tmp_path, make(kind), **{**settings, "max_steps": step + 2})
     assert further.train(resume_from_checkpoint=True).global_step == step + 2
 
@@ -285,13 +285,13 @@ def test_hf_settings_of_batches_that_have_no_effect_are_named_once(
         made = hf.SavableTrainer(Model(), SFTSettings(str(tmp_path), **quiet, **settings), train_loader=loader)
         if loader is not None:
             made.train()
-        return [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
 
     (found,) = named(per_device_train_batch_size=2, max_length=64, completion_only_loss=True)
     assert "per_device_train_batch_size=2, max_length=64, completion_only_loss=True. " in found
-    assert "The pipeline makes the batches" in found
+    assert "The pipeline defines the batches" in found
     (found,) = named(max_length=None)
-    assert found.startswith("without effect: max_length=None. ")
+    assert found.startswith("ignored: max_length=None. ")
     assert named() == named(per_device_train_batch_size=8) == named(max_length=64, loader=None) == []
 
 
@@ -333,13 +333,11 @@ def test_hf_names_the_labels_that_it_needs_for_an_evaluations_loss(
         arguments.label_names = names
         made = hf.SavableTrainer(AnyFields(), arguments, train_loader=make(), eval_loader=make(on_iter="restart"))
         assert ("eval_loss" in made.evaluate()) == has_loss
-        assert ("evaluations will have no eval_loss" in caplog.text) != has_loss
+        assert ("evaluations have no eval_loss" in caplog.text) != has_loss
 
 
 def test_hf_takes_no_loader_on_a_device(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"TrainerLoader takes a SavableLoader, not OnDevice: .*the trainer, moves batches itself"
-    ):
+    with pytest.raises(TypeError, match=r"TrainerLoader takes a SavableLoader, not OnDevice"):
         trainer(make, tmp_path, OnDevice(make(), "cpu"))
 
 
@@ -363,10 +361,10 @@ def test_hf_a_bare_loader_that_its_trainer_iterates_over_is_named(
     made = Bare(Model(), arguments)
     made.loader = wrap(make())
     made.train()
-    assert caplog.text.count("Hugging Face's Trainer iterates over a bare SavableLoader") == 1
+    assert caplog.text.count("Hugging Face's Trainer does not save the state") == 1
     caplog.clear()
     trainer(make, tmp_path, evaluation=make(on_iter="restart"), max_steps=2).train()
-    assert "bare SavableLoader" not in caplog.text
+    assert "does not save the state" not in caplog.text
 
 
 def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begins(
@@ -376,7 +374,7 @@ def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begi
     for batch in (bare := accelerator.prepare(make())):
         assert batch is not None
         break
-    assert caplog.text.count("there is an Accelerator, whose save_state does not save loaders") == 1
+    assert caplog.text.count("an Accelerator does not save the state") == 1
     next(iter(bare))
     next(iter(with_accelerate.prepare(accelerator, make())))
-    assert caplog.text.count("bare SavableLoader") == 1
+    assert caplog.text.count("does not save the state") == 1

@@ -174,5 +174,5 @@ def test_hf_packs_are_refused_where_the_trainer_cuts_rows_for_context_parallelis
     monkeypatch.setattr(names["SavableTrainer"], "train", lambda *_, **__: None)
     trainer = names["main"]()
     monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", ParallelismConfig(cp_size=2), raising=False)
-    with pytest.raises(ValueError, match=r"context parallelism in the trainer .* leave out the packer"):
+    with pytest.raises(ValueError, match=r"context parallelism has only the causal mask.* Remove the packer"):
         trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)

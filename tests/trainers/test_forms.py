@@ -36,7 +36,7 @@ def test_a_state_passes_through_json(state: dict[str, Any], loader: sp.SavableLo
 
 @pytest.mark.parametrize("text", ["U0FW", "base64:U0F", "base64:U0F?", "base64:é", "x base64:U0FW"])
 def test_text_that_holds_no_bytes_is_refused(state: dict[str, Any], text: str) -> None:
-    with pytest.raises(StateError, match="lane_00001: no bytes as text"):
+    with pytest.raises(StateError, match="lane_00001: no base64 bytes"):
         from_json({**to_json(state), "lane_00001": text})
 
 

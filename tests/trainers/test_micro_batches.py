@@ -132,7 +132,7 @@ def test_segments_that_go_over_the_end_of_a_row_are_refused() -> None:
 
 
 def test_more_parts_than_rows_and_batches_without_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 rows is split into 1 to 2 parts, not 3"):
+    with pytest.raises(ValueError, match="n must be 1 to 2, the rows of the batch, not 3"):
         split({"id": torch.arange(2)}, 3)
     with pytest.raises(ValueError, match="a has 2, b has 3"):
         rows({"a": torch.zeros(2), "b": torch.zeros(3)})

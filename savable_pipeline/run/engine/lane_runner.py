@@ -198,7 +198,9 @@ class LaneRunner:
 
     def _restore(self, saved: LaneState) -> _Live:
         if saved.facts != self.facts.digest:
-            raise StateError(f"lane {saved.lane}: its state was saved with other facts of the run than are known here")
+            raise StateError(
+                f"lane {saved.lane}: its state does not fit the state of the run. Load both from one checkpoint."
+            )
         stage, lane = self.build(saved.lane, saved.epoch, self.facts)
         if saved.stages is not None:
             with restoring(f"the state of lane {saved.lane}"):
@@ -263,17 +265,16 @@ _DRY = object()
 def _check_last(stage: Any, lane: Lane) -> None:
     """Raise ValueError unless a pipeline that returned this for a lane can be run."""
     if not isinstance(stage, Stage):
-        raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+        raise ValueError(f"a pipeline must return its last stage (such as a Batcher), not {type(stage).__name__}")
     _check_lane(stage, lane)
     if stage.info.gives_excluded:
         raise ValueError(
-            "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
-            f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
+            f"exclude= needs an Encode, or a Batcher of samples, between the reader and {type(stage).__name__}. Add "
+            "one."
         )
     if lane.pad and getattr(type(stage), "filler", BatchStage.filler) is BatchStage.filler:
         raise ValueError(
-            f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
-            f"{type(stage).__name__} has none"
+            f"tail='pad' needs a last stage with filler(), not {type(stage).__name__}. End the pipeline with a Batcher."
         )
 
 
@@ -283,9 +284,8 @@ def _check_lane(last: Stage, lane: Lane) -> None:
         if stage.info.lane is not lane:
             source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
             raise ValueError(
-                f"{type(stage).__name__}{source} was made for {stage.info.lane}, not for {lane}, for which the "
-                "pipeline function was called: several lanes would give the same samples, and a resume others; make "
-                'each reader in the function, with its lane, as in sp.TarShardReader("shards/", lane)'
+                f"{type(stage).__name__}{source} was made for {stage.info.lane}, not for {lane}. Create each reader "
+                "in the pipeline function, with its lane, as in sp.TarShardReader(path, lane)."
             )
 
 
@@ -318,8 +318,8 @@ def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
         raise
     except Exception as error:
         raise StateError(
-            f"{where}, cannot be made again ({type(error).__name__}: {error}): it is damaged, or fetch of a stage of "
-            "your own does not take its ref; use another copy of the checkpoint"
+            f"{where}, cannot be rebuilt: {type(error).__name__}: {error}. Use another copy of the checkpoint, or "
+            "fix `fetch` of your stage."
         ) from error
     left = {row: ref for at, (row, ref) in enumerate(left.items()) if at not in lost}
     if type(batch) is Skip or not left:
@@ -334,6 +334,6 @@ def _filler(last: Stage) -> tuple[Any, ItemRef, tuple[int, ...]]:
     for batch in last:
         return batch, last.ref, ()
     raise SavableError(
-        f"{last.lane} has no batch, to stand for one that can no longer be made, or to fill up a step in which other "
-        "ranks are given batches again"
+        f"{last.lane} has no batch to replace one that cannot be rebuilt, or to fill a step. Use fewer lanes or "
+        "more data."
     )

@@ -133,8 +133,8 @@ class MadeOf(msgspec.Struct, frozen=True):
         rows = len(ref) - first
         if rows and not type(ref[first]) is type(ref[-1]) is tuple:
             raise SavableError(
-                f"acknowledge=True needs the rows of a batch, which the ref of {stage} does not show: {ref!r}; make it "
-                "(number of the batch, ref of each row)"
+                f"acknowledge=True needs the rows of a batch. Set the ref of {stage} to (number of the batch, ref "
+                f"of each row), not {ref!r}."
             )
         return cls(rows, ref, kept)
 

@@ -160,7 +160,9 @@ class Pool:
 
     def _check_process(self) -> None:
         if os.getpid() != self._owner:
-            raise WorkerError("this loader's workers belong to the process that forked this one: make a loader here")
+            raise WorkerError(
+                "the workers of this loader belong to the parent process. Create a loader in this process."
+            )
 
     def _assign(self) -> None:
         """Send waiting requests, in order, to workers with room in their queues."""
@@ -334,8 +336,8 @@ class Pool:
                 soonest = min(soonest, left)
             elif not worker.started:
                 raise WorkerError(
-                    f"a worker has not started in {limit:g} s: look for slow or blocking code that runs when the "
-                    "pipeline's modules are imported"
+                    f"a worker did not start within {limit:g} s. Look for slow code at import of the modules of the "
+                    "pipeline."
                 )
             else:
                 self._end_hanging(worker, f"gave no batch in {limit:g} s")
@@ -347,8 +349,7 @@ class Pool:
         if not worker.connection.kill():
             message, stack = self._last_of(worker, how)[-1], _indented(worker.stack)
             raise WorkerError(
-                f"{message}: it cannot be ended, as a process can, and goes on beside what comes next. The loader's "
-                f"state is whole: save it, or continue with other workers{stack}"
+                f"{message}. Its thread cannot be killed and continues. Save the state and restart the process.{stack}"
             )
         worker.hung = f"{how} and was killed"
 
@@ -375,7 +376,7 @@ class Pool:
         worker.connection.close()
         deaths = 0
         if lost:
-            log.warning("%s: its lanes continue elsewhere, from the states at hand", message)
+            log.warning("%s. Other workers take over its lanes.", message)
         else:
             deaths = self._count_death(blamed, message, stack)
         for lane in self._lanes.values():
@@ -393,13 +394,13 @@ class Pool:
         """How many workers have ended over what is blamed. Raises `WorkerError` if that is too many, or all are."""
         self.restarts += 1
         self._deaths_over[blamed] += 1
-        deaths, end = self._deaths_over[blamed], f"The loader's state is whole: save it or continue{stack}"
+        deaths, end = self._deaths_over[blamed], f"The loader's state is intact: save it or continue.{stack}"
         if blamed == "start" and deaths > RESTARTS_OVER_ONE:
-            raise WorkerError(f"{message}: worker number {deaths} in a row to do so. {end}")
+            raise WorkerError(f"{message}, as did the {deaths - 1} workers before it. {end}")
         if self.restarts > self._max_restarts:
-            limit = f"worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}"
+            limit = f"more than max_restarts={self._max_restarts} workers ended"
             raise WorkerError(f"{message}: {limit}. {end}")
-        log.warning("%s: replaced, restart %d of %d%s", message, self.restarts, self._max_restarts, stack)
+        log.warning("%s. It was replaced, restart %d of %d.%s", message, self.restarts, self._max_restarts, stack)
         return deaths
 
     def _give_up(self, first: PendingRequest, status: WorkerStatus, message: str) -> None:
@@ -408,7 +409,7 @@ class Pool:
         error = WorkerError(message)
         if status.sample is not None and can_skip(self._last_stage, status, error):
             lane.avoid.append((status.sample, status.epoch))
-            log.warning("%s: it is left out from now on", message)
+            log.warning("%s. The sample is skipped from now on.", message)
             return
         failed = Failure(error, message)
         for request in [request for request in self._requests.values() if request.lane == first.lane]:

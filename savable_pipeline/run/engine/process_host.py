@@ -266,7 +266,7 @@ class ProcessHost(Host):
 
     def _kill_zygote(self) -> None:
         """Kill the zygote, and so its workers: one that somebody stopped (SIGSTOP) obeys no more."""
-        log.warning("the process that starts workers does not answer; it is replaced")
+        log.warning("the process that starts workers does not answer. It was replaced.")
         os.kill(self.pid, signal.SIGKILL)
 
     def end_workers(self) -> None:
@@ -281,13 +281,15 @@ class ProcessHost(Host):
                 worker.kill()
         looking = [worker for worker in self._workers.values() if not worker.killed]
         if looking and not self._have_ended(_LOOK_S):
-            log.warning("%d workers did not end in %g s; they are killed before a last look", len(looking), _LOOK_S)
+            log.warning("%d workers did not end within %g s and are killed", len(looking), _LOOK_S)
             for worker in looking:
                 worker.kill()
         if not self._have_ended(END_WAIT_S):
             self._kill_zygote()
         if not self._have_ended(END_WAIT_S):
-            raise WorkerError(f"{len(self._workers)} workers did not end in {END_WAIT_S:g} s after they were killed")
+            raise WorkerError(
+                f"{len(self._workers)} workers did not end within {END_WAIT_S:g} s of SIGKILL. Look for a hanging disk."
+            )
 
     def _have_ended(self, seconds: float) -> bool:
         """Whether all workers have ended, for which it waits so long."""
@@ -363,12 +365,12 @@ def _check_picklable(pipeline: Any, method: str) -> None:
         cure = _pickling_cure(str(error))
         raise ValueError(
             f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
-            "start_method='fork'"
+            "start_method='fork'."
         ) from error
     if size > _LARGE_BYTES:
         log.warning(
-            "the pipeline takes %s, which each worker started by %s receives and keeps: make its encoder there, by "
-            "a function, .encode(make)",
+            "the pipeline has %s, which each worker started by %s copies. Pass a function that creates the "
+            "encoder: .encode(make).",
             human_bytes(size),
             method,
         )

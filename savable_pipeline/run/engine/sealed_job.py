@@ -82,9 +82,8 @@ def _unpickled(raw: bytes) -> LaneJob:
         job: LaneJob = pickle.loads(raw)
     except Exception as error:
         raise WorkerError(
-            f"a worker cannot import the pipeline: {short_error(error)}. Define it, and what it uses, at the "
-            "top of a module that workers can import too (not under `if __name__ == '__main__':`, nor in a "
-            "notebook), or use start_method='fork'"
+            f"a worker cannot import the pipeline: {short_error(error)}. Define it in a module (not in a notebook "
+            "or under `if __name__ == '__main__':`), or use start_method='fork'."
         ) from error
     return job
 

@@ -136,8 +136,8 @@ class ThreadHost(Host):
         torch = imported("torch")
         if torch is not None and torch.get_num_threads() != 1:
             log.warning(
-                "torch has %d threads in this process, and one in worker processes: the last bits may differ where an "
-                "encoder sums large tensors of floats with it; torch.set_num_threads(1) makes them the same",
+                "torch has %d threads here and one in worker processes, so float sums may differ. Call "
+                "torch.set_num_threads(1).",
                 torch.get_num_threads(),
             )
 
@@ -173,7 +173,7 @@ class ThreadHost(Host):
             worker.look()
         busy = [worker.name for worker in workers if worker.thread.is_alive()]
         if busy:
-            log.warning("%s did not end in %g s: after the batches that they make", ", ".join(busy), _LOOK_S)
+            log.warning("%s did not end within %g s. They end after their current batch.", ", ".join(busy), _LOOK_S)
             self._forget()
 
     close = end_workers
@@ -183,12 +183,12 @@ def _checked(last: Stage) -> Stage:
     """The last stage of a lane for a thread. Raises ValueError if an encoder seeds the global generators."""
     for encoder in encoders_of(last):
         if seeded := kinds(encoder.global_rng):
-            named, cure = type(encoder).__name__, "say global_rng = False in its class"
+            named, cure = type(encoder).__name__, "set global_rng = False in the class"
             if isinstance(encoder, MappedFunction):
                 named, cure = f"{encoder.stage}(…)", f"write {encoder.stage}(…, global_rng=False)"
             raise ValueError(
-                f"{named} has the global generators of {', '.join(seeded)} seeded for each call, which worker threads "
-                f"share with the trainer: draw from the call's `rng` and {cure}, or use start_method='fork'"
+                f"worker threads cannot seed the global generators ({', '.join(seeded)}) of {named}. Use only `rng` "
+                f"and {cure}, or use start_method='fork'."
             )
     return last
 

@@ -40,11 +40,11 @@ class Workers:
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 0:
-            raise ValueError(f"the number of workers must be at least 0: {self.count}")
+            raise ValueError(f"the number of workers must be at least 0, not {self.count}")
         if self.prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1: {self.prefetch}")
+            raise ValueError(f"prefetch must be at least 1, not {self.prefetch}")
         if not self.timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
+            raise ValueError(f"timeout must be above 0 seconds, not {self.timeout}")
         if self.start_method != "thread":
             self.context()
 
@@ -55,7 +55,7 @@ class Workers:
             return method
         methods = multiprocessing.get_all_start_methods()
         if method is not None and method not in methods:
-            raise ValueError(f"start_method={method!r}: this platform has {', '.join(methods)}, and 'thread'")
+            raise ValueError(f"start_method must be one of {', '.join(methods)}, thread, not {method!r}")
         return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
 
     def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:

@@ -75,9 +75,9 @@ class LedgerFiles:
         paths = sorted(folder.glob(f"*{SUFFIX}"))
         starts = [(path, start) for path in paths if (start := _start_of(path)) is not None]
         if not starts:
-            raise SavableError(f"{folder}: no ledger here; SavableLoader(ledger=…) writes one")
+            raise SavableError(f"{folder}: no ledger. SavableLoader(ledger=...) writes one.")
         if len({(start.seed, start.lanes) for _, start in starts}) > 1:
-            raise SavableError(f"{folder}: ledgers of several runs, of other seeds or lanes; give each a folder")
+            raise SavableError(f"{folder}: ledgers of several runs (other seeds or lanes). Use one folder for each.")
         groups = _together(starts)
         self._files = _with_cuts(groups)
         self.together = [[start for _, start in group] for group in groups]  # the starts of ranks that began together
@@ -138,7 +138,10 @@ class LedgerFiles:
         for given in self.batches():
             if given.batch.place == (epoch, slot) and not given.lost:
                 return given
-        raise SavableError(f"{self.folder}: no batch of slot {slot} in epoch {epoch} was given")
+        raise SavableError(
+            f"{self.folder}: slot {slot} of epoch {epoch} is not in the ledger. `savable ledger report` "
+            "shows the range."
+        )
 
     def state_before(self, epoch: int, slot: int) -> LaneAt | None:
         """The last state of the slot's lane at or before the slot that counts; None if the ledger has none."""

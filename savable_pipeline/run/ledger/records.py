@@ -185,12 +185,12 @@ def read_records(path: Path) -> Iterator[Record]:
             else:
                 return
     except (OSError, msgspec.MsgspecError) as error:
-        raise SavableError(f"{path}: not a ledger that can be read: {error}; use another copy of the file") from error
+        raise SavableError(f"{path}: damaged ledger ({error}). Use another copy of the file.") from error
     if first:
         raise SavableError(
-            f"{path}: not a ledger of this release; remove the file, or read it with the one that wrote it"
+            f"{path}: not a ledger of this version. Remove it, or read it with the version that wrote it."
         )
-    log.warning("%s: ends in a record that was not written whole; what came before it was read", path)
+    log.warning("%s: the last record is incomplete. All records before it were read.", path)
 
 
 def pack_column(numbers: Integers) -> bytes:
@@ -211,7 +211,9 @@ def unpack_column(packed: bytes, count: int) -> Integers:
     size = kind - _CONSTANT if kind > _CONSTANT else kind
     wanted = size if kind > _CONSTANT else size * count
     if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != wanted:
-        raise SavableError("a record of the ledger is damaged: a column has another length than its batch")
+        raise SavableError(
+            "the ledger is damaged: a column and its batch differ in length. Use another copy of the file."
+        )
     found = np.frombuffer(packed, f"<u{size}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
     return np.repeat(found, count) if kind > _CONSTANT else found
 
@@ -279,8 +281,7 @@ class LedgerWriter:
 
     def _failed(self, error: OSError) -> SavableError:
         return SavableError(
-            f"ledger {self._path}: {error.strerror}; free space or give another ledger=. The batch has not been given: "
-            "continue from here, or save"
+            f"ledger {self._path}: {error.strerror}. Free space or set another ledger=. The batch was not returned."
         )
 
     def close(self) -> None:
@@ -315,6 +316,6 @@ def _refuse_other_runs(folder: Path, start: Start) -> None:
         found = None if oldest is None else next(read_records(oldest), None)
     if isinstance(found, Start) and (found.seed, found.lanes) != (start.seed, start.lanes):
         raise SavableError(
-            f"{folder} has the ledger of a run with seed={found.seed} and lanes={found.lanes}, here seed={start.seed} "
-            f"and lanes={start.lanes}: give each run a folder of its own"
+            f"{folder} has the ledger of seed={found.seed} and lanes={found.lanes}, not {start.seed} and "
+            f"{start.lanes}. Use another folder."
         )

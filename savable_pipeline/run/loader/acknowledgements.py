@@ -163,9 +163,8 @@ class Acknowledgements:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._freed.wait(left):
                     raise SavableError(
-                        f"{self._out} rows are in flight, and the {rows} of the next batch would make that more than "
-                        f"max_in_flight={most}: too few were acknowledged here in {timeout_s:g} s. What another rank "
-                        "has acknowledged is known at the next global_state_dict() only"
+                        f"{self._out} rows are in flight and the next batch has {rows}, more than "
+                        f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
                     )
 
     def give(self, number: int, batch: int, made_of: MadeOf, size: int = 0) -> torch.Tensor:

@@ -48,7 +48,7 @@ def reconfigure(
     Raises ValueError for what cannot be decided, such as weights that are no numbers of at least 0, or all 0.
     """
     if weights is None and exclude is None and max_length is None:
-        raise ValueError("reconfigure: say what, as weights=, exclude= or max_length=")
+        raise ValueError("reconfigure: pass weights=, exclude= or max_length=")
     by_blend = {} if weights is None else _by_blend(weights, _blends(last))
     fresh = {branch: _bounded(integer_weights(dict(sorted(by_blend[branch].items())))) for branch in sorted(by_blend)}
     excluded = {} if exclude is None else _numbers(exclude, last)
@@ -88,27 +88,27 @@ def _packers(last: Stage) -> list[OnlinePacker]:
 def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
     """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
     if not blends:
-        raise ValueError("reconfigure: the pipeline has no Blend, whose weights could be decided")
+        raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
-        raise ValueError(f"reconfigure: weights are a dict of the sources of a Blend, not {weights!r}")
+        raise ValueError(f"reconfigure: weights must be a dict by the sources of a Blend, not {weights!r}")
     places = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
     known = ", ".join(sorted(places))
     if unknown := [name for name in weights if name not in places]:
-        raise ValueError(f"reconfigure: no source of a Blend is called {unknown[0]!r}; there are {known}")
+        raise ValueError(f"reconfigure: no source is called {unknown[0]!r}. The sources are {known}.")
     found: dict[str, dict[str, Weight]] = {}
     for name, weight in weights.items():
         branch, own = places[name]
         found.setdefault(branch, {})[own] = weight
     wanted = sorted(name for name, (branch, _) in places.items() if branch in found)
     if missing := [name for name in wanted if name not in weights]:
-        raise ValueError(f"reconfigure: every source of a Blend needs a weight; none is given for {', '.join(missing)}")
+        raise ValueError(f"reconfigure: every source needs a weight, but {', '.join(missing)} has none")
     return found
 
 
 def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
     """The numbers of the samples with these keys, by the tag of their source. Keys of no sample are a warning."""
     if isinstance(exclude, str):
-        raise ValueError(f"reconfigure: exclude is a list of keys, not one str: give [{exclude!r}]")
+        raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
     found: dict[int, list[int]] = {}
     unknown: set[str] = set()
@@ -121,7 +121,7 @@ def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
             missing &= absent
         unknown |= missing
     if unknown:
-        log.warning("reconfigure(exclude=) names %d keys that no sample has: %s", len(unknown), listed(sorted(unknown)))
+        log.warning("reconfigure(exclude=) has %d keys without a sample: %s", len(unknown), listed(sorted(unknown)))
     return {tag: numbers for tag, numbers in found.items() if numbers}
 
 
@@ -132,9 +132,11 @@ def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str,
         named = (None, each) if isinstance(each, str) else each
         source, key = named if isinstance(named, tuple | list) and len(named) == 2 else (None, None)
         if not isinstance(key, str):
-            raise ValueError(f"reconfigure: exclude has keys, or pairs of a source and a key, not {each!r}")
+            raise ValueError(f"reconfigure: exclude must have keys or (source, key) pairs, not {each!r}")
         if source is not None and source not in names:
-            raise ValueError(f"reconfigure: no source is called {source!r}; there are {', '.join(map(repr, names))}")
+            raise ValueError(
+                f"reconfigure: no source is called {source!r}. The sources are {', '.join(map(repr, names))}."
+            )
         found.setdefault(tuple(names) if source is None else (source,), []).append(key)
     return found
 
@@ -144,15 +146,12 @@ def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
     if len(packers) != 1:
         named = ", ".join(stage_field(packer, "max_length") for packer in packers)
         raise ValueError(
-            f"reconfigure: max_length is of the one OnlinePacker of a pipeline; here are {named or 'none'}"
+            f"reconfigure: max_length needs exactly one OnlinePacker. This pipeline has {named or 'none'}."
         )
     if type(max_length) is not int or not 1 <= max_length <= packers[0].max_length:
-        raise ValueError(
-            f"reconfigure: max_length is at least 1 and at most that of the OnlinePacker, {packers[0].max_length}, not "
-            f"{max_length!r}: an encoder may count on it"
-        )
+        raise ValueError(f"reconfigure: max_length must be 1 to {packers[0].max_length}, not {max_length!r}")
     if callable(packers[0].policy):
-        raise ValueError("reconfigure: a function as policy of the OnlinePacker has a length of its own")
+        raise ValueError("reconfigure: max_length does not apply to a policy function")
     return max_length
 
 
@@ -174,8 +173,8 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
     for rank, other in enumerate(others):
         if other != said:
             raise ValueError(
-                f"the ranks decide otherwise: rank {ranks.rank} {said[0]}; rank {rank} {other[0]}. Call decide with "
-                "the same arguments on each rank, between the same two steps"
+                f"reconfigure: rank {ranks.rank} {said[0]}, but rank {rank} {other[0]}. Pass the same arguments on "
+                "each rank, at the same step."
             )
     return found
 
@@ -201,7 +200,7 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
         length = 0
     left = replace(decisions, weights=weights, max_length=length)
     if left != decisions:
-        log.warning("settings differ that were decided: those given now hold; of what was decided %s", left)
+        log.warning("changed settings replace an earlier reconfigure. Still in effect: %s", left)
     return left
 
 
@@ -209,5 +208,8 @@ def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
     """These decisions. Raises ValueError if the pipeline cannot go on with them."""
     before, after = local.last_stage.info.endless, local.built_with(decisions).info.endless
     if before != after:
-        raise ValueError(f"reconfigure: with these weights the run would {'come to an end' if before else 'never end'}")
+        raise ValueError(
+            f"reconfigure: these weights would make the run {'finite' if before else 'endless'}. Keep a "
+            "weight above 0 for a source of the same kind."
+        )
     return decisions

@@ -51,10 +51,7 @@ class EpochEnds:
         """Whether a pass of the pipeline ends. Raises ValueError if it does and `epoch_slots` cuts it, too."""
         finite = not self._local.last_stage.info.endless
         if finite and self._settings.epoch_slots is not None:
-            raise ValueError(
-                "epoch_slots cuts a run without end into epochs, but this pipeline ends: give its readers epochs=None, "
-                "or leave epoch_slots out"
-            )
+            raise ValueError("epoch_slots needs an endless pipeline. Remove epochs= from its readers, or epoch_slots=.")
         return finite
 
     def counted(self, epoch: int) -> int | None:
@@ -182,22 +179,20 @@ def warn_unused(position: Position, population: int, left_out: Mapping[str, int]
     if position.end == 0:
         reasons = ", ".join(f"{name}: {count}" for name, count in sorted(left_out.items()))
         why = (
-            f"of {population} samples {sum(left_out.values())} were left out here ({reasons}), and the others are"
+            f"{sum(left_out.values())} of {population} samples were skipped ({reasons})"
             if reasons
-            else f"the data ({population} samples) are"
+            else f"the data has {population} samples"
         )
         raise SavableError(
-            f"epoch {epoch} has no batch: it ends before the first round that some lane cannot fill, and "
-            f"{f'lane {dry[0]}' if dry else 'some lane'} has no batch; {why} "
-            f"too few for {lanes} lanes and this batch size: give fewer lanes="
+            f"epoch {epoch} has no batch, because {f'lane {dry[0]}' if dry else 'a lane'} has too few samples for one. "
+            f"Use fewer than {lanes} lanes, or a smaller batch size.\n  {why}"
         )
     if position.ranks.rank != 0:
         return
     slots_left = position.end - position.slot
     if slots_left > 0:
         log.warning(
-            "the last %d slots of epoch %d are given to no rank: %d ranks that began at a slot they do not divide "
-            "would need more for a step",
+            "the last %d slots of epoch %d are dropped, because %d ranks resumed at a slot that they do not divide",
             slots_left,
             epoch,
             position.step,
@@ -205,8 +200,8 @@ def warn_unused(position: Position, population: int, left_out: Mapping[str, int]
     lanes_left = sum(bool(at.more) for at in position.lanes.values())
     if lanes_left:
         log.warning(
-            "epoch %d ends after %d rounds, before the first that lane %s cannot fill; %d lanes of this rank have "
-            "more, which is left out; fewer lanes leave less",
+            "epoch %d ends after %d rounds, because lane %s is exhausted. %d lanes of this rank have more samples, "
+            "which are dropped. Use fewer lanes to drop less.",
             epoch,
             rounds,
             dry[0] if dry else "(of another rank)",

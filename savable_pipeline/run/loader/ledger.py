@@ -117,7 +117,7 @@ class Ledger:
                 longer those that it read.
         """
         if isinstance(keys, str):
-            raise ValueError(f"keys must be a list of keys, not one str: give [{keys!r}]")
+            raise ValueError(f"keys must be a list: [{keys!r}]")
         found = _find_keys(self._files, keys, source=source, data=data)
         return {key: None if given is None else _sightings(self._files, given) for key, given in found.items()}
 
@@ -209,10 +209,10 @@ def _find_keys(
 def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[LedgerSource]:
     names = [each.name for each in ledger.sources]
     if source is not None and source not in names:
-        raise SavableError(f"{ledger.folder}: no source {source!r}; the run had {', '.join(names)}")
+        raise SavableError(f"{ledger.folder}: no source is called {source!r}. The sources are {', '.join(names)}.")
     chosen = [each for each in ledger.sources if source in (None, each.name)]
     if data is not None and len(chosen) > 1:
-        raise SavableError(f"--data is of one source: give --source too, one of {', '.join(names)}")
+        raise SavableError(f"--data needs --source, one of {', '.join(names)}")
     return chosen
 
 
@@ -230,9 +230,8 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     dataset = _opened(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
     if not begin_with(dataset.entries, settings["shards"]):
         raise SavableError(
-            f"{files}: these are not the samples that the run read, so that it is not known which were given: "
-            f"{difference(settings['shards'], dataset.entries)}. Say where they are now, by --data, as the run named "
-            "them (a folder, a glob, a file)"
+            f"{files}: not the samples of the run. Name them with --data.\n  "
+            f"{difference(settings['shards'], dataset.entries)}"
         )
     return dataset
 
@@ -252,9 +251,8 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
     kinds = sorted({name.partition("#")[0].removesuffix(_SHARDS) for name in readers}) or ["a stage of its own"]
     several = f"{len(readers)} readers" if len(readers) > 1 else "one reader"
     raise SavableError(
-        f"{ledger.folder}: source {source.name!r} was read by {several}, {', '.join(kinds)}, which only the run's own "
-        "program can open, so keys cannot be looked up from here. `savable ledger batch` makes a batch again with the "
-        "run's pipeline function, and shows its samples"
+        f"{ledger.folder}: keys of {source.name!r} cannot be found, because only your program opens {several} "
+        f"({', '.join(kinds)}). Use `savable ledger batch`, which shows the samples of a batch."
     )
 
 

@@ -170,7 +170,7 @@ class LedgerKeeper:
             if sys.exception() is None:  # else the state may not have been written
                 self._note_saved(self._writer)
         except SavableError as error:
-            log.warning("the last counters of this start are missing in the ledger: %s", error)
+            log.warning("the ledger lacks the last counters of this start: %s", error)
         self._writer.close()
         self._due = 0.0
 
@@ -229,12 +229,10 @@ def check_not_forgotten(folder: Path, start: Start) -> None:
     has = f"{folder} has this run's batches up to slot {last[1]} of epoch {last[0]}"
     if saved is not None:
         raise SavableError(
-            f"{has}, and notes that a state was saved at slot {saved.slot} of epoch {saved.epoch}, but this loader "
-            "begins at slot 0 with no state loaded: what the model has seen would come again. Load the state before "
-            "the first batch, or give a new run another ledger="
+            f"{has}, and its state was saved at slot {saved.slot} of epoch {saved.epoch}. Load the state before the "
+            "first batch, or set another ledger=."
         )
     log.warning(
-        "%s, and this loader begins at slot 0 with no state loaded: they come again, and the ledger marks the earlier "
-        "ones as lost. If there is a checkpoint, stop, and load its state before the first batch",
+        "%s, which are repeated now. If there is a checkpoint, stop and load it before the first batch.",
         has,
     )

@@ -73,6 +73,6 @@ def _check(made: BatchSamples, given: GivenBatch) -> None:
     """Raise `SavableError` unless the batch was made of the samples that the ledger names."""
     if made.by_row() != given.batch.samples.by_row():
         raise SavableError(
-            f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline makes it of other samples than the "
-            "ledger says that it was made of; is its code that of the run?"
+            f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline reads other samples than the "
+            "ledger recorded. Use the code and data of the run."
         )

@@ -39,8 +39,8 @@ class OwnProcess:
         this = get_ident()
         if self.thread.setdefault("id", this) != this:
             raise SavableError(
-                "two threads use one loader at a time: take batches, skip and load in one thread, or under a lock; "
-                "state_dict() may be called from any"
+                "two threads use one loader. Use one thread, or a lock. Only state_dict() may be called from any "
+                "thread."
             )
 
     def release(self) -> None:
@@ -63,19 +63,17 @@ class OwnProcess:
         if os.getpid() == self._pid:
             if worker and not self._ranked:
                 raise SavableError(
-                    f"this loader was made in {worker}, each of which would yield every batch: {_INSTEAD}, or give "
-                    "each worker its share: ranks=(get_worker_info().id, get_worker_info().num_workers)"
+                    f"this loader was created in {worker}, each of which would yield every batch. {_INSTEAD}, or "
+                    "pass ranks=(get_worker_info().id, get_worker_info().num_workers)."
                 )
             return
         if worker:
             raise SavableError(
-                f"this loader was made in another process than {worker}, each of which would yield every batch: "
-                f"{_INSTEAD}"
+                f"this loader was created outside of {worker}, each of which would yield every batch. {_INSTEAD}."
             )
         raise SavableError(
-            f"this loader was made in process {self._pid} and is iterated in process {os.getpid()}, forked from it: "
-            "both would yield the same batches, and a state of the one does not cover the other's. Make the loader in "
-            "the process that iterates over it; load_state_dict takes it to where another one was"
+            f"this loader was created in process {self._pid} but is used in its fork {os.getpid()}. Create it in "
+            "the process that uses it, and call load_state_dict."
         )
 
 
@@ -90,8 +88,7 @@ def _check_again() -> None:
 os.register_at_fork(after_in_child=_check_again)
 
 _INSTEAD = (
-    "iterate over the loader itself in the trainer's process (it has workers of its own, num_workers=), or give "
-    "torchdata's StatefulDataLoader a sp.StatefulDataset"
+    "Iterate over the loader in the trainer's process, or use sp.StatefulDataset with torchdata's StatefulDataLoader"
 )
 
 
@@ -107,8 +104,8 @@ def warn_unloaded() -> None:
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if (count := os.environ.get(name, "0")) not in ("", "0"):
             log.warning(
-                "%s=%s: this job was restarted, but its loader begins at the first batch. Load the last state "
-                "(load_state_dict) before the first batch; if none was saved yet, all is well",
+                "%s=%s: this job was restarted, but the loader starts at the first batch. If a state was saved, "
+                "call load_state_dict first.",
                 name,
                 count,
             )

@@ -18,7 +18,7 @@ from savable_pipeline.stages.readers.read_order import BLOCK
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import TokenReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import BatchStage, PassThrough, SampleStage, Stage, gives
+from savable_pipeline.stages.stage import BatchStage, PassThrough, SampleStage, Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,8 @@ def log_hints(last: Stage) -> None:
 def _warn_of_blocks() -> None:
     """Warn, once a process: a loader for evaluation, say, is built as the one before."""
     log.warning(
-        "no ShuffleBuffer: with shuffle=True alone, blocks of %d neighbouring samples of a shard stay together, and of "
-        "data sorted by class a batch has few classes; .shuffle(size) after sp.read, or sp.ShuffleBuffer "
-        "after the reader, mixes them. An explicit block_size says that they are meant to stay together",
+        "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
+        BLOCK,
         BLOCK,
     )
 
@@ -62,27 +61,24 @@ def _leaves_blocks(stage: Stage) -> bool:
 def _warnings(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
         yield (
-            f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
-            "one: end it with .batch(size), or sp.Batcher(..., size=...), for batches"
+            f"the pipeline ends with {type(last).__name__}, so each step gets a single element. End it with "
+            ".batch(size)."
         )
     found = [stage.info.encoder for stage in upstream(last)]
     for encoder in {type(each): each for each in found if each is not None}.values():
         yield from _untold_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
-        yield (
-            "a saved state does not compare what is in a lambda, so that a run resumes with a changed one without a "
-            "word: give it a name with def"
-        )
+        yield ("Lambdas are not compared on resume. Use a named function.")
     yield from _early_points(last)
     for stage in upstream(last):
         if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
             yield from _long_buffer(stage)
         population = stage.info.population
         if isinstance(stage, Batcher) and stage.size > population > 0:
-            then = "each holds samples several times" if stage.info.endless else "none is full"
+            then = "a batch repeats samples" if stage.info.endless else "no batch is full"
             yield (
-                f"Batcher(size={stage.size}): the shards hold only {population} samples, so of the batches {then}, "
-                "unless the encoder makes several items of a sample"
+                f"Batcher(size={stage.size}): the data has only {population:,} samples, so {then}. Reduce the batch "
+                "size."
             )
 
 
@@ -94,9 +90,8 @@ def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
     names = [name for name, value in own.items() if name[0] != "_" and type(value) in (bool, int, float, str)]
     if names:
         yield (
-            f"{type(encoder).__name__} has {listed(names)}, of which no saved state knows: a run that is resumed with "
-            "other values gives other batches without a word; return what changes its items from a method settings(), "
-            f'as in {{"{names[0]}": self.{names[0]}}}'
+            f"{type(encoder).__name__}: a state does not compare {listed(names)}. Return them from settings(), as "
+            f'in {{"{names[0]}": self.{names[0]}}}.'
         )
 
 
@@ -107,9 +102,8 @@ def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
         early = [point for point in stage.schedule.starts[1:] if point <= drawn] if stage.schedule is not None else []
         if early:
             yield (
-                f"the schedule changes at {early[0]:,}, but buffers behind its Blend draw {drawn:,} before the first "
-                f"batch ({ahead:,} in each of {stage.lane.count} lanes), which mixes what comes before and after. Put "
-                "the buffers into the sources of the Blend, or move the point"
+                f"the schedule changes at {early[0]:,}, but later buffers draw {drawn:,} samples before the first "
+                "batch. Move the buffers into the sources of the Blend, or change the point."
             )
         ahead = 0  # of each source it is a part
     if isinstance(stage, ShuffleBuffer):
@@ -131,7 +125,6 @@ def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
     fitting = [f"lanes={fewer}{' or fewer' * (fewer > 1)}"] * (fewer > 0)
     fitting += [f"size={smaller}{' or less' * (smaller > 1)}"] * (smaller > 0)
     yield (
-        f"ShuffleBuffer(size={buffer.size}): an epoch of {population} samples on {lanes} lanes leaves each lane "
-        f"{population / lanes:.3g}, so the buffer mixes those of {spanned:.3g} epochs: a sample may come epochs late, "
-        f"or twice in a batch; begin with {', or '.join(fitting) or f'lanes=1 and size={population}'}"
+        f"ShuffleBuffer(size={buffer.size}) mixes samples of {spanned:.3g} epochs, because each of {lanes} lanes "
+        f"has {population / lanes:.3g} samples. Use {' or '.join(fitting) or f'lanes=1 and size={population}'}."
     )

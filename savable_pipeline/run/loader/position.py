@@ -153,8 +153,8 @@ class Position(msgspec.Struct, frozen=True):
             return history[-1 - lag]
         found = f"{len(history)} have" if history else "none has"
         raise ValueError(
-            f"trace(lag={lag}) shows one of the last {MAX_LAG} batches, and {found} been given since the loader was "
-            "made, loaded, or began the epoch"
+            f"trace(lag={lag}) needs one of the last {MAX_LAG} batches, but {found} been returned since the loader "
+            "was created, loaded or started the epoch."
         )
 
     def next_slot(self, lane: int) -> int:
@@ -254,9 +254,8 @@ class Position(msgspec.Struct, frozen=True):
         since = at.batches - at.decided_at
         if not 0 <= lag <= min(len(at.history) or MAX_LAG, since):
             raise ValueError(
-                f"lag={lag}: only the last {min(len(at.history), since)} batches can be taken back, at most {MAX_LAG}: "
-                "those given since the loader was made, loaded, or began the epoch, or since decide was called. Save "
-                "after as many batches as are fetched ahead"
+                f"lag={lag}: at most {min(len(at.history), since)} batches can be taken back (limit {MAX_LAG}). "
+                "Save after as many batches as are fetched ahead."
             )
         slot, lanes = at.slot, dict(at.lanes)
         for given in list(reversed(at.history))[:lag]:

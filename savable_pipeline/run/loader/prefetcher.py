@@ -195,8 +195,7 @@ class Prefetcher:
         workers = self._settings.num_workers
         if workers > own_lanes:
             log.warning(
-                "%d workers for the %d lanes of this rank: no more can work at a time than it has lanes; for a new "
-                "run, use lanes=%d or more",
+                "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more.",
                 workers,
                 own_lanes,
                 workers * (self._settings.lanes // own_lanes),

@@ -51,7 +51,7 @@ class Ranks:
 
     def __init__(self, rank: int, world_size: int, group: Any = None, *, explicit: bool = True) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 … {world_size - 1}")
+            raise ValueError(f"rank must be 0 to {world_size - 1}, not {rank}")
         self.rank = rank
         self.world_size = world_size
         self.group = group
@@ -89,8 +89,8 @@ class Ranks:
         else:
             return
         raise ValueError(
-            f"this loader was made for rank {self.rank} of {self.world_size}, which it found when it was made, but now "
-            f"{now}: make it after init_process_group, in the process that uses it, or pass ranks=(rank, world_size)"
+            f"this loader was created for rank {self.rank} of {self.world_size}, but now {now}. Create it after "
+            "init_process_group, or pass ranks=(rank, world_size)."
         )
 
     def agree(self, proposed: int, *, smallest: bool) -> int:
@@ -108,10 +108,9 @@ class Ranks:
         group = self._find_group()
         if group is None:
             raise ValueError(
-                f"the {self.world_size} ranks of a finite run must agree on its end, but ranks= was a "
-                "pair of numbers: call torch.distributed.init_process_group with these ranks, or use epochs=None, or "
-                "a pipeline whose length is known: no packing, one_to_one encoders, on_error='raise'; in a test, "
-                "savable_pipeline.testing.steps_of_ranks lets all ranks agree in one process"
+                f"the {self.world_size} ranks of a finite run must agree on its end. Call "
+                "torch.distributed.init_process_group, or use epochs=None. In a test, use "
+                "savable_pipeline.testing.steps_of_ranks."
             )
         import torch
         import torch.distributed as dist
@@ -172,7 +171,7 @@ class Ranks:
             return [value]
         group = self._find_group()
         if group is None:
-            raise ValueError("gathering needs torch.distributed; for states saved by each rank there is merge_states")
+            raise ValueError("gathering needs torch.distributed. Use merge_states for states saved by each rank.")
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
@@ -180,9 +179,8 @@ class Ranks:
             dist.all_gather_object(gathered, value, group=group)
         except RuntimeError as error:
             raise SavableError(
-                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, since one has ended "
-                "or does something else: the state of all ranks is collective, so ask for it on every rank (not on "
-                f"rank 0 alone) and write it on one. torch.distributed says: {error}"
+                f"rank {self.rank} could not gather the states of {self.world_size} ranks. Call global_state_dict "
+                f"on every rank at the same step.\n  {error}"
             ) from error
         return gathered
 
@@ -209,8 +207,8 @@ def find_ranks(ranks: RanksLike, lanes: int) -> Ranks:
     if lanes % ranks.world_size:
         divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
         raise ValueError(
-            f"{ranks.world_size} ranks do not divide {lanes} lanes; world sizes that do: "
-            f"{', '.join(map(str, divisors))}. Or begin a new run with another lanes="
+            f"{ranks.world_size} ranks do not divide {lanes} lanes. Use a world size of "
+            f"{', '.join(map(str, divisors))}, or start a run with other lanes=."
         )
     return ranks
 
@@ -222,13 +220,13 @@ def _ranks_of(ranks: object) -> Ranks:
         return Ranks(*ranks)
     if hasattr(ranks, "get_group") and hasattr(ranks, "ndim"):  # a mesh, with no import of torch.distributed
         if ranks.ndim != 1:
-            raise ValueError("a mesh must have one dimension, that of data parallelism: pass ranks=mesh['dp']")
+            raise ValueError("a mesh must have one dimension. Pass ranks=mesh['dp'].")
         ranks = ranks.get_group()
     import torch.distributed as dist
 
     if dist.is_available() and isinstance(ranks, dist.ProcessGroup):
         return Ranks(dist.get_rank(ranks), dist.get_world_size(ranks), ranks)
-    raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(…), not {ranks!r}")
+    raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(...), not {ranks!r}")
 
 
 def _found_ranks() -> Ranks:
@@ -238,8 +236,8 @@ def _found_ranks() -> Ranks:
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, explicit=False)
     if _announced() > 1:
         raise ValueError(
-            f"WORLD_SIZE={_announced()} says that there are several ranks, but torch.distributed is not "
-            "initialised: call init_process_group before making the loader, or pass ranks=(rank, world_size)"
+            f"WORLD_SIZE={_announced()}, but torch.distributed is not initialized. Call init_process_group first, "
+            "or pass ranks=(rank, world_size)."
         )
     return Ranks(0, 1, explicit=False)
 
@@ -263,15 +261,13 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     digest, other, there, seed_there = first.split()
     if seed_there != str(seed):
         raise ValueError(
-            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}: give all ranks one seed. It "
-            "sets the order that they share, so that with several some samples would come twice and some never; "
-            "random numbers differ from sample to sample, and so from rank to rank, all the same"
+            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
+            "ranks, because it sets their common order."
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.rank} found other shards than rank {other}, or another list to exclude or table of media: "
-            f"{shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}: were some added, "
-            "removed or rewritten between the starts of the ranks, or the list or the table? Start all ranks again"
+            f"rank {ranks.rank} and rank {other} found different shards, exclude= files or media tables. Start all "
+            f"ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
         )
 
 

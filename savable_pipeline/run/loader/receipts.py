@@ -91,7 +91,7 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
     if listed.ndim == 1:  # one, or none
         listed = listed.reshape(-1, 2)
     if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
-        raise ValueError(f"receipts are integers (rows, 2), slot and row of each, not {listed.dtype} {listed.shape}")
+        raise ValueError(f"receipts must be integers (rows, 2), not {listed.dtype} {listed.shape}")
     found: dict[int, int] = {}
     odd = 0
     for batch, row in listed.tolist():

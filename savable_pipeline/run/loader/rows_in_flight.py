@@ -99,7 +99,7 @@ class RowsInFlight:
         if not isinstance(batch, dict):
             return batch
         if RECEIPTS in batch:
-            raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches: batch() must not give it")
+            raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
         return {**batch, RECEIPTS: found}
 
     # Saving, restoring and looking back.

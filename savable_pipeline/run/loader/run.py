@@ -284,7 +284,7 @@ class Run:
         if delivery.dry:
             self.close()
             lane = position.own_slot % self.settings.lanes
-            raise SavableError(f"lane {lane} had said that it had more batches, but has none")
+            raise SavableError(f"lane {lane} lost a batch that it had. Use deterministic stages.")
         return delivery, self._ends.after(position, want, delivery)
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class Run:
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
         """The state dict at a position where this run was, or `lag` batches before, with what is in flight."""
         if lag and self.rows is not None:
-            raise ValueError("lag must be 0 with acknowledge=True: its state has each row that is not acknowledged")
+            raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
         before = position.before(lag)
         self.prefetcher.verify_given()
         if self._ledger is not None:
@@ -352,9 +352,8 @@ class Run:
         """Raise `SavableError` if this run is ahead of its trainer."""
         if self.held_ahead():
             raise SavableError(
-                "OnDevice has taken a batch of this loader ahead of the trainer, so that the loader's own state would "
-                "be a batch late: save, load and skip through the OnDevice that the trainer iterates over, whose state "
-                "is that of a loader"
+                "OnDevice has fetched a batch ahead of the trainer. Save, load and skip through the OnDevice "
+                "instead of the loader."
             )
 
     def take_back(self, before: Position) -> None:
@@ -396,9 +395,7 @@ class Run:
         Rows in flight of which all is excluded are closed.
         """
         if self.settings.restarts:
-            raise ValueError(
-                "reconfigure: with on_iter='restart' each pass is the same: make a loader with other settings"
-            )
+            raise ValueError("reconfigure does not apply to on_iter='restart'. Create a loader with other settings.")
         with self._process.moving():
             at, last = self.position, self.local.last_stage
             arguments = (at.facts.decisions, at.next_batch, last, weights, exclude, max_length)

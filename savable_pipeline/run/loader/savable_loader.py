@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from savable_pipeline.core.on_error import shortened
 from savable_pipeline.core.weights import Weight
-from savable_pipeline.errors import EncodeError, WorkerError
+from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.decided import Excluded
@@ -24,11 +25,31 @@ from savable_pipeline.run.loader.trainer_calls import (
     refuse_trainer,
     warn_unsaved,
 )
+from savable_pipeline.stages.advice import advise
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+_ADVICE = {  # for the options of other loaders
+    "batch_sampler": "Use .bucket(bounds, size=...) instead.",
+    "batch_size": "Use .batch({}) at the end of the pipeline.",
+    "collate_fn": "Write it as `batch(self, items, rng)` of an sp.TaskEncoder.",
+    "dataset": "Pass a pipeline: sp.SavableLoader(sp.read(path).map(function).batch(4), seed=0).",
+    "drop_last": "Use .batch(size, drop_last={}).",
+    "epochs": "Use sp.read(path, epochs={}).",
+    "generator": "Use seed=.",
+    "multiprocessing_context": "Use workers=sp.Workers(start_method={}).",
+    "persistent_workers": "Remove it, because workers always persist.",
+    "prefetch_factor": "Use workers=sp.Workers(prefetch={}).",
+    "rank": "Use ranks=(rank, world_size).",
+    "sampler": "Use subset= or exclude= of sp.read, or sp.blend with weights=.",
+    "shuffle": "Use sp.read(path, shuffle={}) and .shuffle(size).",
+    "timeout": "Use workers=sp.Workers(timeout={}).",
+    "world_size": "Use ranks=(rank, world_size).",
+}
 
 
 class SavableLoader:
@@ -76,6 +97,7 @@ class SavableLoader:
         True
     """
 
+    @advise(_ADVICE)
     def __init__(
         self,
         pipeline: PipelineFunction,
@@ -122,8 +144,8 @@ class SavableLoader:
     def __next__(self) -> Any:
         try:
             return self._run.__next__()  # `next` would be a call that Python may deliver a signal behind: see there
-        except (EncodeError, WorkerError) as error:
-            raise error.with_traceback(None)  # noqa: B904  # the same error; how it came here helps no one
+        except (SavableError, TypeError, ValueError) as error:
+            raise shortened(error) from error.__cause__
 
     def __len__(self) -> int:
         """The number of batches that this rank gets in an epoch.
@@ -137,8 +159,8 @@ class SavableLoader:
         if length is None:
             refuse_samplers(caller(), caller(up=1))
             raise TypeError(
-                "the length of this loader is not known: it is for a finite pipeline (epochs=1) without packing whose "
-                "encoder sets one_to_one = True, or with epoch_slots="
+                "the length of this loader is not known. Set epoch_slots=, or use epochs=1 without packing and "
+                "encoders with one_to_one = True."
             )
         return length
 
@@ -259,8 +281,8 @@ class SavableLoader:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "a SavableLoader cannot be copied or pickled: it holds open shards, shared memory and workers. Make it in "
-            "the process that uses it (give a function that makes it), and go on with load_state_dict(state_dict())"
+            "a SavableLoader cannot be copied or pickled. Create it in the process that uses it, and call "
+            "load_state_dict(state_dict())."
         )
 
     def __savable_run__(self) -> Run:
@@ -313,7 +335,7 @@ class SavableLoader:
     @property
     def _rows(self) -> RowsInFlight:
         if self._run.rows is None:
-            raise ValueError("this loader keeps no account of rows in flight: make it with acknowledge=True")
+            raise ValueError("receipts need acknowledge=True. Pass it to SavableLoader.")
         return self._run.rows
 
     def receipts(self) -> torch.Tensor:

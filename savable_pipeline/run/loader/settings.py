@@ -32,7 +32,7 @@ class Acknowledge:
 
     def __post_init__(self) -> None:
         if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight counts rows that are not acknowledged, at least 1: {self.max_in_flight}")
+            raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class LoaderSettings:
         self._check_workers()
         check_pipeline(self.pipeline)
         if not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an integer, not {self.seed!r}")
+            raise ValueError(f"seed must be an int, not {self.seed!r}")
         if not -(1 << 63) <= self.seed < 1 << 64:
-            raise ValueError(f"seed must fit into 64 bits, so that a state can hold it: {self.seed}")
+            raise ValueError(f"seed must fit into 64 bits, not {self.seed}")
         if self.tail not in ("stop", "pad"):
             raise ValueError(f"tail must be 'stop' or 'pad', not {self.tail!r}")
         if self.on_iter not in ("continue", "restart"):
@@ -68,29 +68,24 @@ class LoaderSettings:
         if self.epoch_slots is not None and (self.epoch_slots < 1 or self.epoch_slots % self.lanes):
             near = max(1, round(self.epoch_slots / self.lanes)) * self.lanes
             raise ValueError(
-                f"epoch_slots counts the slots of all ranks and must be a multiple of the {self.lanes} lanes, not "
-                f"{self.epoch_slots}: the nearest is {near}"
+                f"epoch_slots must be a multiple of the {self.lanes} lanes, such as {near}, not {self.epoch_slots}"
             )
         if self.ledger is not None and self.restarts:
-            raise ValueError(
-                "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
-                "ledger to the training's loader"
-            )
+            raise ValueError("ledger= does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and self.restarts:
-            raise ValueError(
-                "acknowledge=True keeps what is not trained yet from pass to pass, and on_iter='restart' begins each "
-                "anew: leave it out of a loader for evaluation"
-            )
+            raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
 
     def _check_workers(self) -> None:
         """One number of workers, that of `num_workers`."""
         if not isinstance(self.workers, Workers):
-            raise ValueError(f"workers must be sp.Workers(…), not {self.workers!r}; their number is num_workers=")
+            raise ValueError(
+                f"workers must be sp.Workers(...), not {self.workers!r}. Set their number by num_workers=."
+            )
         if self.num_workers < 0:
-            raise ValueError(f"num_workers must be at least 0: {self.num_workers}")
+            raise ValueError(f"num_workers must be at least 0, not {self.num_workers}")
         if (count := self.workers.count) is not None:
             if self.num_workers:
-                raise ValueError(f"num_workers={self.num_workers} and sp.Workers({count}): give one of them")
+                raise ValueError(f"pass num_workers={self.num_workers} or sp.Workers({count}), not both")
             object.__setattr__(self, "num_workers", count)
             object.__setattr__(self, "workers", replace(self.workers, count=None))
 

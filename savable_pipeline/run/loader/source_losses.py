@@ -32,9 +32,9 @@ _IN_VAIN = 10_000  # samples of a source of which none is given end the run, or 
 _EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
 _SHOWN = 5  # reasons in a message
 _CURES = {
-    "Encode": "often a part or a field has another name there than the encoder reads; look at a sample of it",
-    "OnlinePacker": 'too_long="split" or "truncate" keeps items that are too long, "skip" says that it is meant',
-    "BucketBatcher": "a larger last bound keeps them",
+    "Encode": "Check the names of parts in the encoder with `savable info PATH`",
+    "OnlinePacker": "Pass too_long='split', 'truncate' or 'skip'",
+    "BucketBatcher": "Raise the last bound",
 }
 
 
@@ -128,10 +128,10 @@ class SourceLosses:
     def _error(self, key: str, in_vain: Counter[str], lanes: int) -> EncodeError:
         stage, source = key.rpartition("/")[0], self._source(key)[0]
         reasons = reasons_of(in_vain)
-        named, cure = f"the source {source!r}" if source else "the data", _CURES.get(stage, "see stats()")
+        named, cure = f"the source {source!r}" if source else "the data", _CURES.get(stage, "See loader.stats()")
         return EncodeError(
-            f"{named} has given nothing: {stage} left out all of its first {reasons.total():,} samples, on the {lanes} "
-            f"lanes of this rank: {_listed(reasons)}; {cure}{', or leave it out of the Blend' if source else ''}"
+            f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {cure}."
+            f"\n  on {lanes} lanes of this rank"
         )
 
     def _warn_of_share(self, key: str, enough: int) -> None:
@@ -144,13 +144,13 @@ class SourceLosses:
         self._warned.add(key)
         stage, source = key.rpartition("/")[0], self._source(key)[0]
         log.warning(
-            "%s leaves out %.0f %% of %s%s: %s; %s",
+            "%s skips %.0f %% of %s%s: %s. %s.",
             stage,
             100 * share,
             f"the source {source!r}" if source else "the samples",
             f", {share_of_tokens:.0%} of its tokens" if lost else "",
             _listed(self._left[key]),
-            _CURES.get(stage, "see stats()"),
+            _CURES.get(stage, "See loader.stats()"),
         )
 
 

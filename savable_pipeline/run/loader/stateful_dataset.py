@@ -104,21 +104,21 @@ class StatefulDataset(IterableDataset[Any]):
             StateError: It is damaged.
         """
         if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
-            raise StateError("this is no state of a StatefulDataset")
+            raise StateError("this is no state of a StatefulDataset. Load the one that it saved.")
         shares = self._shares()[1]
         if state["shares"] != shares:
             raise CheckpointMismatchError(
-                f"the state was saved with {state['shares'] // self._world_size} workers on each of {self._world_size} "
-                f"ranks (0 counts as 1), here are {shares // self._world_size}: StatefulDataLoader keeps a state a "
-                "worker, so give it the saved num_workers; SavableLoader resumes with any number"
+                f"the state has {state['shares'] // self._world_size} workers on each of {self._world_size} ranks, "
+                f"not {shares // self._world_size}. Use the saved num_workers, or a SavableLoader, which resumes "
+                "with any number."
             )
         run, pinned = self._run_of(state["iteration"]), dict(self._pinned)
         run.load_state_dict(state)
         moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
         if moved and get_worker_info():  # the process that makes the workers of later epochs has no part in this
             raise CheckpointMismatchError(
-                f"{moved[0]} has moved since the state was saved: name the commit that the run began with, "
-                f"{addresses_of(self._pinned).get(moved[0], moved[0])}; SavableLoader goes on with it by itself"
+                f"{moved[0]} has changed since the state was saved. Name the commit "
+                f"{addresses_of(self._pinned).get(moved[0], moved[0])}, or use a SavableLoader, which keeps it."
             )
         self._run, self._iteration = run, state["iteration"]
         if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
@@ -137,9 +137,8 @@ class StatefulDataset(IterableDataset[Any]):
         if lanes % shares:
             numbers = [n for n in range(1, lanes // self._world_size + 1) if lanes % (self._world_size * n) == 0]
             raise ValueError(
-                f"{self._world_size} ranks × {shares // self._world_size} workers of the StatefulDataLoader do not "
-                f"divide {lanes} lanes; num_workers that do: {', '.join(map(str, numbers))}. Or begin a new run with "
-                "another lanes="
+                f"{self._world_size} ranks × {shares // self._world_size} workers do not divide {lanes} lanes. Use "
+                f"num_workers={', '.join(map(str, numbers))}, or start a run with other lanes=."
             )
         settings = replace(self._settings, ranks=(share, shares))
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone

@@ -124,8 +124,8 @@ class States:
             loaded = self._read(state, saved, here, allowed)
             if loaded.facts.growth and self._settings.restarts:
                 raise CheckpointMismatchError(
-                    "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which "
-                    "has none of them: begin a new loader"
+                    "shards joined this run at a later epoch, which on_iter='restart' cannot reach. Create a new "
+                    "loader."
                 )
             self._local.learn(loaded.facts)
         return loaded
@@ -137,8 +137,8 @@ class States:
         differing = compare(new.before if new else saved, here, allowed - {NEW_SHARDS})
         if state["lanes"] != self._settings.lanes:
             raise StateError(
-                f"the state says that it has {state['lanes']} lanes, and its fingerprint {self._settings.lanes}; use "
-                "another copy of the checkpoint"
+                f"the state has {state['lanes']} lanes, but its fingerprint {self._settings.lanes}. Use another "
+                "copy of the checkpoint."
             )
         state = new.join(state) if new else state
         lanes, facts = read_lanes(state, self._ranks.lanes(self._settings.lanes)), read_facts(state)
@@ -197,7 +197,7 @@ class NewShards:
             epoch = begun[branch] + 1
             growth[branch] = [pair for pair in growth[branch] if pair[0] < epoch] + [(epoch, old + len(names))]
             where = f"{branch}: " if branch else ""
-            log.warning("%s%d new shards, from %s on: read from epoch %d on", where, len(names), names[0], epoch)
+            log.warning("%s%d new shards, from %s on, are read from epoch %d on", where, len(names), names[0], epoch)
         facts = replace(facts, growth={name: pairs for name, pairs in growth.items() if len(pairs) > 1})
         grown = {name: with_facts(state[name], facts) for name in map(lane_name, lanes)}
         return {**state, **grown, FACTS: pack_state(facts)}
@@ -210,7 +210,7 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
         if isinstance(stage, RecordReader):
             field = stage_field(stage, "shards")
             if field in found:
-                raise CheckpointMismatchError(f"two readers are called {field}, so no shards can join: use sp.Blend")
+                raise CheckpointMismatchError(f"two readers are called {field}, so no shards can join. Use sp.Blend.")
             found[field] = stage
     return found
 
@@ -227,8 +227,8 @@ def _has_grown(field: str, saved: Summary, here: ShardList) -> bool:
     last, names = saved[-1][0], {name for name, *_ in saved}
     wrong = next(name for name in here.names if name not in names and name < last)
     raise CheckpointMismatchError(
-        f"{field}: the new shard {wrong} comes before {last} in the order of names, but samples are counted through "
-        f"in this order: give it a name that comes after, such as {_name_after(last)}"
+        f"{field}: the new shard {wrong} sorts before {last}. Give it a name that sorts after it, such as "
+        f"{_name_after(last)}."
     )
 
 
@@ -255,8 +255,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
         return {field: here.fields[field]}
     if type(reader.subset) is int and saved.fields.get(stage_field(reader, "subset")) == reader.subset:
         raise CheckpointMismatchError(
-            f"{field}: subset={reader.subset} is a count, and each shard's share of it changes when shards "
-            "are added: no shards can join such a run. A share of the samples, such as subset=0.1, does not move"
+            f"{field}: subset={reader.subset} is a count, so no shards can join. Use a fraction, such as subset=0.1."
         )
     return {}
 
@@ -273,9 +272,8 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
     numbers = lane_numbers(state)
     if len(numbers) < state["lanes"]:
         raise CheckpointMismatchError(
-            "new shards join at one epoch for all lanes, which takes the state of all lanes, but this is a "
-            f"rank's own part, {len(numbers)} of {state['lanes']} lanes: load what global_state_dict() returns, or the "
-            "states of all ranks after merge_states"
+            f"new shards need the state of all lanes, not {len(numbers)} of {state['lanes']}. Load "
+            "global_state_dict() or merge_states(...)."
         )
     return read_lanes(state, range(state["lanes"]))
 

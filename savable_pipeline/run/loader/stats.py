@@ -100,8 +100,7 @@ class Stats:
         shares = sorted(self._stage_shares().items(), key=lambda entry: -entry[1])
         where = ", ".join(f"{name} {share:.0%}" for name, share in shares[:3]) or "not measured yet"
         log.warning(
-            "the trainer waited for data in %.0f of the last %.0f s; of the time that batches take to make: %s; "
-            "num_workers is %d",
+            "training waited for data %.0f of the last %.0f s. Time per stage: %s. num_workers=%d.",
             waited,
             seconds,
             where,

@@ -79,8 +79,8 @@ class SampleIds:
 
         if not isinstance(batch, dict) or IDS in batch or ROWS in batch:
             raise EncodeError(
-                f"sample_ids=True adds the keys {IDS!r} and {ROWS!r} to batches: the encoder's batch() must return "
-                f"a dict without them, not {type(batch).__name__}"
+                f"sample_ids=True adds {IDS!r} and {ROWS!r} to batches. Return a dict without them from batch(), "
+                f"not {type(batch).__name__}."
             )
         ids = self._ids(samples.refs)
         if samples.rows is not None:

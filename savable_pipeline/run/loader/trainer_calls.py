@@ -18,13 +18,13 @@ from savable_pipeline.run.loader.run import Run
 log = logging.getLogger(__name__)
 
 _LIGHTNING = "lightning.pytorch"
-_KEEPS_ONE = "keeps the state of rank 0 only, and the other lanes would be missing at the resume"
+_KEEPS_ONE = "saves the state of rank 0 only"
 _CURES = {  # by the calling module: whether one rank is refused too, what is wrong, and the cure
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
     "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
     _LIGHTNING: (
         True,
-        f"Lightning may have fetched a batch ahead, and {_KEEPS_ONE}",
+        f"Lightning may have fetched a batch ahead and {_KEEPS_ONE}",
         "savable_pipeline.trainers.lightning.SavableDataModule",
     ),
 }
@@ -72,7 +72,7 @@ def _known(module: str) -> str:
 
 
 def _refusal(why: str, cure: str) -> SavableError:
-    return SavableError(f"{why}: give it what {cure} makes, in the place of the loader")
+    return SavableError(f"{why}. Pass the result of {cure} instead of the loader.")
 
 
 def warn_unsaved(caller: str, run: Run) -> None:
@@ -87,20 +87,20 @@ def warn_unsaved(caller: str, run: Run) -> None:
         return
     if caller.startswith("transformers."):
         _warn(
-            "Hugging Face's Trainer iterates over",
-            "Give it to savable_pipeline.trainers.hf.SavableTrainer(train_loader=…), which saves it",
+            "Hugging Face's Trainer",
+            "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)",
         )
     elif (state := imported("accelerate.state")) and state.is_initialized():
         _warn(
-            "there is an Accelerator, whose save_state does not save loaders, and a loop that iterates over",
-            "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) returns",
+            "an Accelerator",
+            "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)",
         )
 
 
 def _warn(what: str, cure: str) -> None:
     log.warning(
-        "%s a bare SavableLoader, whose state is in no checkpoint: a resumed run would silently begin at slot 0 "
-        "again. %s; if you save and load its state yourself, all is well",
+        "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
+        "state yourself.",
         what,
         cure,
     )
@@ -109,16 +109,16 @@ def _warn(what: str, cure: str) -> None:
 def refuse_dataset() -> NoReturn:
     """Raise AttributeError: code that looks for a loader's dataset wants to skip batches of a resumed run."""
     raise AttributeError(
-        "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where to "
-        "continue. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
+        "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
+        "Face: ignore_data_skip=True)."
     )
 
 
 def refuse_items() -> NoReturn:
     """Raise TypeError: code that takes a loader's items by number takes it for a dataset."""
     raise TypeError(
-        "a SavableLoader has no items by number: it takes the place of torch's DataLoader, so iterate over it itself; "
-        "for torchdata's StatefulDataLoader there is sp.StatefulDataset"
+        "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
+        "torchdata."
     )
 
 

@@ -56,7 +56,7 @@ def read_address(address: str) -> tuple[str, int]:
     """Host and port of HOST:PORT. Raises ValueError if one is missing."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no HOST:PORT: name the address of one network, such as 10.0.0.5:7000")
+        raise ValueError(f"{address!r} must be HOST:PORT, such as 10.0.0.5:7000")
     return host.strip("[]"), int(port)
 
 
@@ -74,10 +74,10 @@ class Agent:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
-            raise OSError(f"{listen}: {said(error)}; give an address of this machine, and a free port") from error
+            raise OSError(f"{listen}: {said(error)}. Use an address of this machine, and a free port.") from error
         self._listener.setblocking(False)
         if ipaddress.ip_address(self._listener.getsockname()[0]).is_unspecified:
-            log.warning("%s is every network of this machine. Give the address of the one that trainers use", listen)
+            log.warning("%s listens on every network. Use the address of the one that trainers use.", listen)
         self._key, self._workers = key, workers
         self._half_open: list[HalfOpen] = []  # the oldest first
         self._sessions: dict[bytes, BegunSession] = {}
@@ -135,7 +135,7 @@ class Agent:
         caller.end.close()
         self._refused += 1
         if time.monotonic() - self._told_at > _TOLD_EVERY_S:
-            log.warning("refused %d connections, the last from %s: %s", self._refused, caller.peer, why)
+            log.warning("rejected %d connections, the last from %s: %s", self._refused, caller.peer, why)
             self._refused, self._told_at = 0, time.monotonic()
 
     def _forget(self, caller: HalfOpen) -> None:

@@ -46,21 +46,21 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
             key = opened.read(1 << 16).strip() if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise ValueError(
-            f"{file}: {error.strerror}; a key is made by: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
+            f"{file}: {error.strerror}. Create a key: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
         ) from error
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is a pipe or a device, and a key is read more than once. Write it into a file")
+        raise ValueError(f"{file} is a pipe or a device. Write the key into a file.")
     if found.st_uid not in (os.geteuid(), 0):
         raise ValueError(
-            f"{file} belongs to user {found.st_uid}, who could run code as you. Make a key of your own: "
-            f"chown {os.geteuid()} {file}, or (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
+            f"{file} belongs to user {found.st_uid}, who could run code as you. Run chown {os.geteuid()} {file}, or "
+            "create another key."
         )
     if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"{file} can be read by others, so that they could run code as you: chmod 600 {file}")
+        raise ValueError(f"{file} can be read by other users, who could run code as you. Run chmod 600 {file}.")
     if len(key) < _LEAST_KEY:
         raise ValueError(
-            f"{file} has {len(key)} bytes, which can be guessed; a key has at least {_LEAST_KEY}: "
-            f"(umask 077; head -c 32 /dev/urandom | base64 > {file})"
+            f"{file} has {len(key)} bytes, fewer than {_LEAST_KEY}. Create a key: (umask 077; head -c 32 "
+            f"/dev/urandom | base64 > {file})"
         )
     return key
 
@@ -85,12 +85,12 @@ def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
     """The trainer's part. Waits as long as the socket does. Raises ConnectionError for one that has another key."""
     hello = _exactly(end, HELLO_BYTES)
     if hello[: len(MAGIC)] != MAGIC:
-        raise ConnectionError("what answers there is no agent of this release: is another program at this port?")
+        raise ConnectionError("no agent of this version answers. Check the port and the version.")
     said = _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
     whole = hello + said + _proof(key, b"trainer", hello + said)
     end.sendall(whole[len(hello) :])
     if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
-        raise ConnectionError("the agent has not proved that it has the key of key_file=")
+        raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
     return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
 
 
@@ -107,9 +107,6 @@ def _exactly(end: socket.socket, size: int) -> bytes:
     while len(found) < size:
         more = end.recv(size - len(found))
         if not more:
-            raise ConnectionError(
-                "it closed the connection before both had proved the key: has it the same --key-file, and the same "
-                "release?"
-            )
+            raise ConnectionError("it closed the connection. Use the same --key-file and version on both sides.")
         found += more
     return found

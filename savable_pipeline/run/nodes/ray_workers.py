@@ -140,7 +140,7 @@ class RayNodes:
                 try:
                     self._found[number] = AgentAddress.of(*self._ray.get(asked))
                 except self._ray.exceptions.RayError as error:
-                    log.warning("Ray's node number %d is lost: %s", number, str(error).splitlines()[0])
+                    log.warning("node %d of Ray is lost: %s", number, str(error).splitlines()[0])
                     self._found.pop(number, None)
                     del self._actors[number]
         for number in range(self._most):
@@ -158,8 +158,8 @@ class RayNodes:
         while len(self.addresses()) < self._least:
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"Ray has given {len(self._found)} of at least {self._least} nodes with num_cpus={self._workers} "
-                    f"and resources={self._options['resources']} in {_FIRST_S:g} s: see `ray status`"
+                    f"Ray provided {len(self._found)} of {self._least} nodes in {_FIRST_S:g} s. See `ray status` "
+                    f"(num_cpus={self._workers}, resources={self._options['resources']})."
                 )
             self._ray.wait([*self._asked.values()], timeout=_ASK_S / 4)
             self._asked_at = -_ASK_S
@@ -169,7 +169,7 @@ def _connected() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError("RayWorkers needs Ray: pip install 'savable_pipeline[ray]', on every node") from error
+        raise ValueError("RayWorkers needs Ray. Install it on every node: pip install ray") from error
     if not ray.is_initialized():
         known = os.environ
         run = [known[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in known]
@@ -182,6 +182,6 @@ def _connected() -> Any:
             )
         except ConnectionError as error:
             raise ValueError(
-                f"RayWorkers found no Ray cluster: {error}; `ray start --head` begins one, RAY_ADDRESS names another"
+                f"RayWorkers found no Ray cluster: {error}. Run `ray start --head`, or set RAY_ADDRESS."
             ) from error
     return ray

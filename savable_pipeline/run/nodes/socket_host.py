@@ -307,7 +307,7 @@ class SocketHost(Host):
             )
             if not self._has_begun:
                 raise WorkerError(message)
-            log.warning("%s; it is not used", message)
+            log.warning("%s. It is not used.", message)
 
     def _lose(self, each: Node | SocketConnection, why: str) -> None:
         """Go on without a worker; or without a node, until it answers again. Nothing, if `why` is ""."""
@@ -316,7 +316,7 @@ class SocketHost(Host):
         if isinstance(each, SocketConnection):
             each.lose(why)
             return
-        log.warning("the node %s is lost: %s; it is tried again from time to time", each.name, why)
+        log.warning("node %s is lost: %s. It is retried.", each.name, why)
         each.link.close()
         each.link, each.error, each.tried_at = None, why, time.monotonic()
         for worker in self._connections:
@@ -411,8 +411,8 @@ class SocketHost(Host):
             self._alone_s = 0.0
             found = "; ".join(f"{node.name}: {node.error or 'not tried yet'}" for node in self._nodes)
             raise WorkerError(
-                f"no agent has answered in {limit:g} s: {found or 'there is none'}. Start `savable serve` on each node "
-                "and see whether this machine may connect to it. The loader's state is whole: save it or continue"
+                f"no agent answered in {limit:g} s ({found or 'none known'}). Run `savable serve` on each node and "
+                "check the network. The state of the loader is intact."
             )
 
     def end_workers(self) -> None:
@@ -424,7 +424,7 @@ class SocketHost(Host):
         while any(worker.end is None for worker in workers) and time.monotonic() < deadline:
             self._hear(0.05)
         if late := sum(worker.end is None for worker in workers):
-            log.warning("%d workers did not end in %g s; they are killed before a last look", late, END_WAIT_S)
+            log.warning("%d workers did not end within %g s and are killed", late, END_WAIT_S)
         for worker in list(self._connections):
             worker.close()
 
@@ -460,8 +460,8 @@ def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
         raw = pickle.dumps(job, protocol=5)
     except Exception as error:
         raise ValueError(
-            f"the pipeline cannot be sent to other machines: {error}. Define it, and what it uses, at the top of a "
-            "module, and bind arguments with functools.partial"
+            f"the pipeline cannot be sent to other machines: {error}. Define it at the top of a module, with "
+            "functools.partial for arguments."
         ) from error
     main = main_module()
     return pickle.dumps((manifest(raw, main), list(allow), sys.path, raw, main), protocol=5)

@@ -28,11 +28,13 @@ class NodeWorkers(Workers):
 
     def __post_init__(self) -> None:
         if self.count not in (None, 1):
-            raise ValueError(f"count={self.count}: how many workers there are is said where they run, on the nodes")
+            raise ValueError(
+                f"count={self.count} does not apply here. Set the number of workers on the nodes (`savable serve`)."
+            )
         if not self.trusted_network and not can_authenticate_bodies():
             raise ValueError(
-                "nodes need the package cryptography, as does this machine: pip install 'savable_pipeline[nodes]', "
-                "or pass trusted_network=True on a network where nobody else can change what passes"
+                "remote workers need `cryptography`. Run pip install cryptography on all machines, or pass "
+                "trusted_network=True on a trusted network."
             )
         object.__setattr__(self, "count", 1)
         super().__post_init__()
@@ -70,7 +72,7 @@ class SocketWorkers(NodeWorkers):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.agents, str) or not self.agents:
-            raise ValueError(f"agents is a list of addresses HOST:PORT, not {self.agents!r}")
+            raise ValueError(f"agents must be a list of HOST:PORT, not {self.agents!r}")
         self._addresses()
 
     def _addresses(self) -> list[AgentAddress]:

@@ -190,13 +190,13 @@ class Link:
                     self._target = next(self._parser)
                 count = self._socket.recv_into(self._target)
                 if not count:
-                    raise EOFError("the other end has closed the connection")
+                    raise EOFError("the other side closed the connection")
                 self.heard = True
                 self._target = self._target[count:]
         except BlockingIOError:
             self._wake_at(min(len(self._target), _WAKE_BYTES))
         except StopIteration:
-            self._fault = WireError("the program was interrupted while a frame arrived")
+            self._fault = WireError("the program was interrupted during a message")
         except (EOFError, OSError) as error:
             self._fault = error
         if self._fault is not None and not self._arrived:
@@ -228,19 +228,19 @@ class Link:
             magic, kind, head_bytes, number, body_bytes, head_hash, code = HEADER.unpack_from(header)
             wanted = header_code(key, header[: HEADER.size])
             if magic != MAGIC or not hmac.compare_digest(wanted, header[HEADER.size :]):
-                raise WireError(f"in place of frame {self._received} came bytes that the other end did not send")
+                raise WireError(f"message {self._received} was not sent by the other side")
             if number != self._received:
-                raise WireError(f"frame {number} arrived in place of {self._received}: one is lost, or came twice")
+                raise WireError(f"message {number} arrived instead of {self._received}")
             if head_bytes > MOST_HEAD or body_bytes > MOST_BODY:
-                raise WireError(f"a frame of {head_bytes} + {body_bytes} bytes is longer than any can be")
+                raise WireError(f"a message of {head_bytes} + {body_bytes} bytes is too long")
             head = bytearray(head_bytes)
             yield memoryview(head)
             if not hmac.compare_digest(hashlib.sha256(head).digest(), head_hash):
-                raise WireError(f"the head of frame {number} was changed on its way")
+                raise WireError(f"the header of message {number} was changed in transit")
             body = self._memory.take(body_bytes, self.viewed)
             yield body
             if not hmac.compare_digest(self._body_code(key, number, [body]), code):
-                raise WireError(f"the body of frame {number} was changed on its way")
+                raise WireError(f"the body of message {number} was changed in transit")
             self._received += 1
             self._arrived.append(Frame(kind, head, body))
             del body, head  # nothing of a frame is viewed from here
@@ -342,7 +342,7 @@ def read_answer(frame: Frame) -> tuple[int, Answer]:
         number, count = _NUMBERS.unpack_from(head)
         sizes = struct.unpack_from(f"<{count}Q", head, _NUMBERS.size)
     except struct.error as error:
-        raise WireError(f"an answer has a head of {len(head)} bytes, too few for its numbers") from error
+        raise WireError(f"an answer has a header of only {len(head)} bytes") from error
     starts = list(accumulate((size + -size % ALIGN for size in sizes), initial=0))
     if starts[-1] != len(frame.body):
         raise WireError(f"answer {number} has buffers of {starts[-1]} bytes in a body of {len(frame.body)}")

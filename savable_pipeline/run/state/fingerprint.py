@@ -118,14 +118,13 @@ def pack_fingerprint(found: Fingerprint) -> bytes:
     if len(plain) > _LARGEST:
         largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
         raise ValueError(
-            f"the settings of the pipeline take {human_bytes(len(plain))}, most of it {largest}; a state holds at most "
-            f"{human_bytes(_LARGEST)} of them: give a hash or a name in place of the value"
+            f"the settings of the pipeline have {human_bytes(len(plain))}, more than {human_bytes(_LARGEST)}, most "
+            f"of it {largest}. Replace the value by a hash or a name."
         )
     compressed = zlib.compress(plain, 6)
     if has_too_many(plain, len(compressed)):
         raise ValueError(
-            "the settings of the pipeline are more than a million values, nearly all alike: give a hash or a name in "
-            "place of the longest"
+            "the settings of the pipeline have over a million values. Replace the longest by a hash or a name."
         )
     return pack_state(_Packed(compressed))
 
@@ -137,14 +136,12 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     try:
         plain = inflate.decompress(packed.compressed, _LARGEST)
     except zlib.error as error:
-        raise StateError(f"fingerprint: {error}; use another copy of the checkpoint") from error
+        raise StateError(f"fingerprint: {error}. Use another copy of the checkpoint.") from error
     if not inflate.eof:
         fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
-        raise StateError(f"fingerprint: {fault}; use another copy of the checkpoint")
+        raise StateError(f"fingerprint: {fault}. Use another copy of the checkpoint.")
     if has_too_many(plain, len(packed.compressed)):
-        raise StateError(
-            "fingerprint: more than a million values, nearly all alike; use another copy of the checkpoint"
-        )
+        raise StateError("fingerprint: over a million values. Use another copy of the checkpoint.")
     found = decoded(plain, Fingerprint, "fingerprint")
     _check_known_fields(found.fields)
     return found
@@ -161,7 +158,7 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise StateError(f"fingerprint: {name}: {error}; use another copy of the checkpoint") from error
+        raise StateError(f"fingerprint: {name}: {error}. Use another copy of the checkpoint.") from error
 
 
 def _setting(field: str) -> str:
@@ -199,13 +196,13 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     if refused:
         lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
         may_differ = not any(_rule(name, here).fixed for name in refused)
-        hint = f"\nTo continue all the same, without exactness: allow={refused}" if may_differ else ""
+        hint = f"\nTo resume anyway, without exactness, pass allow={refused}." if may_differ else ""
         raise CheckpointMismatchError(
-            "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
+            "the state is of a run with other settings or data. Use the saved ones.\n" + "\n".join(lines) + hint
         )
     for name in differing:
         log.warning(
-            "restoring although %s differs: %s",
+            "restored although %s differs: %s",
             name,
             _difference(name, before, after, here),
         )
@@ -213,7 +210,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     others = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if others:
         log.warning(
-            "the state was saved with %s. Batches that these make may differ: install the saved ones, or go on",
+            "the state was saved with %s, so batches may differ. Install the saved versions to be exact.",
             ", ".join(f"{name} {before.get(name, 'none')} (here {after.get(name, 'none')})" for name in others),
         )
     return differing
@@ -279,9 +276,9 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, here: FingerprintHer
     known = {*fields, *map(_base, fields), *_COME_AND_GO}
     for name in names:
         if cause := _rule(name, here).fixed if name in fields else _never(name, here):
-            raise ValueError(f"allow={name!r}: this can never differ; {cause}")
+            raise ValueError(f"allow={name!r} is not possible: {cause}")
         if name not in known:
-            raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(fields))}")
+            raise ValueError(f"allow={name!r} is no field. The fields are {', '.join(sorted(fields))}.")
     return names
 
 
@@ -298,8 +295,8 @@ def _plain(field: str, value: Any) -> Any:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
     except (TypeError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() holds numbers, strings, "
-            "bytes, and lists or dicts of these"
+            f"the setting {field} = {value!r} cannot be saved ({error}). Return numbers, strings, bytes, lists or "
+            "dicts from settings()."
         ) from error
 
 

@@ -118,9 +118,8 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     lanes = [name for name in state if name.startswith("lane_")] if state.get(ACKNOWLEDGE) else []
     if missing := [name for name in lanes if name.replace("lane", "flight") not in state]:
         raise CheckpointMismatchError(
-            f"the state was saved with acknowledge=True and has {missing[0]}, but no "
-            f"{missing[0].replace('lane', 'flight')}: its rows in flight would be lost; load all entries of the "
-            "checkpoint, into a SavableLoader with acknowledge=True, or use another copy"
+            f"the state has {missing[0]}, but no {missing[0].replace('lane', 'flight')}. Load all entries of the "
+            "checkpoint, or use another copy."
         )
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
@@ -132,9 +131,7 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
 def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch: int) -> list[Flight]:
     saved, lanes = unpack_state(raw, _LaneFlights, name), state["lanes"]
     if saved.saved_with != _checksum(state, lane):
-        raise CheckpointMismatchError(
-            f"{name} was saved with another lane_{lane:05d} than the one here: take both from one save of the run"
-        )
+        raise CheckpointMismatchError(f"{name} was saved with another lane_{lane:05d}. Take both from one checkpoint.")
     flights: list[Flight] = []
     for each in saved.epochs:
         done, sizes = each.done or [b""] * len(each.refs), each.sizes or [0] * len(each.refs)
@@ -210,8 +207,8 @@ def refuse_flights(state: Mapping[str, Any]) -> None:
     number = sum(map(bool, read_flights(state).values()))
     if number:
         raise CheckpointMismatchError(
-            f"the state has batches in flight of {number} lanes, given and not acknowledged, which only a "
-            "SavableLoader with acknowledge=True gives again"
+            f"the state has unacknowledged batches of {number} lanes. Load it into a SavableLoader with "
+            "acknowledge=True."
         )
 
 

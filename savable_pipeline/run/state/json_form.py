@@ -74,7 +74,7 @@ def _bytes(text: str, name: str) -> bytes:
     kind, found, digits = text.partition(_BYTES)
     try:
         if kind or not found:
-            raise binascii.Error(f"it does not begin with {_BYTES}")
+            raise binascii.Error(f"it does not start with {_BYTES}")
         return base64.b64decode(digits.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise StateError(f"{name}: no bytes as text ({error}); use another copy of the checkpoint") from error
+        raise StateError(f"{name}: no base64 bytes ({error}). Use another copy of the checkpoint.") from error

@@ -62,8 +62,8 @@ def pack_state(state: msgspec.Struct) -> bytes:
         body = msgspec.msgpack.encode(state)
     except OverflowError as error:
         raise StateError(
-            f"a state has an integer beyond 64 bits: {error}; a stage saves it as bytes. If it came with a loaded "
-            "state, use another copy of the checkpoint"
+            f"a state has an integer beyond 64 bits: {error}. Save it as bytes in your stage, or use another copy "
+            "of the checkpoint."
         ) from error
     return _NUMBERED + xxh3_64_intdigest(body).to_bytes(8, "little") + body
 
@@ -94,15 +94,18 @@ def checksum(packed: Any) -> bytes:
 def unpack_state(raw: Any, kind: type[T], name: str) -> T:
     """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or has other numbers."""
     if not isinstance(raw, bytes | bytearray):
-        raise StateError(f"{name}: a state is bytes, not {type(raw).__name__}")
+        raise StateError(f"{name}: a state must be bytes, not {type(raw).__name__}")
     if raw[:4] != _MAGIC or len(raw) < _HEAD:
-        raise StateError(f"{name}: not a state of savable_pipeline, or cut short ({len(raw)} bytes)")
+        raise StateError(
+            f"{name}: no state of savable_pipeline, or truncated ({len(raw)} bytes). Use another copy of "
+            "the checkpoint."
+        )
     if raw[: len(_NUMBERED)] != _NUMBERED:
         number = int.from_bytes(raw[4:6], "little")
         check_numbers(name, int.from_bytes(raw[6:8], "little") if number > 1 else None, number)
     body = raw[_HEAD:]
     if xxh3_64_intdigest(body) != int.from_bytes(raw[len(_NUMBERED) : _HEAD], "little"):
-        raise StateError(f"{name}: damaged: the checksum does not match; use another copy of the checkpoint")
+        raise StateError(f"{name}: damaged, the checksum does not match. Use another copy of the checkpoint.")
     return decoded(bytes(body), kind, name)
 
 
@@ -111,7 +114,7 @@ def decoded(body: bytes, kind: type[T], name: str) -> T:
     try:
         found = msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{name}: {error}; use another copy of the checkpoint") from error
+        raise StateError(f"{name}: {error}. Use another copy of the checkpoint.") from error
     _check_depth(found, name)
     return found
 
@@ -129,7 +132,7 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
         ]
         if not level:
             return
-    raise StateError(f"{name}: lists within each other, deeper than {_DEEPEST}; use another copy of the checkpoint")
+    raise StateError(f"{name}: lists nested deeper than {_DEEPEST}. Use another copy of the checkpoint.")
 
 
 # Of which sources a lane has had samples in vain.
@@ -208,8 +211,8 @@ def restoring(what: str) -> Iterator[None]:
         if isinstance(error, SavableError | OSError | MemoryError) and not isinstance(error, EncodeError):
             raise
         raise StateError(
-            f"{what} cannot be restored ({type(error).__name__}: {error}): it is damaged, or restore_state of a stage "
-            "of your own does not take what its save_state gave; use another copy of the checkpoint"
+            f"{what} cannot be restored ({type(error).__name__}: {error}). Use another copy of the checkpoint, or "
+            "fix restore_state of your stage."
         ) from error
 
 

@@ -30,7 +30,8 @@ _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
 _LARGEST = 1 << 62  # of these
 FACTS = "facts"
-_DECIDE_ALIKE = "each rank calls reconfigure with the same arguments between the same two steps"
+_DECIDE_ALIKE = "Call reconfigure with the same arguments on each rank, at the same step."
+_PAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/trainers/index.md"
 
 
 def lane_name(lane: int) -> str:
@@ -57,26 +58,33 @@ def check_flat(state: Mapping[str, Any]) -> None:
 
 def _check_flat(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
-        raise StateError(f"a state is a dict, not {type(state).__name__}")
+        raise StateError(f"a state must be a dict, not {type(state).__name__}")
     missing = {"lanes", "epoch", "slot", "fingerprint"} - state.keys()
     if missing:
         inside = [name for name, value in state.items() if isinstance(value, Mapping) and "fingerprint" in value]
-        hint = f"; load its value under {inside[0]!r}" if inside else ""
+        hint = f" Load its value under {inside[0]!r}." if inside else ""
         raise StateError(
-            f"this is no state of a SavableLoader: it holds {', '.join(map(repr, list(state)[:8])) or 'nothing'}, "
-            f"but not {', '.join(sorted(missing))}{hint}"
+            f"this is no state of a SavableLoader: it lacks {', '.join(sorted(missing))}.{hint}\n  It has "
+            f"{', '.join(map(repr, list(state)[:8])) or 'nothing'}."
         )
     odd = [name for name in state if not isinstance(name, str)]
     if odd:
-        raise StateError(f"the state has the key {reprlib.repr(odd[0])}, but its keys are texts")
+        raise StateError(
+            f"the state has the key {reprlib.repr(odd[0])}, which is no string. Use another copy of the checkpoint."
+        )
     check_numbers("the state", state.get("order"), state.get("state"))
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
-        raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")
+        raise StateError(
+            f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count. Use another "
+            "copy of the checkpoint."
+        )
     if (named := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(named) is not int:
-        raise StateError(f"the state's acknowledge is {reprlib.repr(named)}, not 0 or 1; use another copy of it")
+        raise StateError(
+            f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1. Use another copy of the checkpoint."
+        )
     if not state["lanes"]:
-        raise StateError("the state is of a run with no lanes")
+        raise StateError("the state has no lanes. Use another copy of the checkpoint.")
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
@@ -92,21 +100,21 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
         name = lane_name(lane)
         if name not in state:
             raise CheckpointMismatchError(
-                f"the state holds the lanes {_ranges(lane_numbers(state))} of {lanes}, but this rank needs lane "
-                f"{lane}: save on every rank and join with merge_states, or save global_state_dict(). Where no "
-                "other checkpoint is left, it can be rescued: docs/trainers/index.md"
+                f"the state has lanes {_ranges(lane_numbers(state))} of {lanes}, but this rank needs lane {lane}. "
+                "Save on every rank and use merge_states, or save global_state_dict().\n  To recover without these "
+                f"lanes: {_PAGE}"
             )
         found = unpack_state(state[name], LaneState, name)
         expected = batches_before(slot, lane, lanes)
         if found.lane != lane or found.epoch != epoch or found.batches != expected:
             raise CheckpointMismatchError(
-                f"{name}: its batch {found.batches} of epoch {found.epoch} (lane {found.lane}), but slot {slot} of "
-                f"epoch {epoch} needs batch {expected}: were the ranks' states saved at different steps?"
+                f"{name} is at batch {found.batches} instead of {expected}. Load states of one step.\n  epoch "
+                f"{found.epoch}, lane {found.lane}, slot {slot} of epoch {epoch}"
             )
         if found.facts != facts.digest:
             raise CheckpointMismatchError(
-                f"{name} does not agree with the state on what was decided, or on the shards that joined (the state: "
-                f"{facts.decisions or 'nothing decided'}): load the same state on all ranks; {_DECIDE_ALIKE}"
+                f"{name} does not fit the state. Load the same state on all ranks. {_DECIDE_ALIKE}\n  the state has "
+                f"{facts.decisions or 'no reconfigure'}"
             )
         read[lane] = found
     return read
@@ -122,14 +130,14 @@ def _check_alike(state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
     facts, others = read_facts(state), read_facts(merged)
     if facts.growth != others.growth:
         raise CheckpointMismatchError(
-            "the ranks do not agree on the epochs at which shards joined: load the same state on all ranks"
+            "the ranks have different epochs at which shards joined. Load the same state on all ranks."
         )
     if facts.decisions != others.decisions:
         found = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
         said = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in found)
-        raise CheckpointMismatchError(f"the ranks do not agree on what was decided ({said}): {_DECIDE_ALIKE}")
+        raise CheckpointMismatchError(f"the ranks differ in reconfigure ({said}). {_DECIDE_ALIKE}")
     if facts != others:
-        raise CheckpointMismatchError("the states to merge differ in facts; save all at one step")
+        raise CheckpointMismatchError("the states to merge differ in facts. Save all at one step.")
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,7 +224,6 @@ def refuse_spans(state: Mapping[str, Any]) -> None:
     if spans:
         span = spans[0]
         raise CheckpointMismatchError(
-            f"the state was saved while the trainer had fetched a batch before a skip: {span.stop - span.first} slots "
-            f"from slot {span.first} of epoch {span.epoch} are still to be passed over. Load it through what the "
-            "trainer takes its batches from (savable_pipeline.trainers), as it was saved"
+            f"the state has {span.stop - span.first} slots to skip, from slot {span.first} of epoch {span.epoch}. "
+            "Load it through the same class of savable_pipeline.trainers that saved it."
         )

@@ -45,12 +45,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         path = path / JSON_FILE
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"
-        raise StateError(f"{path}: {what}; expected a file with the loader's state in it, of torch.save or to_json")
+        raise StateError(f"{path}: {what}. Pass a file with the state of a loader, of torch.save or to_json.")
     loaded = _loaded_json(path) if path.suffix == ".json" else _loaded(path)
     found = list(_find(loaded))
     if len(found) != 1:
-        content = "no state of a SavableLoader" if not found else f"{len(found)} states; save each in its own file"
-        raise StateError(f"{path}: holds {content}")
+        content = "no state of a SavableLoader" if not found else f"{len(found)} states. Save each in its own file."
+        raise StateError(f"{path}: it has {content}")
     return found[0]
 
 
@@ -58,7 +58,7 @@ def _loaded_json(path: Path) -> Any:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path}: this is no JSON ({error}); use another copy of the checkpoint") from error
+        raise StateError(f"{path}: no JSON ({error}). Use another copy of the checkpoint.") from error
     return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _MARKS else None
 
 
@@ -69,8 +69,8 @@ def _loaded(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StateError(
-            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "
-            "torch.save, is damaged, or holds more than plain values and tensors"
+            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}). Use another copy, with "
+            "plain values and tensors only."
         ) from error
 
 
@@ -145,10 +145,10 @@ def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
 def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
     """The saved fields of each stage, readers first; the sources of a `Blend` in the order of their names."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise StateError(f"{where}: {_short(state)} is no state of a stage; use another copy of the checkpoint")
+        raise StateError(f"{where}: {_short(state)} is no state of a stage. Use another copy of the checkpoint.")
     upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
     if not isinstance(upstream, dict):
-        raise StateError(f"{where}: {_short(upstream)} are no sources; use another copy of the checkpoint")
+        raise StateError(f"{where}: {_short(upstream)} are no sources. Use another copy of the checkpoint.")
     for name in sorted(upstream, key=str):
         yield from _path(upstream[name], where)
     yield {name: value for name, value in state.items() if name not in ("source", "sources")}

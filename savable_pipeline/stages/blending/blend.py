@@ -9,7 +9,7 @@ sources  a ──▶ ahead  a0 a1 a2                 what was taken of each befo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import index, or_
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
@@ -22,6 +22,7 @@ from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.item_buffer import SavedElement, restored_elements, saved_elements
@@ -47,6 +48,33 @@ log = logging.getLogger(__name__)
 By = Literal["samples", "tokens"]
 Until = Literal["all", "first"]
 _Elements: TypeAlias = NDArray[Any]  # refs of samples, REF (n,), or `Element`s, object (n,)
+
+
+def check_blend(
+    sources: Iterable[str], weights: Mapping[str, Weight] | Schedule | None, by: By, until: Until, stride: int
+) -> None:
+    """Raise ValueError or TypeError for a wrong setting of a `Blend` of sources with these names."""
+    for name in sources:
+        if not isinstance(name, str) or not name or set("/#") & set(name):
+            raise ValueError(f"Blend: the name of a source must be a non-empty str without / and #, not {name!r}")
+    if not isinstance(weights, Mapping | Schedule | None):
+        raise TypeError(f"Blend: weights must be a dict by the names of the sources, not {weights!r}")
+    check_choice("Blend", "by", by, get_args(By))
+    check_choice("Blend", "until", until, get_args(Until))
+    check_count("Blend", "stride", stride)
+    if isinstance(weights, Schedule) and weights.unit != by:
+        raise ValueError(f"Blend: a schedule by {weights.unit} needs by={weights.unit!r}, not by={by!r}")
+    if weights is None and by == "tokens":
+        raise ValueError('Blend: by="tokens" needs weights, because only the numbers of samples are known.')
+    if weights is not None:
+        given = weights.names if isinstance(weights, Schedule) else weights.keys()
+        for name in sorted(given - set(sources)):
+            meant = closest(name, sources)
+            raise ValueError(f"Blend: weights has no source for {name!r}. The sources are {', '.join(sources)}.{meant}")
+        if missing := sorted(set(sources) - given):
+            raise ValueError(f"Blend: every source needs a weight, but {', '.join(missing)} has none. 0 turns it off.")
+        if not isinstance(weights, Schedule):
+            integer_weights(weights)
 
 
 class _BlendState(msgspec.Struct):
@@ -76,8 +104,7 @@ class _WeightedSources(Stage):
         stride: int = 8,
     ) -> None:
         _check_sources(sources)
-        if not isinstance(weights, Mapping | Schedule | None):
-            raise TypeError(f"Blend: weights are given by the names of the sources, as a dict, not {weights!r}")
+        check_blend(sources, weights, by, until, stride)
         self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
         self.weights: dict[str, int] = {}
         self.until = until
@@ -86,12 +113,7 @@ class _WeightedSources(Stage):
         self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
-        given = self._given_weights(weights, by)
-        for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
-            if value not in choices:
-                raise ValueError(f"Blend: {name} must be one of {', '.join(choices)}, not {value!r}")
-        if stride < 1:
-            raise ValueError(f"Blend: stride must be at least 1, not {stride}")
+        given = self._given_weights(weights)
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by = by
         self.stride = stride
@@ -101,24 +123,17 @@ class _WeightedSources(Stage):
         if self.schedule is not None:
             self._check_schedule(self.schedule)
         if by == "tokens" and isinstance(self, SampleStage):
-            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
+            raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
 
-    def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None, by: By) -> Mapping[str, Weight]:
-        """A weight for each source. Raises ValueError if some have none, or there is no such source."""
+    def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None) -> Mapping[str, Weight]:
+        """A weight for each source."""
         given: Mapping[str, Weight]
         if isinstance(weights, Schedule):
             given = dict.fromkeys(weights.names, 1)
         elif weights is not None:
             given = weights
-        elif by == "tokens":
-            raise ValueError('Blend: by="tokens" needs weights: the sizes of the sources are known in samples only')
         else:
             given = {name: stage.info.population for name, stage in self._stages.items()}
-        if self._stages.keys() != given.keys():
-            missing, unknown = sorted(self._stages.keys() - given.keys()), sorted(given.keys() - self._stages.keys())
-            raise ValueError(
-                f"Blend: every source needs a weight, or none: none is given for {missing}; no source for {unknown}"
-            )
         return given
 
     def _check_schedule(self, schedule: Schedule) -> None:
@@ -126,13 +141,8 @@ class _WeightedSources(Stage):
 
         The counts of earlier passes are not known in the next one.
         """
-        if schedule.unit != self.by:
-            raise ValueError(f"Blend: a schedule by {schedule.unit} needs by={schedule.unit!r}; it is {self.by!r}")
         if not self.describe().endless:
-            raise ValueError(
-                "Blend: a schedule counts from the run's start, so one of its sources at least must have no end: "
-                "epochs=None in its reader"
-            )
+            raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
 
     def describe(self) -> StageInfo:
         """One deeper than the deepest source, with the sum of their populations, and all their tags and origins.
@@ -181,7 +191,7 @@ class _WeightedSources(Stage):
             stage.name_branch(f"{name}/{own}" if name else own)
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
-            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
+            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same tag. Rename one.")
         decided = next(iter(self.sources)).lane.facts.decisions.weights.get(name, {})
         self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
         self._end_sources(self._ended)
@@ -206,8 +216,7 @@ class _WeightedSources(Stage):
     def _of_tag(self, tag: int) -> Stage:
         if tag not in self._stage_of:
             raise CheckpointMismatchError(
-                f"Blend of {', '.join(self._stages)}: a ref has tag {tag}, which is that of none of them: was a source "
-                "removed or renamed since?"
+                f"Blend: the state has a source that is not in {', '.join(self._stages)}. Restore it."
             )
         return self._stage_of[tag]
 
@@ -466,8 +475,8 @@ class _BlendOfItems(Blend, TakesItems):
             length = self._length(name, element)
             if length is not None and length < 1:
                 raise EncodeError(
-                    f'Blend: by="tokens" needs items of at least 1 token, but one of the source {name!r} has {length}; '
-                    f"{sample_names(self, element.ref)}. Return another length, or a Skip from encode"
+                    f"Blend: an item of {name!r} has {length} tokens. Return at least 1 from `length`, or skip the "
+                    f"sample.\n  {sample_names(self, element.ref)}"
                 )
             self._ahead[name] = self._ahead[name][1:]
             if length is not None:
@@ -496,8 +505,8 @@ class _BlendOfItems(Blend, TakesItems):
             return index(encoder.length(element.value))
         except Exception as error:
             raise EncodeError(
-                f"{type(encoder).__name__}.length raised {type(error).__name__}: {error}; stage Blend, source "
-                f"{name!r} of {self.lane}"
+                f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
+                f"\n  stage Blend, source {name!r} of {self.lane}"
             ) from error
 
     def _taken(self, name: str, n: int) -> _Elements:
@@ -521,16 +530,16 @@ def _tags_of(refs: RefArray) -> NDArray[np.int64]:
 def _check_sources(sources: Mapping[str, Stage]) -> None:
     """Raise ValueError unless these are stages of one lane, properly named, that all give samples or all items."""
     if not sources:
-        raise ValueError("Blend needs at least one source")
+        raise ValueError("Blend: sources is empty. Pass a dict with at least one source.")
     for name, stage in sources.items():
-        if not isinstance(name, str) or not name or set("/#") & set(name):
-            raise ValueError(f"Blend: a source's name is a word without / and #, not {name!r}")
         if not isinstance(stage, Stage):
             raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
     if any(stage.lane is not next(iter(sources.values())).lane for stage in sources.values()):
         raise ValueError("Blend: all sources must be built for the same lane")
     if len({isinstance(stage, SampleStage) for stage in sources.values()}) > 1:
-        raise ValueError("Blend: some sources give samples and others items; end all before or all after Encode")
+        raise ValueError(
+            "Blend: all sources must have samples, or all items. Put Encode into each, or after the Blend."
+        )
 
 
 for _kind in (_BlendOfSamples, _BlendOfItems):

@@ -105,21 +105,21 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
     if is_metadataset(entry):
         return read_metadataset(entry, split)
     if split is not None:
-        raise entry.wrong(f"split={split!r} is for a metadataset; here each source may name its own `split`")
+        raise entry.wrong(f"split={split!r} is for a metadataset. Write `split` in each source instead.")
     return _mixture(entry, top=True)
 
 
 def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
     for name in entry.value:
         if name not in ("sources", "schedule") and (top or name != "weight"):
-            raise entry.wrong(f"{name!r} is unknown here; there is `sources`, and `schedule`", entry.line_of(str(name)))
+            raise entry.wrong(f"unknown key {name!r}. Use `sources` or `schedule`.", entry.line_of(str(name)))
     if not entry.value.get("sources"):
-        raise entry.wrong("a mixture has `sources`, one at least, each with a name")
+        raise entry.wrong("add `sources` with at least one named source.")
     sources: dict[str, MixtureSource | Mixture] = {}
     inside = entry.inner("sources")
     for name, each in inside.entries():
         if set("/#") & set(name):
-            raise each.wrong(f"the name of a source has no / and no #: {name!r}")
+            raise each.wrong(f"the name of a source must not contain / or #: {name!r}")
         sources[name] = _mixture(each) if "sources" in each.value else _source(each)
     _check_shares(sources, dict(inside.entries()))
     schedule = _schedule(entry.inner("schedule"), sources) if "schedule" in entry.value else None
@@ -130,20 +130,22 @@ def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> 
     """The weights of some sources beside each other that have none of their own."""
     for name in entry.value:
         if name not in ("points", "shape"):
-            raise entry.wrong_at(str(name), f"{name!r} is unknown here; there is `points`, and `shape`: step or linear")
+            raise entry.wrong_at(str(name), f"unknown key {name!r}. Use `points` or `shape` (step or linear).")
     if "points" not in entry.value:
-        raise entry.wrong("a schedule has `points`, each with `at` and `weights`")
+        raise entry.wrong("add `points` with `at` and `weights` to the schedule.")
     for name, source in sources.items():
         if source.weight is not None or (isinstance(source, MixtureSource) and source.repetitions is not None):
-            raise entry.wrong(f"{name!r} has a weight or repetitions of its own: the schedule has the weights")
+            raise entry.wrong(f"the schedule sets the weight of {name!r}. Remove the one of the source.")
     points = []
     for point in entry.items("points"):
         if point.value.keys() != {"at", "weights"}:
-            raise point.wrong(f"a point has `at` and `weights`, not {', '.join(map(str, point.value))}")
+            raise point.wrong(f"a point has `at` and `weights`, not {', '.join(map(str, point.value))}.")
         weights = point.inner("weights")
         for name, weight in weights.value.items():
             if name not in sources:
-                raise weights.wrong_at(str(name), f"{name!r} is none of the sources: {', '.join(sources)}")
+                raise weights.wrong_at(
+                    str(name), f"no source is called {name!r}. The sources are {', '.join(sources)}."
+                )
             _check_weight(name, weight, weights, key=name)
         points.append((point.value["at"], weights.value))
     try:
@@ -151,7 +153,7 @@ def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> 
     except ValueError as error:
         raise entry.wrong(str(error)) from error
     if absent := sources.keys() - schedule.names:
-        raise entry.wrong(f"no point has a weight for {min(absent)!r}: add one, or leave the source out")
+        raise entry.wrong(f"no point has a weight for {min(absent)!r}. Add one, or remove the source.")
     return schedule
 
 
@@ -164,11 +166,11 @@ def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str
     for kind, having in [("repetitions", repeated), ("weight", weighted)]:
         for name, entry in entries.items():
             if having and name not in having:
-                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(having)!r} beside it has: all have, or none")
+                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(having)!r} has. Set it in all, or in none.")
     for name in weighted:
         _check_weight(name, sources[name].weight, entries[name])
     if not any(_is_on(source) for source in sources.values()):
-        raise next(iter(entries.values())).wrong("every source beside each other is off: one at least is above 0")
+        raise next(iter(entries.values())).wrong("all weights are 0. Set one above 0.")
 
 
 def _is_on(source: MixtureSource | Mixture) -> bool:
@@ -195,7 +197,7 @@ def _source(entry: YamlEntry) -> MixtureSource:
 def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weight") -> None:
     try:
         if isinstance(weight, str) and _HUGE_POWER.search(weight):
-            raise ValueError(f"the weight of {name!r} has too large a power of ten: {weight[:100]!r}")
+            raise ValueError(f"the weight of {name!r} is too large: {weight[:100]!r}")
         exact_weight(name, weight)
     except ValueError as error:
         raise entry.wrong(str(error), entry.line_of(key)) from error
@@ -239,9 +241,9 @@ class _Reading:
         splits = entry.inner("splits")
         known = ", ".join(map(str, splits.value))
         if split is None:
-            raise splits.wrong(f"a metadataset is read one split at a time: give split=, one of {known}")
+            raise splits.wrong(f"choose a split of the metadataset: split= one of {known}.")
         if split not in splits.value:
-            raise splits.wrong(f"there is no split {split!r}; it has {known}")
+            raise splits.wrong(f"no split is called {split!r}. Use one of {known}.")
         chosen = splits.inner(split)
         kinds = [kind for kind in _BLENDS if kind in chosen.value]
         if not kinds:
@@ -258,7 +260,7 @@ class _Reading:
             for name, source in _shared(found, share, number, each):
                 sources[_unused(name, sources)] = source
         if not any(getattr(source, share, None) for source in sources.values()):
-            raise entry.wrong_at(kind, f"every `{share}` is 0: one at least is above it")
+            raise entry.wrong_at(kind, f"each `{share}` is 0. Set one above 0.")
         return Mixture(sources)
 
     def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share: str) -> MixtureSource | Mixture:
@@ -266,26 +268,30 @@ class _Reading:
         _check_keys(entry, {*_KEYS, share})
         path = entry.value.get("path")
         if not isinstance(path, str):
-            raise entry.wrong("a dataset has a `path`")
+            raise entry.wrong("add a `path` to the dataset.")
         split = entry.value.get("split_part") or split
         if not isinstance(split, str):
-            raise entry.wrong_at("split_part", f"`split_part` is a name, not {split!r}")
+            raise entry.wrong_at("split_part", f"`split_part` must be a name, not {split!r}.")
         tags = {**_tags_of(entry), **tags}
         resolved = entry.resolved(path)
         if path.endswith(_NESTED) or ("://" not in path and Path(resolved).is_file()):
             return self._nested(entry, resolved, split, tags)
         if path.startswith("msc://"):
-            raise entry.wrong_at("path", f"{path}: name the bucket by its own URL (s3, gs, az, https)")
+            raise entry.wrong_at("path", f"{path}: use the URL of the bucket (s3, gs, az, https).")
         return MixtureSource(resolved, split=split, tags=tags)
 
     def _nested(self, entry: YamlEntry, path: str, split: str, tags: dict[str, Any]) -> MixtureSource | Mixture:
         file = Path(path)
         if "://" in path:
-            raise entry.wrong_at("path", f"{path}: a metadataset behind a URL is not read; copy it beside this one")
+            raise entry.wrong_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
         if file.suffix not in _NESTED:
-            raise entry.wrong_at("path", f"{path} is a file, not a folder of shards or a metadataset; convert it first")
+            raise entry.wrong_at(
+                "path", f"{path} is a file. Name a folder of shards or a metadataset, or convert it first."
+            )
         if file in self._files or len(self._files) > _DEEPEST:
-            raise entry.wrong_at("path", f"{path}: a metadataset inside itself, or more than {_DEEPEST} deep")
+            raise entry.wrong_at(
+                "path", f"{path}: this metadataset includes itself, or is more than {_DEEPEST} deep. Flatten it."
+            )
         try:
             inner = read_yaml(file)
         except OSError as error:
@@ -296,12 +302,12 @@ class _Reading:
 def _check_class(entry: YamlEntry) -> None:
     module, name = entry.value.get("__module__", "megatron.energon"), entry.value.get("__class__", _CLASSES[0])
     if not str(module).startswith("megatron.energon") or name not in _CLASSES:
-        raise entry.wrong_at("__class__", f"{module}.{name} is not read; there are {' and '.join(_CLASSES)}")
+        raise entry.wrong_at("__class__", f"{module}.{name} is not supported. Use {' or '.join(_CLASSES)}.")
     for key in entry.value:
         if key not in ("__module__", "__class__", "splits"):
-            raise entry.wrong_at(str(key), f"`{key}` is not known of a metadataset")
+            raise entry.wrong_at(str(key), f"unknown key `{key}` of a metadataset. Remove it.")
     if "splits" not in entry.value:
-        raise entry.wrong("a metadataset has `splits`")
+        raise entry.wrong("add `splits` to the metadataset.")
 
 
 def _check_keys(entry: YamlEntry, known: set[str]) -> None:
@@ -312,9 +318,9 @@ def _check_keys(entry: YamlEntry, known: set[str]) -> None:
         if key not in known and key not in _REFUSED:
             raise entry.wrong_at(str(key), f"`{key}` is not known here")
         if key in _PLAIN and value not in (_PLAIN[key], None):
-            raise entry.wrong_at(key, f"`{key}: {value}` is not kept: only {_PLAIN[key]!r} is read")
+            raise entry.wrong_at(key, f"`{key}: {value}` is not supported. Use {_PLAIN[key]!r}.")
         if key == _SHUFFLED and (type(value) is not int or value < 1) and value != -1:
-            raise entry.wrong_at(key, f"`{key}: {value}` is not kept: all sources are shuffled, or none (`shuffle=`)")
+            raise entry.wrong_at(key, f"`{key}: {value}` is not supported. Use `shuffle=`, which is for all sources.")
 
 
 def _number(entry: YamlEntry, share: str) -> int | float:
@@ -322,7 +328,7 @@ def _number(entry: YamlEntry, share: str) -> int | float:
     value = entry.value.get(share, 1)
     try:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"`{share}` is a number, not {value!r}")
+            raise ValueError(f"`{share}` must be a number, not {value!r}")
         exact_weight(str(entry.value.get("path")), value)
     except ValueError as error:
         raise entry.wrong_at(share, str(error)) from error
@@ -334,7 +340,7 @@ def _tags_of(entry: YamlEntry) -> dict[str, Any]:
     tags = {} if old is None else {"__subflavor__": old}
     own = entry.value.get("subflavors") or {}
     if not isinstance(own, dict):
-        raise entry.wrong_at("subflavors", f"`subflavors` is a mapping, not {own!r}")
+        raise entry.wrong_at("subflavors", f"`subflavors` must be a mapping, not {own!r}.")
     return {**tags, **{str(name): value for name, value in own.items()}}
 
 
@@ -346,7 +352,7 @@ def _shared(
         return [(_name_of(found), _with_share(found, share, number))]
     repeated = any(getattr(source, "repetitions", None) is not None for source in found.sources.values())
     if repeated is not (share == "repetitions"):
-        raise entry.wrong_at("path", "one of the two has weights and the other repetitions: they do not blend")
+        raise entry.wrong_at("path", "use weights in both of the nested blends, or repetitions in both.")
     name = _base_name(str(entry.value["path"]))
     if share == "weight":
         return [(name, Mixture(found.sources, number))]
@@ -392,13 +398,13 @@ class YamlEntry:
         self.file = file
         self.line = line
         if not isinstance(value, dict):
-            raise self.wrong(f"a mapping is expected here, not {reprlib.repr(value)}")
+            raise self.wrong(f"expected a mapping, not {reprlib.repr(value)}.")
         self.value: dict[Any, Any] = value
         self._nodes: dict[Any, tuple[int, Any]] = {}
         for key, inner in node.value:
             name, at = key.value, key.start_mark.line + 1
             if name in self._nodes:
-                raise self.wrong(f"{name!r} is there twice, first in line {self._nodes[name][0]}", at)
+                raise self.wrong(f"{name!r} is a repeated key, first in line {self._nodes[name][0]}. Remove one.", at)
             self._nodes[name] = at, inner
 
     def line_of(self, name: str) -> int:
@@ -409,7 +415,7 @@ class YamlEntry:
         """The mappings in this one, by name."""
         for name, value in self.value.items():
             if str(name) not in self._nodes:
-                raise self.wrong(f"the name {name!r} is not a text; write it in quotes")
+                raise self.wrong(f"the name {name!r} is not a string. Write it in quotes.")
             line, node = self._nodes[str(name)]
             yield str(name), YamlEntry(self.file, node, value, line)
 
@@ -421,7 +427,7 @@ class YamlEntry:
         """The mappings in the list under a key. Raises ValueError if there is no list, or an empty one."""
         value, (line, node) = self.value[name], self._nodes[name]
         if not isinstance(value, list) or not value:
-            raise self.wrong(f"`{name}` is a list of one mapping at least, not {reprlib.repr(value)}", line)
+            raise self.wrong(f"`{name}` must be a list of mappings, not {reprlib.repr(value)}.", line)
         pairs = zip(node.value, value, strict=True)
         return [YamlEntry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
 
@@ -445,7 +451,9 @@ def read_yaml(file: Path) -> YamlEntry:
     from savable_pipeline.data.shards.yaml_limits import check_yaml, constructed
 
     if file.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{file}: {file.stat().st_size} bytes; a mixture has at most {_MOST_BYTES}")
+        raise ValueError(
+            f"{file} has {file.stat().st_size:,} bytes, more than the {_MOST_BYTES:,} of a mixture. Shorten it."
+        )
     raw = file.read_bytes()
     try:
         check_yaml(raw, aliases=True, most=_MOST_VALUES, loader=yaml.SafeLoader)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.weights import Weight, integer_weights
+from savable_pipeline.stages.advice import check_choice
 
 Unit = Literal["samples", "tokens"]
 Shape = Literal["step", "linear"]
@@ -56,12 +57,11 @@ class Schedule:
         shape: Shape = "step",
     ) -> None:
         for name, value, choices in [("unit", unit, get_args(Unit)), ("shape", shape, get_args(Shape))]:
-            if value not in choices:
-                raise ValueError(f"Schedule: {name} must be one of {', '.join(choices)}, not {value!r}")
+            check_choice("Schedule", name, value, choices)
         given = list(points)
         self.starts = [_count(start) for start, _ in given]
         if not given or self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts)):
-            raise ValueError(f"Schedule: the points must ascend from 0, not {self.starts}")
+            raise ValueError(f"Schedule: the points must start at 0 and ascend, not {self.starts}")
         self.weights = [integer_weights({name: w for name, w in weights.items() if w != 0}) for _, weights in given]
         self.unit = unit
         self.shape = shape
@@ -83,7 +83,7 @@ class Schedule:
 
 def _count(start: object) -> int:
     if not isinstance(start, int) or not 0 <= start < _LARGEST:
-        raise ValueError(f"Schedule: a point is at a count of 0 or more, not {start!r}")
+        raise ValueError(f"Schedule: a point must be an int of at least 0, not {start!r}")
     return start
 
 
@@ -111,8 +111,8 @@ class Dues:
         totals = [sum(weights.get(name, 0) for name in names) for weights in points]
         if not all(totals):
             raise ValueError(
-                f"Schedule: from {starts[totals.index(0)]:,} on none of the sources that have not ended "
-                f"({', '.join(names)}) has a weight: give them one there, or let the others repeat (epochs=None)"
+                f"Schedule: at {starts[totals.index(0)]:,} all of {', '.join(names)} have weight 0. Raise one, or "
+                "use epochs=None."
             )
         whole = lcm(*totals)
         shares = [

@@ -257,10 +257,7 @@ class TokenTurns:
 
 def _check(saved: TurnsState, sums: bool, sources: int) -> None:
     if not sums or any(len(counts) != sources for counts in saved.counts):
-        raise CheckpointMismatchError(
-            f"Blend: the state has the counts {saved.counts} of {sources} sources after {saved.taken}, which cannot "
-            "come of its turns; use another copy of the checkpoint"
-        )
+        raise CheckpointMismatchError("Blend: the counts of the state are damaged. Use another copy of the checkpoint.")
 
 
 def begin_turns(

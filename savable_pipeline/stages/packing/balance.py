@@ -21,6 +21,7 @@ import numpy as np
 from savable_pipeline.core.keyed_random import SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
@@ -171,8 +172,7 @@ class Balance(TakesItems):
         max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if candidates < 1:
-            raise ValueError(f"Balance: candidates must be at least 1, not {candidates}")
+        check_count("Balance", "candidates", candidates)
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = Costing("Balance", source.lane.own(cost))
@@ -185,7 +185,7 @@ class Balance(TakesItems):
 
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
-        raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance the packs of the Blend")
+        raise ValueError(f"Balance must be after the Blend, not in its source {name!r}")
 
     @property
     def held_items(self) -> int:
@@ -223,8 +223,8 @@ class Balance(TakesItems):
         self._row_of_skips += 1
         if self._row_of_skips >= max_empty_samples(self.info.population):
             raise EncodeError(
-                f"Balance of {self.lane}: {self._row_of_skips} packs in a row were skipped, the last as "
-                f"{skip.reason!r}; this data will never give one"
+                f"Balance: {self._row_of_skips:,} packs in a row were skipped, the last one with {skip.reason!r}. "
+                "Change `pack`."
             )
 
     def _fill(self) -> None:
@@ -262,8 +262,8 @@ class Balance(TakesItems):
         saved = parse_state(self, state, _BalanceState)
         if len(saved.held) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
             raise CheckpointMismatchError(
-                f"Balance(candidates={self.candidates}): the state holds {len(saved.held)} packs and "
-                f"{len(saved.past)} bytes of costs"
+                f"Balance: the state has {len(saved.held)} packs, not {self.candidates}. Use its candidates= or "
+                "another copy."
             )
         self.source.restore_state(saved.source)
         self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
@@ -277,9 +277,13 @@ class Balance(TakesItems):
         try:
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointMismatchError(f"Balance: a held pack of the state cannot be read: {error}") from error
+            raise CheckpointMismatchError(
+                f"Balance: a pack of the state is damaged ({error}). Use another copy of the checkpoint."
+            ) from error
         if len(saved.sizes) % 2 or not saved.sizes:
-            raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
+            raise CheckpointMismatchError(
+                "Balance: the sizes of a pack in the state are damaged. Use another copy of the checkpoint."
+            )
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
         for left in known_refs(self, [ref]):

@@ -91,7 +91,7 @@ class ItemPacker(TakesItems):
         max_buffer_bytes: int = 1 << 30,
     ) -> None:
         if type(size) is not int or size < 1:
-            raise ValueError(f"ItemPacker: size must be an integer of at least 1, not {size!r}")
+            raise ValueError(f"ItemPacker: size must be an int of at least 1, not {size!r}")
         check_function("ItemPacker", "select", select)
         self._check_source(source, ItemStage)
         super().__init__(source)
@@ -167,7 +167,7 @@ class ItemPacker(TakesItems):
         """Count items that came into no pack. Raises `EncodeError` for very many in a row."""
         self._in_vain += items
         if self._in_vain >= max_empty_samples(self.info.population):
-            raise EncodeError(f"ItemPacker: {self._in_vain} items in a row made no pack, {last}: this data never will")
+            raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
 
     def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
         """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
@@ -188,7 +188,7 @@ class ItemPacker(TakesItems):
         """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
         number, *parts = as_ref(ref)
         if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
-            raise CheckpointMismatchError(f"ItemPacker: {ref} is not the ref of a pack")
+            raise CheckpointMismatchError(f"ItemPacker: {ref} is no pack. Use another copy of the checkpoint.")
         pack, refs, _ = self._pack([self.source.fetch_left(part) for part in parts], number)
         return pack, (number, *refs) if refs else ()
 
@@ -231,8 +231,8 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
     for item, parts in zip(items, before, strict=True):
         if (name := changed_part(item, parts)) is not None:
             raise ValueError(
-                f"it changed {name!r} of an item of type {type(item).__name__}, which is not changed when the item is "
-                "made again, after a resume or beyond max_buffer_bytes: compute it in encode or pack"
+                f"it changed {name!r} of a {type(item).__name__}, which is lost when the item is rebuilt. Change "
+                "items in encode or pack."
             )
     free: dict[int, list[int]] = {}
     for position in reversed(range(len(items))):  # an object that is there several times has its positions in turn
@@ -242,11 +242,11 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
 
 def _groups(found: Any) -> list[list[Any]]:
     if not isinstance(found, Iterable) or isinstance(found, dict | str):
-        raise ValueError(f"it returned {type(found).__name__}: return a list of packs, each a list of items")
+        raise ValueError(f"it returned {type(found).__name__}. Return a list of packs, each a list of items.")
     groups = list(found)
     for group in groups:
         if not isinstance(group, list | tuple):
-            raise ValueError(f"a pack is a list of items, not {type(group).__name__}: return a list of such lists")
+            raise ValueError(f"a pack is a {type(group).__name__}. Return a list of lists of items.")
     return [list(group) for group in groups]
 
 
@@ -255,13 +255,12 @@ def _positions(group: list[Any], number: int, free: dict[int, list[int]]) -> lis
     for item in group:
         if id(item) not in free:
             raise ValueError(
-                f"group {number} has an object, of type {type(item).__name__}, that is none of the items: return "
-                "those that were given, no copies and no numbers; "
-                "what changes an item belongs in encode or pack"
+                f"group {number} has a {type(item).__name__} that is none of the items. Return the same objects, no "
+                "copies or indices."
             )
         if not free[id(item)]:
-            raise ValueError(f"group {number} has an item that is in a group already")
+            raise ValueError(f"group {number} repeats an item. Use each at most once.")
         positions.append(free[id(item)].pop())
     if not positions:
-        raise ValueError(f"group {number} is empty")
+        raise ValueError(f"group {number} is empty. Return no empty groups.")
     return positions

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, get_args
 
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.cost import Cost, Costing, Size
+from savable_pipeline.stages.advice import check_choice, check_count
+from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.packing.packing_policies import (
@@ -30,6 +31,34 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 log = logging.getLogger(__name__)
 
 _NOTHING = Skip("a pack of nothing")
+
+
+def check_packing(
+    max_length: int,
+    policy: Policy | PackingFunction,
+    open_packs: int,
+    max_images: int | None,
+    max_cost: int | None,
+    cost: Cost | None,
+    too_long: TooLong | None,
+) -> None:
+    """Raise ValueError or TypeError for a wrong setting of an `OnlinePacker`."""
+    counts = {"max_length": max_length, "open_packs": open_packs, "max_images": max_images}
+    for name, count in counts.items():
+        if count is not None or name != "max_images":
+            check_count("OnlinePacker", name, count)
+    if callable(policy):
+        check_function("OnlinePacker", "policy", policy)
+        if max_images is not None or max_cost is not None:
+            raise ValueError("OnlinePacker: a policy function gets only lengths. Remove max_images and max_cost.")
+    else:
+        check_choice("OnlinePacker", "policy", policy, get_args(Policy))
+    if too_long is not None:
+        check_choice("OnlinePacker", "too_long", too_long, get_args(TooLong))
+    if (max_cost is None) != (cost is None):
+        raise ValueError("OnlinePacker: set max_cost and cost together, such as cost=sp.attention_cost(hidden=2048)")
+    if cost is not None:
+        check_cost("OnlinePacker", cost)
 
 
 class OnlinePacker(TakesItems):
@@ -95,27 +124,12 @@ class OnlinePacker(TakesItems):
         max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if max_length < 1 or open_packs < 1:
-            raise ValueError(f"OnlinePacker: max_length and open_packs must be at least 1: {max_length}, {open_packs}")
-        if max_images is not None and max_images < 1:
-            raise ValueError(f"OnlinePacker: max_images must be at least 1, not {max_images}; None sets no bound")
-        named = None if callable(policy) else policy
-        if callable(policy):
-            check_function("OnlinePacker", "policy", policy)
-            if max_images is not None or max_cost is not None:
-                raise ValueError(
-                    "OnlinePacker: a function as policy knows lengths alone: leave max_images and max_cost out"
-                )
-        for name, value, choices in [("policy", named, get_args(Policy)), ("too_long", too_long, get_args(TooLong))]:
-            if value is not None and value not in choices:
-                raise ValueError(f"OnlinePacker: {name} must be one of {', '.join(choices)}, not {value!r}")
-        if (max_cost is None) != (cost is None):
-            raise ValueError("OnlinePacker: max_cost and cost, such as sp.attention_cost(hidden=2048), go together")
+        check_packing(max_length, policy, open_packs, max_images, max_cost, cost, too_long)
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = None if cost is None else Costing("OnlinePacker", source.lane.own(cost))
         if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
-            raise ValueError(f"OnlinePacker: max_cost must be at least the cost of one token, {least}, not {max_cost}")
+            raise ValueError(f"OnlinePacker: max_cost must be at least {least}, the cost of one token, not {max_cost}")
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
         self.max_length = max_length
         self.policy: Policy | PackingFunction = source.lane.own(policy)
@@ -237,8 +251,8 @@ class OnlinePacker(TakesItems):
             self._row_of_skipped_packs += 1
         if self._row_of_skipped_packs >= max_empty_samples(self.info.population):
             raise EncodeError(
-                f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs} packs in a row, the last as "
-                f"{skip.reason!r}: this data will never give one"
+                f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs:,} packs in a row, the last "
+                f"one with {skip.reason!r}. Change `pack`."
             )
 
     def fetch(self, ref: ItemRef) -> Any:
@@ -306,8 +320,8 @@ class OnlinePacker(TakesItems):
                 if pack.room < 0 or pack.images < 0:
                     over = f"{-pack.room} longer" if pack.room < 0 else f"of {-pack.images} images more"
                     raise CheckpointMismatchError(
-                        f"OnlinePacker(max_length={length}, max_images={self.max_images}): an open pack of "
-                        f"the state is {over}"
+                        f"OnlinePacker(max_length={length}, max_images={self.max_images}): an open pack of the "
+                        f"state is {over}. Use the saved limits."
                     )
         for piece in self._pieces.known(saved.held):
             packing.add(piece)

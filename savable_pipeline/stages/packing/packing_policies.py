@@ -354,9 +354,11 @@ class ByFunction(Packing):
             groups = self._groups(lengths)
             check_groups(groups, lengths, self.max_length)
             if not self._asked and self._groups(lengths) != groups:
-                raise ValueError("called again it returned other groups; it must depend on the lengths alone")
+                raise ValueError("it returned other groups for the same lengths. It must depend on the lengths alone")
         except Exception as error:
-            raise EncodeError(f"{name}, for {len(lengths)} items: {type(error).__name__}: {error}") from error
+            raise EncodeError(
+                f"{name} failed for {len(lengths)} items: {type(error).__name__}: {error}. Fix it and resume."
+            ) from error
         self._asked = True
         return groups
 
@@ -372,16 +374,16 @@ def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_le
             raise ValueError(f"group {number} is empty")
         for position in group:
             if not 0 <= position < len(lengths):
-                raise ValueError(f"group {number} has the index {position} of {len(lengths)} lengths")
+                raise ValueError(f"group {number} has index {position}, but there are {len(lengths)} lengths")
             if position in seen:
-                raise ValueError(f"group {number} has the index {position}, which is in a group already")
+                raise ValueError(f"group {number} repeats index {position}")
             seen.add(position)
         total = sum(lengths[position] for position in group)
         if total > max_length:
-            raise ValueError(f"group {number} is {total} long, but max_length={max_length}: lengths of {list(group)}")
+            raise ValueError(f"group {number} has length {total}, more than max_length={max_length}: {list(group)}")
     if len(seen) < len(lengths):
         missing = next(position for position in range(len(lengths)) if position not in seen)
-        raise ValueError(f"the index {missing} is in no group; each of the {len(lengths)} belongs to one")
+        raise ValueError(f"index {missing} is in no group")
 
 
 def make_packing(

@@ -171,9 +171,9 @@ class PieceMaker:
 
     def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
         return CheckpointMismatchError(
-            f"OnlinePacker of {self._packer.lane}: the item {piece.ref} took {piece.total} when it was placed; made "
-            f"again it takes {length}: {self._calls.encoder_name} or the data changed since the state was saved (go on "
-            "with the old one), or its result depends on more than the sample and `rng`"
+            f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the saved "
+            f"data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
+            f"\n  item {piece.ref} of {self._packer.lane}"
         )
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
@@ -183,7 +183,7 @@ class PieceMaker:
     def fetched(self, ref: ItemRef) -> Any:
         """Make the item of a piece with this ref again. Raises `CheckpointMismatchError` for another kind of ref."""
         if not isinstance(ref, list | tuple) or (isinstance(ref[0], list | tuple) and len(ref) != 3):
-            raise CheckpointMismatchError(f"OnlinePacker: {ref} is not the ref of an item, or of a part of one")
+            raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
         if not isinstance(ref[0], list | tuple):
             return self._packer.source.fetch(ref)
         whole_ref, start, stop = ref
@@ -200,9 +200,10 @@ class PieceMaker:
         _, row = self._by_source.left_out(why, self.taken.ref, tokens, asked=asked)
         stage.counts["skipped_tokens"] += tokens
         if row >= max_empty_samples(stage.info.population):
+            limit = f"max_length={packing.max_length}, or pass too_long="
+            limit = limit if "length" in why else f"max_images={packing.max_images}"
             raise EncodeError(
-                f"OnlinePacker(max_length={packing.max_length}, max_images={packing.max_images or None}): "
-                f"{row} items in a row were {why}, the last {measure}; no pack will ever come of this data"
+                f"OnlinePacker: {row:,} items in a row were {why}, the last one with {measure}. Raise {limit}."
             )
 
     def count_skip(self, reason: str, ref: ItemRef) -> None:

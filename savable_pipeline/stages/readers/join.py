@@ -23,6 +23,7 @@ from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
+from savable_pipeline.stages.advice import check_choice
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import SampleStage, State, TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
@@ -30,6 +31,17 @@ from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
 Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
+
+
+def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
+    """Raise ValueError for a wrong setting of a `Join`."""
+    check_choice("Join", "on", on, ("key",))
+    check_choice("Join", "missing", missing, get_args(Missing))
+    if not stores:
+        raise ValueError("Join: stores is empty. Name at least one dataset to join.")
+    for name in stores:
+        if not isinstance(name, str) or not name or set("./#") & set(name):
+            raise ValueError(f"Join: the name of a store must be a non-empty str without . / and #, not {name!r}")
 
 
 class Join(TakesRefs):
@@ -75,14 +87,7 @@ class Join(TakesRefs):
         missing: Missing = "skip",
     ) -> None:
         super().__init__(source)
-        for name, value, choices in [("on", on, ("key",)), ("missing", missing, get_args(Missing))]:
-            if value not in choices:
-                raise ValueError(f"Join: {name} must be one of {', '.join(choices)}, not {value!r}")
-        if not stores:
-            raise ValueError("Join needs at least one store to join")
-        for name in stores:
-            if not isinstance(name, str) or not name or set("./#") & set(name):
-                raise ValueError(f"Join: a store's name is a word without . / and #, not {name!r}")
+        check_join(stores, on, missing)
         self.missing = missing
         self.one_for_one = missing == "empty"
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
@@ -95,7 +100,7 @@ class Join(TakesRefs):
             paths = store if isinstance(store, str | os.PathLike) else tuple(os.fspath(path) for path in store)
             return self.lane.shared(("join", paths), lambda: self._checked(name, open_dataset(paths)))
         if not store.is_whole:
-            raise ValueError(f"Join: {name!r} is a slice, or has a transform: give all of open_dataset(path), as it is")
+            raise ValueError(f"Join: {name!r} is a slice or has a transform. Pass sp.open_dataset(path) without them.")
         return self.lane.shared(("join", id(store)), lambda: self._checked(name, store))
 
     def _checked(self, name: str, store: Samples) -> Samples:
@@ -128,9 +133,8 @@ class Join(TakesRefs):
         self._row += 1
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(
-                f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
-                "are its keys made differently? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
-                "names their column; missing='empty' continues without its parts",
+                f"Join: {lacking[0]!r} lacks {self._row:,} samples in a row, the last one with key {sample.key!r}. "
+                "Name the column of keys by sp.open_dataset(path, key=COLUMN), or pass missing='empty'.",
                 reason="no such key",
             )
         return False
@@ -224,8 +228,8 @@ def _without_twins(name: str, store: Samples) -> Samples:
     if store.keys.twice is not None:
         first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.twice], REF))
         raise ShardError(
-            f"Join: two samples of {name!r} ({store.dataset.address}) have the key {first.key!r}, in {first.shard} and "
-            f"{second.shard}: which one belongs to a sample is not clear; leave one out",
+            f"Join: {name!r} has two samples with key {first.key!r}. Remove one."
+            f"\n  {store.dataset.address}: {first.shard} and {second.shard}",
             reason="two samples with one key",
         )
     return store

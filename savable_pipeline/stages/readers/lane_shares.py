@@ -69,13 +69,15 @@ class GrowingSamples:
         rising = all(low < high for row in (self._begins, known) for low, high in pairwise(row))
         if self._begins[0] != 0 or not rising or not 1 <= known[0] <= known[-1] <= all_shards:
             raise CheckpointMismatchError(
-                f"{dataset.address}: by the state, shards joined as (epoch, shards) {self.pairs}, but here are "
-                f"{all_shards}; does the state belong to this dataset?"
+                f"{dataset.address}: the state is of another dataset. Pass the saved one.\n  shards of the state "
+                f"{self.pairs}, here {all_shards}"
             )
         self._dataset, self._selection = dataset, selection
         self._stretches = [self.first(shards) for shards in known]
         if not self._stretches[0].count:
-            raise CheckpointMismatchError(f"{dataset.address}: its first {known[0]} shards hold no sample")
+            raise CheckpointMismatchError(
+                f"{dataset.address}: the first {known[0]} shards have no sample. Restore them."
+            )
 
     def of(self, epoch: int) -> EpochSamples:
         """The samples of an epoch."""
@@ -146,7 +148,7 @@ class LaneShares:
     def cut_by(self, cut: int) -> LaneShares:
         """The same with the cut of a state. Raises `CheckpointMismatchError` for none in file order."""
         if not self.shuffle and not cut:
-            raise CheckpointMismatchError(f"{self.reader}: the state has no unit in which shares are cut")
+            raise CheckpointMismatchError(f"{self.reader}: the state is damaged. Use another copy of the checkpoint.")
         return replace(self, cut=cut)
 
     @property
@@ -166,7 +168,9 @@ class LaneShares:
             return count
         last = int((Fraction(str(self.epochs)) - (self.epochs_begun - 1)) * count)
         if self.epochs_begun == 1 and not last:
-            raise ValueError(f"{self.reader}: epochs={self.epochs} of {count} samples is less than one of them")
+            raise ValueError(
+                f"{self.reader}: epochs={self.epochs} of {count} samples is less than one sample. Raise epochs."
+            )
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
@@ -211,9 +215,8 @@ class LaneShares:
         unused = self.lane.unused or 0
         if unused > max(_SHARES_UNUSED * length, _UNUSED):
             raise SavableError(
-                f"{self.reader}: {self.lane} read {unused:,} samples since its last batch, of a share of {length:,}, "
-                "and made no batch of them: a stage between the reader and the Batcher leaves (nearly) everything out; "
-                "mend its condition, or filter when the shards are made"
+                f"{self.reader}: {self.lane} read {unused:,} samples without a batch (its share is {length:,}). "
+                "Keep more in the stage that drops them, or use fewer lanes."
             )
 
 
@@ -225,7 +228,7 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
     if epochs is None:
         return None
     if not 0 < epochs < float("inf"):
-        raise ValueError(f"{reader}: epochs must be above 0, not {epochs}; None repeats for ever")
+        raise ValueError(f"{reader}: epochs must be above 0 or None, not {epochs}")
     return int(epochs) if epochs == int(epochs) else float(epochs)
 
 

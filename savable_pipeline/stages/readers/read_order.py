@@ -202,8 +202,8 @@ def _row_groups(dataset: Dataset, samples: EpochSamples) -> RowGroups:
     window = max(1, dataset.store.decoded_bytes // _SHARE // mean)
     if window < min(groups, _ENOUGH):
         log.warning(
-            "%s: row groups of %s: samples of %d of them at a time are mixed. Write row groups of at most %s, or give "
-            "cache_bytes=%d, for batches that are mixed nearly as at random",
+            "%s: the row groups have %s, so only %d are mixed at a time. Write groups of at most %s, or set "
+            "cache_bytes=%d.",
             dataset.address,
             human_bytes(mean),
             window,

@@ -29,6 +29,7 @@ from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.source import Cache, Source, at_commit, recognize
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
@@ -130,6 +131,17 @@ _DAMAGED = "rest of a damaged or missing shard"
 _EPOCHS = 1 << 32  # that a ref can name
 
 
+def check_samples(
+    reader: str, subset: Subset | None, block_size: int | None, window: int | None, on_error: OnError
+) -> None:
+    """Raise ValueError or TypeError for a wrong setting of a reader."""
+    for setting, value in (("block_size", block_size), ("window", window)):
+        if value is not None:
+            check_count(reader, setting, value)
+    check_subset(reader, subset)
+    check_on_error(reader, on_error)
+
+
 class _ReaderState(msgspec.Struct):
     epoch: EpochNumber
     position: SavedCount
@@ -146,8 +158,7 @@ class _TakesLane(TakesRefs):
         if not isinstance(lane, Lane):
             named = repr(arguments[0]) if arguments else "…"
             raise TypeError(
-                f"{cls.__name__} takes the lane of a pipeline's function after {named}, not {lane!r}: sp.read({named}) "
-                "begins a pipeline without one"
+                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
             )
         return super().__new__(cls)
 
@@ -225,11 +236,7 @@ class RecordReader(_TakesLane):
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         name = type(self).__name__
-        for setting, value in (("block_size", block_size), ("window", window)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {setting} must be at least 1, not {value}")
-        check_subset(name, subset)
-        check_on_error(name, on_error)
+        check_samples(name, subset, block_size, window, on_error)
         data = store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane)
         how: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
         self.dataset, named = data.opened(lane, **how)
@@ -290,7 +297,9 @@ class RecordReader(_TakesLane):
     def _move_to(self, epoch: int, position: int) -> None:
         """Go to a position in the lane's share of an epoch. Raises `CheckpointMismatchError` for no epoch of a ref."""
         if epoch >= _EPOCHS:
-            raise CheckpointMismatchError(f"{type(self).__name__}: epoch {epoch}, but a run has at most {_EPOCHS}")
+            raise CheckpointMismatchError(
+                f"{type(self).__name__}: epoch {epoch} is above {_EPOCHS}. Use another copy of the checkpoint."
+            )
         self._begin, end = self._shares.span(self.lane.index, epoch)
         self._length = end - self._begin
         self._epoch = epoch
@@ -383,8 +392,8 @@ class RecordReader(_TakesLane):
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
             raise CheckpointMismatchError(
-                f"{type(self).__name__}: the state's position is sample {saved.position} of the lane's {self._length}; "
-                "was it saved with other shards or another number of lanes?"
+                f"{type(self).__name__}: the state is at sample {saved.position} of {self._length}. Use the saved "
+                "shards and lanes."
             )
         self.lane.restore_state(saved.lane)
 
@@ -458,7 +467,9 @@ class RecordReader(_TakesLane):
             index, epoch = (ref.index | self.tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
             refs = np.array([(index, epoch)], REF)
         except (OverflowError, TypeError, IndexError) as error:
-            raise CheckpointMismatchError(f"{type(self).__name__}: no sample has the ref {tuple(ref)}") from error
+            raise CheckpointMismatchError(
+                f"{type(self).__name__}: the state has a sample that is not in the data. Restore the saved shards."
+            ) from error
         return self.dataset.open_samples(refs)[0]
 
     def verify(self, slot: int) -> None:

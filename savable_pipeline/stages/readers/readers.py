@@ -72,18 +72,18 @@ def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
             found[name] = tuple(found[name])
     for part, columns in (found.get("ranges") or {}).items():
         if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
-            raise ValueError(f"ranges: {part!r} is (path, begin, end), names of three columns, not {columns!r}")
+            raise ValueError(f"ranges: {part!r} must be (path, begin, end), names of three columns, not {columns!r}")
     if found.get("ranges") is not None:
         found["ranges"] = {part: [*columns] for part, columns in found["ranges"].items()}
     if kind == "jsonl" and found["file_fields"] is None and found["files_from"] is not None:
-        raise ValueError(f"{reader}: files_from is for the fields that file_fields names")
+        raise ValueError(f"{reader}: files_from needs file_fields")
     if (end := found.get("key_end")) not in ("first", "last", None):
         raise ValueError(f"{reader}: key_end must be 'first' or 'last', not {end!r}")
     if (algorithm := found.get("validate_hash")) is not None:
         from savable_pipeline.data.stores.record_files import known_hash  # here: the other readers need none
 
         if known_hash([algorithm]) is None:
-            raise ValueError(f"{reader}: validate_hash is an algorithm of hashlib or xxhash, not {algorithm!r}")
+            raise ValueError(f"{reader}: validate_hash must be an algorithm of hashlib or xxhash, not {algorithm!r}")
     if kind == "tokens":
         from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
 
@@ -595,10 +595,7 @@ def _of_reader(files: str, reader: type[RecordReader], options: Mapping[str, Any
     wrong = [name for name in options if name not in known]
     if wrong:
         having = dict.fromkeys(each.__name__ for each in READERS.values() if wrong[0] in options_of(each))
-        raise ValueError(
-            f"{files} are read without {wrong[0]}=, which {listed([*having])} has; {reader.__name__} takes "
-            f"{listed(known)}"
-        )
+        raise ValueError(f"{wrong[0]}= does not apply to {files}, only to {listed([*having])}. Remove it.")
     return options
 
 

@@ -91,8 +91,8 @@ class EnergonDataset:
         if lanes % world_size:
             near = -(-lanes // world_size) * world_size
             raise ValueError(
-                f"{world_size} ranks do not divide the {lanes} lanes of the run: give the dataset lanes={near}, fixed "
-                "for the run, a multiple of each number of ranks that it may have"
+                f"{world_size} ranks do not divide {lanes} lanes. Set lanes={near}, a multiple of each number of "
+                "ranks that the run may have."
             )
         return lanes
 
@@ -281,9 +281,8 @@ def checked(dataset: Any) -> EnergonDataset:
     if isinstance(dataset, EnergonDataset):
         return dataset
     raise TypeError(
-        f"{type(dataset).__module__}.{type(dataset).__name__} is no dataset of savable_pipeline.energon. What Energon "
-        "builds cannot be resumed exactly: make it with get_train_dataset or get_val_dataset of "
-        "savable_pipeline.energon, or give it to Energon's own loader"
+        f"{type(dataset).__module__}.{type(dataset).__name__} is no dataset of savable_pipeline.energon. Use its "
+        "get_train_dataset or get_val_dataset."
     )
 
 
@@ -293,7 +292,7 @@ def _sources(
     known = DatasetSettings.__annotations__
     for name in settings:
         if name not in known:
-            raise TypeError(f"{name!r} is no argument here; beside Energon's own there are {', '.join(known)}")
+            raise TypeError(f"unknown argument {name!r}. Besides Energon's own, use {', '.join(known)}.")
         if name in _UNUSED:
             log.info("%s is not used: it changes nothing that is promised", name)
     own = {name: settings[name] for name in _FILES if settings.get(name) is not None}  # type: ignore[literal-required]
@@ -310,7 +309,7 @@ def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
         return encoder.decoder
     chosen, written = SampleDecoder(**own), encoder.decoder
     if written not in (None, DefaultTaskEncoder.decoder) and written.config() != chosen.config():
-        raise ValueError(f"task_encoder has a decoder, and {', '.join(own)} sets another one: leave one of them out")
+        raise ValueError(f"task_encoder has a decoder, and so has {', '.join(own)}. Remove one.")
     return chosen
 
 
@@ -383,7 +382,7 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
         ```
     """
     if not states or not all(hasattr(state, "worker_states") for state in states):
-        raise ValueError("states are what Energon's save_state_rank returned, one of each rank")
+        raise ValueError("states must be the results of save_state_rank of Energon, one of each rank")
     used = sum(_used(state) for state in states)
     population = dataset.pipeline.encoder.samples(Lane()).info.population
     if len(dataset.pipeline.encoder.sources.leaves) == 1:
@@ -391,8 +390,8 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     share = used % population / population
     again = round(population * share * (1 - share))
     log.warning(
-        "the run begins after %d samples, %.1f %% of an epoch: about %d of its %d samples come a second time in it, "
-        "and as many not at all; resume it with skip_samples=%d",
+        "the run starts after %d samples (%.1f %% of an epoch). About %d of its %d samples are repeated, and as "
+        "many skipped. Resume it with skip_samples=%d.",
         used,
         100 * share,
         again,

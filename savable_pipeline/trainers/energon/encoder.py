@@ -97,7 +97,7 @@ class FromEnergon(TaskEncoder):
         self.groups = "batch_group_criterion" in written
         self.packing, self.batching = packing, batching or self.groups
         if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
-            raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
+            raise TypeError(f"{type(task_encoder).__name__} has no cookers. Add some, because the dataset is crude.")
 
     def __reduce__(self) -> Any:
         how: dict[str, Any] = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
@@ -229,7 +229,7 @@ class FromEnergon(TaskEncoder):
         except Exception as error:
             return self._tolerated(error)
         if isgenerator(batch):
-            raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
+            raise TypeError("batch and encode_batch must return one batch, not a generator")
         return as_torch_gives(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
 
     def _tolerated(self, error: Exception) -> Skip:
@@ -350,9 +350,11 @@ def _made(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
         made = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
         raise ValueError(
-            f"{key!r} is no __restore_key__ that this dataset gave to a sample, a pack or a batch; a sample of a class "
-            "of your own has one where it is derived from the sample that it was made of"
+            f"{key!r} is no __restore_key__ of this dataset. Derive your sample class from the sample that it is "
+            "made of."
         )
     if type(made) is Skip:
-        raise EncodeError(f"{kind} {tuple(parts)} makes nothing this time: it is skipped as {made.reason!r}")
+        raise EncodeError(
+            f"{kind} {tuple(parts)} was skipped now ({made.reason!r}), but not in the saved run. Use its encoder."
+        )
     return made

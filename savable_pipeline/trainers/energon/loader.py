@@ -135,9 +135,8 @@ class EnergonLoader(SavableLoader):
         """
         if not isinstance(state, Mapping):
             raise CheckpointMismatchError(
-                f"{type(state).__name__} is no state of this loader. Energon's own names places of its workers, which "
-                "are none here: `savable_pipeline.energon.begin_at_share(dataset, states)` begins at the same share of "
-                "the epoch, and says what it costs"
+                f"{type(state).__name__} is no state of this loader. Convert one of Energon by "
+                "savable_pipeline.energon.begin_at_share(dataset, states)."
             )
         super().load_state_dict(state, allow=allow)
         self._stop = None
@@ -196,10 +195,10 @@ def get_savable_loader(
     """
     for name in unused:
         if name not in _UNUSED:
-            raise TypeError(f"{name!r} is no argument of get_savable_loader")
+            raise TypeError(f"unknown argument {name!r} of get_savable_loader. Remove it.")
         log.info("%s is not used: it changes nothing that is promised", name)
     if worker_config is not None and worker_config != dataset.worker_config:
-        raise ValueError("worker_config is not the one of the dataset: leave it out")
+        raise ValueError("worker_config differs from the one of the dataset. Remove it.")
     return EnergonLoader(dataset, prefetch=prefetch_factor)
 
 

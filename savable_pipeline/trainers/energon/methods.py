@@ -27,8 +27,7 @@ class _NoBatchIndex:
 
     def __mul__(self, _: Any) -> NoReturn:
         raise EncodeError(
-            "current_batch_index is not known before the items of a batch are chosen: use it in `batch` or "
-            "`encode_batch`, or current_sample_index, which is keyed by the sample"
+            "current_batch_index is not known yet. Use it in `batch` or `encode_batch`, or use current_sample_index."
         )
 
 
@@ -95,7 +94,7 @@ class Methods:
 
     def __init__(self, encoder: Any, *, packing: bool) -> None:
         if not isinstance(encoder, TaskEncoder):
-            raise TypeError(f"task_encoder must be one of Energon's TaskEncoder, not {encoder!r}")
+            raise TypeError(f"task_encoder must be a TaskEncoder of Energon, not {encoder!r}")
         self._encoder = encoder
         self._seed = seeder(True)
         self._check(packing=packing)
@@ -112,30 +111,30 @@ class Methods:
         for method in _BUILD:
             if self._has(method):
                 raise TypeError(
-                    f"{name}.{method}: Energon's datasets are not built here, so what it adds would be lost: delete "
-                    "it, and write its part as a stage of a pipeline with FromEnergon(task_encoder)"
+                    f"{name}.{method} is not supported. Delete it, and write it as a stage after "
+                    "FromEnergon(task_encoder)."
                 )
         for method in _KEPT:
             if self._has(method) and self._remembers(method):
                 raise TypeError(
-                    f"{name}.{method} is not @stateless, and writes to self: a sample must be made again identically, "
-                    "so keep no memory in the encoder; or mark it, if what it keeps changes no result"
+                    f"{name}.{method} is not @stateless and writes to self. Keep no state in the encoder, or mark "
+                    "it if results do not change."
                 )
         for method in _ONE:
             if inspect.isgeneratorfunction(_bare(getattr(self._encoder, method))):
                 raise TypeError(
-                    f"{name}.{method} is a generator: it makes one result here. Let encode_sample yield several, or "
-                    "select_samples_to_pack make smaller groups"
+                    f"{name}.{method} must not be a generator. Yield from encode_sample, or select smaller groups "
+                    "in select_samples_to_pack."
                 )
         if self._has("preencode_sample") and self._writes_encode():
-            raise TypeError(f"{name} has encode_sample and preencode_sample: write one of them")
+            raise TypeError(f"{name} has encode_sample and preencode_sample. Write only one of them.")
         packs = self._has("select_samples_to_pack") and self._has("pack_selected_samples")
         if packing and not packs:
-            raise TypeError(f"packing needs {name}.select_samples_to_pack and pack_selected_samples")
+            raise TypeError(f"packing needs select_samples_to_pack and pack_selected_samples of {name}")
         if asks := next(self._asks_for_batch_index(), None):
             raise TypeError(
-                f"{name}.{asks} uses current_batch_index, which is not known before the items of a batch are chosen: "
-                "use it in `batch` or `encode_batch`, or current_sample_index, which is keyed by the sample"
+                f"{name}.{asks} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
+                "current_sample_index."
             )
 
     def _remembers(self, method: str) -> bool:

@@ -44,7 +44,7 @@ from savable_pipeline.trainers.energon.methods import about
 
 _RESOLVE, _LOAD = "_resolve_object", "get_function"
 _PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # the last word of a part that their decoder unpickles
-_CURE = "that is code, which runs here: if you trust who made the dataset, give trust=True"
+_CURE = "Pass trust=True only if you trust its author, because it runs code"
 _lock = threading.Lock()
 
 
@@ -58,11 +58,11 @@ def only_energons_classes() -> Iterator[None]:
         if module_name.partition(".")[0] == "megatron" and module_name.split(".")[1:2] == ["energon"]:
             found = resolve(parser, module_name, object_name, *rest)
         if not isinstance(found, type) or not found.__module__.startswith("megatron.energon"):
-            raise TypeError(f"the dataset names {module_name}.{object_name}: {_CURE}")
+            raise TypeError(f"the dataset names {module_name}.{object_name}. {_CURE}.")
         return found
 
     def load_none(_: Any, function: str, *rest: Any, **__: Any) -> None:
-        raise TypeError(f"the dataset names the function {function}: {_CURE}")
+        raise TypeError(f"the dataset names the function {function}. {_CURE}.")
 
     with _lock:
         setattr(JsonParser, _RESOLVE, resolve_theirs)
@@ -79,8 +79,8 @@ def check_not_pickled(names: Iterable[str], key: str) -> None:
     for name in names:
         if name.rpartition(".")[2].lower() in _PICKLED:
             raise EncodeError(
-                f"the part {name!r} of sample {key!r} would be unpickled, and a pickle may run any code: if you trust "
-                "who made the dataset, give trust=True; or decoder = None in the encoder"
+                f"part {name!r} of sample {key!r} is a pickle, which can run code. Pass trust=True if you trust its "
+                "author, or set decoder = None in the encoder."
             )
 
 
@@ -147,7 +147,7 @@ class KeyedStore(FileStore):  # type: ignore[misc]
             self._samples = open_dataset(self._paths)
         found = split_name_re.match(key)
         if found is None:
-            raise KeyError(f"{key!r} is no key with an extension, such as 'a/b.jpg'")
+            raise KeyError(f"{key!r} has no extension. Use a key such as 'a/b.jpg'.")
         name, extension = found.groups()
         if not self._unpickles:
             check_not_pickled([extension], name)
@@ -238,10 +238,7 @@ class Leaf:
         inner = self.factory.inner_datasets if nonmatch else [self.factory]
         self._files = [DatasetFiles(each, unpickles=self._unpickles) for each in inner]
         if self.factory.subset is not None:
-            raise ValueError(
-                f"{self._files[0].root}: `subset` is a range of consecutive samples, which are dealt to lanes here: "
-                "make a split of the shards instead"
-            )
+            raise ValueError(f"{self._files[0].root}: `subset` is not supported. Make a split of the shards instead.")
 
     @property
     def name(self) -> str:
@@ -290,14 +287,14 @@ class Leaf:
         if any(name.startswith(head) for name in sample):
             return files.raw(sample, head=head)
         if self._nonmatch[number] == "error":
-            raise ShardError(f"{files.root} has no sample with the key {sample.key!r}, and `nonmatch` is error")
+            raise ShardError(f"{files.root} has no sample {sample.key!r}. Add it, or change `nonmatch`.")
         return None
 
     def cook(self, raw: Any, encoder: Any) -> Any:
         """What the first cooker that matches the subflavors makes of a crude sample."""
         cooker = next((each for each in encoder.cookers if each.is_match(self.subflavors)), None)
         if cooker is None:
-            raise TypeError(f"{type(encoder).__name__} has no cooker for the subflavors {self.subflavors}")
+            raise TypeError(f"{type(encoder).__name__} has no cooker for the subflavors {self.subflavors}. Add one.")
         aux = self._aux_and_primary if cooker.need_primary else self._aux_stores
         return encoder.cook_crude_sample(raw, cooker=cooker, aux=aux)
 

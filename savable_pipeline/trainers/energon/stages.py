@@ -37,7 +37,9 @@ class WithoutSkipped(PassThrough, BatchStage):
                 return batch
             self.counts[f"skipped/{batch.reason}"] += 1
             if dropped >= max_empty_samples(self.info.population):
-                raise EncodeError(f"{dropped} batches in a row were skipped, the last as {batch.reason!r}")
+                raise EncodeError(
+                    f"{dropped} batches in a row were skipped, the last one with {batch.reason!r}. Change the encoder."
+                )
         raise StopIteration
 
 

@@ -37,7 +37,7 @@ def test_it_is_left_out_where_the_policy_is_to_skip(make_shards: Any, tmp_path: 
     plain = [[2 * i, 2 * i + 1] for i in range(24)]
     assert found[:4] == plain[:4] and found[4] == [8, 32], "lane 4 goes on with the next sample of its own"
     assert found[16] == [33, 56] and not any(9 in batch for batch in found)
-    assert "key 's000009'" in caplog.text and "it is left out from now on" in caplog.text
+    assert "key 's000009'" in caplog.text and "The sample is skipped from now on" in caplog.text
 
     cured.touch()  # and yet the resumed run leaves it out: its peers may not have been as lucky
     for num_workers in (0, 1):

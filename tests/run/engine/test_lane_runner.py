@@ -85,7 +85,7 @@ def test_a_lane_of_ones_own_in_the_function_is_refused_by_all_that_build_it(make
 )
 def test_a_reader_of_another_lane_is_named_with_the_cure(make_shards: Any, make: Any, named: str) -> None:
     pipeline = make(str(make_shards([40])))
-    with pytest.raises(ValueError, match=f"{re.escape(named)}.*make each reader in the function"):
+    with pytest.raises(ValueError, match=f"{re.escape(named)}.*Create each reader in the pipeline function"):
         by_runner(pipeline)
 
 

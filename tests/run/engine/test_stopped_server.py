@@ -35,7 +35,7 @@ def test_a_loader_whose_server_is_stopped_is_closed_and_leaves_nothing(
     os.kill(server, signal.SIGSTOP)
     loader.close()
     assert not set(children(os.getpid())) - before
-    assert "the process that starts workers does not answer; it is replaced" in caplog.text
+    assert "the process that starts workers does not answer. It was replaced" in caplog.text
 
 
 def stop_server_and_kill_workers(loader: sp.SavableLoader, before: set[int]) -> None:
@@ -71,7 +71,7 @@ def test_a_loader_whose_server_is_stopped_and_whose_workers_are_killed_goes_on_w
         got += [next(loader) for _ in range(22)]
         assert time.monotonic() - begin < 45
     assert got == expected
-    assert caplog.text.count("does not answer; it is replaced") == 1
+    assert caplog.text.count("does not answer. It was replaced") == 1
     assert not set(children(os.getpid())) - before
 
 

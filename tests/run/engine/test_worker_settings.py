@@ -19,8 +19,8 @@ from tests.support.toy_pipelines import toy_pipeline
     [
         ({"count": -1}, "the number of workers must be at least 0: -1"),
         ({"prefetch": 0}, "prefetch must be at least 1: 0"),
-        ({"timeout": 0}, "timeout must be more than 0 seconds, not 0"),
-        ({"timeout": float("nan")}, "timeout must be more than 0 seconds"),
+        ({"timeout": 0}, "timeout must be above 0 seconds, not 0"),
+        ({"timeout": float("nan")}, "timeout must be above 0 seconds"),
         ({"start_method": "threads"}, "start_method='threads': this platform has fork"),
         ({"start_method": 3}, "start_method=3: this platform has"),
     ],

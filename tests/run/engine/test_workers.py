@@ -192,7 +192,7 @@ def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with (
         loader(pipeline, 1, workers=sp.Workers(max_restarts=3)) as own,
-        pytest.raises(sp.WorkerError, match="number 4 to end, of at most"),
+        pytest.raises(sp.WorkerError, match="more than"),
     ):
         for _ in range(100):
             next(own)
@@ -220,7 +220,7 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 1) as own:
         if in_a_row == 4:
-            with pytest.raises(sp.WorkerError, match="before it had started: worker number 4 in a row to do so"):
+            with pytest.raises(sp.WorkerError, match="before it had started, as did the 3 workers before it"):
                 next(own)
             return
         found = [next(own) for _ in range(5)]
@@ -320,7 +320,7 @@ def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
                 assert "in a worker:\nTraceback" in text and "in fail" in text and "Error: " in text
         assert len(set(told)) == 1
         offset = at * 1024
-        for part in ("FaultyEncoder.encode raised", "stage Encode", "0000.tar", f"'s{at:06d}'", f"offset {offset},"):
+        for part in ("FaultyEncoder.encode failed on", "stage Encode", "0000.tar", f"'s{at:06d}'", f"offset {offset},"):
             assert part in told[0]
         assert ("ValueError: no such colour" if how == "value" else "UnpicklableError: broken 7") in told[0]
         state = own.state_dict()

@@ -460,7 +460,7 @@ def test_unknown_receipts_are_counted_and_others_refused(shards: str) -> None:
         assert (numbers["acknowledged/dropped/stale"], numbers["acknowledged/dropped/odd"]) == (2, 1)
         assert numbers["acknowledged/unknown"] == 2 + 5 and numbers["in_flight"] == 1
         for wrong in ([0.5, 1.0], [[1, 2, 3]], "x", [["a", "b"]]):
-            with pytest.raises(ValueError, match="receipts are integers"):
+            with pytest.raises(ValueError, match="receipts must be integers"):
                 own.acknowledge(wrong)
         own.acknowledge(first)
         assert own.in_flight() == (0, None) and not _open(own.state_dict())
@@ -480,7 +480,7 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
     with loader(pipeline, acknowledge=sp.Acknowledge(8), workers=sp.Workers(timeout=0.05)) as own:
         first = next(own)
         next(own)
-        with pytest.raises(SavableError, match=r"max_in_flight=8.*next global_state_dict") as caught:
+        with pytest.raises(SavableError, match=r"max_in_flight=8.*Call acknowledge or drop") as caught:
             next(own)
         assert "8 rows are in flight, and the 4" in str(caught.value)
         own.acknowledge(first["receipts"][:3])
@@ -800,7 +800,7 @@ def test_a_distributed_checkpoint_with_rows_in_flight_is_refused_by_a_loader_tha
         for _ in range(6):
             next(own)
         checkpoint.save({"data": own.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-        told = "rows in flight would be lost; load all entries of the checkpoint, into a .* with acknowledge=True"
+        told = "Load all entries of the checkpoint"
         with pytest.raises(sp.CheckpointMismatchError, match=told):
             checkpoint.load({"data": plain}, checkpoint_id=tmp_path, no_dist=True)
 
@@ -823,7 +823,7 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
         plain.load_state_dict(own.state_dict())
         assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
         for ask in (plain.receipts, plain.in_flight, partial(plain.acknowledge, []), partial(plain.requeue, [])):
-            with pytest.raises(ValueError, match="make it with acknowledge=True"):
+            with pytest.raises(ValueError, match="need acknowledge=True"):
                 ask()
         next(own)
         with pytest.raises(CheckpointMismatchError, match="acknowledge=True"):
@@ -835,8 +835,8 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
 def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_sentence(shards: str) -> None:
     pipeline = partial(counted_pipeline, shards)
     for wrong, message in [
-        ({"on_iter": "restart"}, "acknowledge=True keeps what is not trained"),
-        ({"acknowledge": sp.Acknowledge(3), "on_iter": "restart"}, "acknowledge=True keeps what is not trained"),
+        ({"on_iter": "restart"}, "acknowledge= does not apply"),
+        ({"acknowledge": sp.Acknowledge(3), "on_iter": "restart"}, "acknowledge= does not apply"),
     ]:
         with pytest.raises(ValueError, match=message):
             loader(pipeline, **wrong)
@@ -846,7 +846,7 @@ def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_se
             own.state_dict(lag=1)
         makers = [TrainerLoader, lambda each: OnDevice(each, "cpu"), lambda each: complete_state(each, [], {})]
         for make in makers:
-            with pytest.raises(ValueError, match="leave it out here"):
+            with pytest.raises(ValueError, match="Remove it for a trainer"):
                 make(own)
         with pytest.raises(CheckpointMismatchError, match="acknowledge=True"):
             sp.StatefulDataset(pipeline, seed=3, lanes=LANES).load_state_dict(

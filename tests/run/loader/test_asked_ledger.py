@@ -75,7 +75,7 @@ def test_each_batch_that_counts_is_made_again(tmp_path: Path, given: dict[tuple[
             again = ledger.batch(partial(pipeline, tmp_path), epoch=0, slot=slot)
             assert [sample.key for sample in again] == [sample.key for sample in batch]
             assert digest([sample.json() for sample in again]) == digest([sample.json() for sample in batch])
-    with pytest.raises(SavableError, match="no batch of slot 9 in epoch 0"):
+    with pytest.raises(SavableError, match="slot 9 of epoch 0 is not in the ledger"):
         ledger.batch(partial(pipeline, tmp_path), slot=9)
     with pytest.raises(CheckpointMismatchError, match="size"):
         ledger.batch(partial(pipeline, tmp_path, size=5), slot=8)

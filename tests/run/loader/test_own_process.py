@@ -68,7 +68,7 @@ def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_befor
     loader = make(**settings)
     if begun:
         next(loader)
-    with pytest.raises(sp.SavableError, match="made in another process than worker 0 of the 2 of torch"):
+    with pytest.raises(sp.SavableError, match="created outside of worker 0 of the 2 of torch"):
         through_workers(lambda: wrap(loader))
 
 
@@ -113,7 +113,7 @@ def test_a_forked_process_does_not_go_on_with_its_parents_loader(
     with make(**settings) as loader:
         found = take(loader, 3) if begun else []
         told = in_a_fork(lambda: next(iter(loader)))
-        assert f"SavableError: this loader was made in process {os.getpid()} and is iterated in process" in told
+        assert f"SavableError: this loader was made in process {os.getpid()} but is used in its fork" in told
         assert "SavableError" in in_a_fork(lambda: loader.skip(LANES))
         assert found + take(loader, 6 - len(found)) == expected  # the parent's goes on
 

@@ -68,7 +68,7 @@ def test_a_point_of_a_schedule_inside_the_buffers_behind_it_is_told(
 
     told = said_of(pipeline, caplog)
     assert len(told) == inside
-    assert not told or "changes at 20, but buffers behind its Blend draw 20 before the first batch" in told[0]
+    assert not told or "changes at 20, but later buffers draw 20 samples before the first batch" in told[0]
     assert not said_of(partial(pipeline, behind=False), caplog), "its draws are those of the batches"
 
 
@@ -80,9 +80,7 @@ def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytes
         return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=21)
 
     (told,) = said_of(pipeline, caplog)
-    assert told.startswith(
-        "WARNING Batcher(size=21): the shards hold only 20 samples, so of the batches each holds samples several times"
-    )
+    assert told.startswith("WARNING Batcher(size=21): the data has only 20 samples, so a batch repeats samples")
     caplog.clear()
     with sp.SavableLoader(lambda lane: pipeline(lane, 1), seed=0, lanes=1) as own:
         next(own)
@@ -167,8 +165,8 @@ def test_a_shuffle_that_leaves_neighbours_together_is_warned_of_with_the_cure(
     assert neighbours(pipeline) > 0.3
     pipeline_hints._warn_of_blocks.cache_clear()
     (told,) = said_of(pipeline, caplog)
-    assert told.startswith("WARNING no ShuffleBuffer: with shuffle=True alone, blocks of 8 neighbouring samples")
-    assert ".shuffle(size) after sp.read" in told and "block_size" in told
+    assert told.startswith("WARNING only blocks of 8 consecutive samples are shuffled")
+    assert "Add .shuffle(size), or set block_size=8" in told and "block_size" in told
     assert said_of(pipeline, caplog) == []  # once a process
 
 
@@ -194,8 +192,8 @@ def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
 @pytest.mark.parametrize(
     ("size", "lanes", "epochs", "told"),
     [
-        (200, 96, None, "lanes leaves each lane 6.25, so the buffer mixes those of 32 epochs: a sample may"),
-        (200, 96, 8, "so the buffer mixes those of 8 epochs"),
+        (200, 96, None, "mixes samples of 32 epochs, because each of 96 lanes has 6.25"),
+        (200, 96, 8, "mixes samples of 8 epochs"),
         (200, 96, 2, ""),
         (200, 96, 1, ""),
         (200, 6, None, ""),
@@ -234,8 +232,8 @@ def test_an_encoder_that_cannot_pack_is_refused_by_a_packer(make_shards: Any) ->
 @pytest.mark.parametrize(
     ("wrong", "cure"),
     [
-        (len, r"a function of samples goes into sp\.read"),
-        (NumberEncoder, "make one of this class"),
+        (len, r"Pass a function to \.map"),
+        (NumberEncoder, "Pass an instance"),
         (7, "7$"),
     ],
 )

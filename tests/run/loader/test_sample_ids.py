@@ -95,6 +95,6 @@ def test_a_batch_that_cannot_take_them_is_an_error_and_not_given(shards: str, en
 
     own = sp.SavableLoader(pipeline, seed=3, lanes=2, sample_ids=True)
     before = own.state_dict()
-    with pytest.raises(sp.EncodeError, match=r"must return a dict without them, not (list|dict)"):
+    with pytest.raises(sp.EncodeError, match=r"Return a dict without them from batch\(\), not (list|dict)"):
         next(own)
     assert own.state_dict() == before

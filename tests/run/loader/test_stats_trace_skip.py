@@ -85,7 +85,7 @@ def test_a_trainer_that_starves_is_told_where_the_time_goes(
     take(own, 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "the trainer waited for data in" in record.message and "Encode" in record.message
+    assert "training waited for data" in record.message and "Encode" in record.message
 
 
 # What a batch was made of.

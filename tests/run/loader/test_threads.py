@@ -36,7 +36,7 @@ def test_a_second_thread_is_told_at_once_and_disturbs_nothing(make_shards: Any) 
     other.start()
     assert encoder.reached.wait(30)
     for call in (partial(next, own), partial(own.skip, 1), partial(own.load_state_dict, before)):
-        with pytest.raises(sp.SavableError, match="two threads use one loader at a time"):
+        with pytest.raises(sp.SavableError, match="two threads use one loader"):
             call()
     assert own.state_dict() == own.state_dict(lag=0) == before
     encoder.go_on.set()

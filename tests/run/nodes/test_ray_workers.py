@@ -46,7 +46,7 @@ def test_two_of_three_nodes_of_a_cluster_are_lost(
                 assert loader.stats()["restarts"] == 0
         finally:
             ray.shutdown()
-    assert "Ray's node number" in caplog.text
+    assert "node %d of Ray" in caplog.text
 
 
 @pytest.mark.parametrize(

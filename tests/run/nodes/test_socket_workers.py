@@ -138,7 +138,7 @@ def test_a_sample_that_kills_its_workers_is_blamed_and_left_out(
         assert loader.stats()["restarts"] == 4
     assert 20 not in found and {18, 19, 21, 22} <= set(found)
     assert "ended by signal SIGSEGV, while it made a batch of lane" in caplog.text
-    assert "it is left out from now on" in caplog.text and "in fail" in caplog.text  # its stack
+    assert "The sample is skipped from now on" in caplog.text and "in fail" in caplog.text  # its stack
     assert one[0][0].address in caplog.text
 
 
@@ -297,7 +297,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
     proxy.troubles = {"changed": 1.0}
     pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
     workers = sp.SocketWorkers([proxy.address], key_file=one[1])
-    changed = rf"no agent has answered in 0.5 s: {proxy.address}: the body of frame \d+ was changed on its way"
+    changed = rf"no agent has answered in 0.5 s: {proxy.address}: the body of message \d+ was changed in transit"
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
         with pytest.raises(sp.WorkerError, match=changed):
             next(loader)
@@ -359,9 +359,9 @@ def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"agents": "cpu1:7000"}, "a list of addresses"),
+        ({"agents": "cpu1:7000"}, "a list of HOST:PORT"),
         ({"agents": ["cpu1"]}, "'cpu1' is no HOST:PORT"),
-        ({"agents": ["cpu1:7000"], "count": 4}, "said where they run"),
+        ({"agents": ["cpu1:7000"], "count": 4}, "on the nodes"),
         ({"agents": ["cpu1:7000"], "prefetch": 0}, "prefetch must be at least 1"),
     ],
     ids=["text", "no port", "count", "prefetch"],

@@ -85,7 +85,7 @@ def test_a_state_without_the_numbers_is_refused_by_the_same_sentence() -> None:
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], torch.zeros(3)])
 def test_what_is_no_bytes_is_a_state_error(raw: Any) -> None:
-    with pytest.raises(StateError, match="lane 3: a state is bytes, not"):
+    with pytest.raises(StateError, match="lane 3: a state must be bytes, not"):
         unpack_state(raw, LaneState, "lane 3")
 
 
@@ -137,7 +137,7 @@ def test_a_lane_that_is_not_there_is_an_error_that_lists_those_that_are() -> Non
 def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
     state = flat([0, 1, 2, 3])
     state["lane_00002"] = pack_state(LaneState(**{"lane": 2, "epoch": 0, "batches": 1, **changes}))
-    with pytest.raises(sp.CheckpointMismatchError, match=r"lane_00002: its batch .* saved at different steps"):
+    with pytest.raises(sp.CheckpointMismatchError, match=r"lane_00002 is at batch .* Load states of one step"):
         read_lanes(state, [0, 2])
 
 

@@ -54,7 +54,7 @@ def test_each_source_has_its_share_and_its_own_order() -> None:
 
 
 def test_weights_that_name_no_source_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"by the names of the sources, as a dict, not \[3, 1\]"):
+    with pytest.raises(TypeError, match=r"weights must be a dict by the names of the sources, not \[3, 1\]"):
         sp.Blend(make_readers({"a": 4, "b": 4}), weights=[3, 1])  # type: ignore[arg-type]
 
 
@@ -154,7 +154,7 @@ def test_refs_name_their_source_wherever_they_are(shards: Path) -> None:
     assert outer.info.tags == {tag("x/a"), tag("x/b"), tag("c")}
     with pytest.raises(sp.CheckpointMismatchError, match="none of the sources"):
         outer.fetch(custom.Ref(1, 0, 0))
-    with pytest.raises(sp.CheckpointMismatchError, match="was a source removed or renamed"):
+    with pytest.raises(sp.CheckpointMismatchError, match="Restore it"):
         outer.fetch((5 << TAG_SHIFT, 0, 0))
 
 
@@ -168,9 +168,9 @@ def branches(shards: Path, lane: sp.Lane, *, by: Any = "samples", encoder: sp.Ta
 
 def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
-    with pytest.raises(sp.EncodeError, match="not clear whose batch to use: give the stage encoder="):
+    with pytest.raises(sp.EncodeError, match="Pass encoder= to choose the one with batch"):
         next(sp.Batcher(stage, size=2))
-    with pytest.raises(ValueError, match=r"gives samples \(custom.SampleStage\), not Blend, which gives items"):
+    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which gives items"):
         sp.Encode(stage, Draws())
     assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
     one = Draws()
@@ -220,7 +220,7 @@ def test_by_tokens_a_length_below_one_is_an_error(shards: Path, length: Any, pac
     lane = sp.Lane()
     stage = sp.Blend({"a": source(), "b": source()}, weights={"a": 1, "b": 1}, by="tokens")
     with pytest.raises(
-        sp.EncodeError, match=r"at least 1 token.*source '[ab]' has|Empty.length raised TypeError"
+        sp.EncodeError, match=r"an item of '[ab]' has .* tokens|Empty.length failed: TypeError"
     ) as caught:
         next(stage)
     assert length == 0.5 or "key 's0000" in str(caught.value)
@@ -246,13 +246,13 @@ def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"weights": {"a": 1}}, "none is given for ['b']"),
-        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for ['c']"),
+        ({"weights": {"a": 1}}, "but b has none"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for 'c'"),
         ({"weights": {"a": 1, "b": -1}}, "the weight of 'b' must be at least 0, not -1"),
         ({"weights": {"a": 0, "b": 0}}, "one weight at least must be above 0"),
         ({"weights": None, "by": "tokens"}, 'by="tokens" needs weights'),
         ({"by": "bytes"}, "by must be one of"),
-        ({"by": "tokens"}, "blend after Encode"),
+        ({"by": "tokens"}, "Blend after Encode"),
         ({"until": "last"}, "until must be one of"),
         ({"stride": 0}, "stride must be at least 1"),
     ],
@@ -275,7 +275,7 @@ def test_wrong_sources_are_refused(shards: Path) -> None:
             sp.Blend(sources, weights=dict.fromkeys(sources, 1))  # type: ignore[arg-type]
     lane = sp.Lane()
     mixed = {"a": sp.TarShardReader(shards, lane), "b": sp.Encode(sp.TarShardReader(shards, lane), Draws())}
-    with pytest.raises(ValueError, match="all before or all after Encode"):
+    with pytest.raises(ValueError, match="all sources must have samples, or all items"):
         sp.Blend(mixed, weights={"a": 1, "b": 1})
 
 

@@ -131,7 +131,7 @@ def test_points_that_are_past_ask_no_weight_of_the_sources_that_are_left(make_sh
     drawn = [next(stage).source for _ in range(300)]
     assert drawn.count("a") == 100 and set(drawn[-140:]) == {"b"}
     stage = blended([(0, {"b": 1}), (10, {"a": 1}), (900, {"b": 1})])
-    with pytest.raises(ValueError, match=r"from 10 on none of the sources that have not ended \(b\) has a weight"):
+    with pytest.raises(ValueError, match=r"at 10 all of b have weight 0"):
         [next(stage) for _ in range(300)]
 
 
@@ -202,11 +202,11 @@ def test_wrong_schedules_are_told(make_shards: Any) -> None:
     shards = str(make_shards([20]))
     lane = sp.Lane()
     sources = {name: sp.TarShardReader(shards, lane, epochs=1) for name in "ab"}
-    with pytest.raises(ValueError, match=r"none is given for \['b'\]"):
+    with pytest.raises(ValueError, match=r"but b has none"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1})]))
     with pytest.raises(ValueError, match="needs by='tokens'"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})], unit="tokens"))
-    with pytest.raises(ValueError, match="must have no end"):
+    with pytest.raises(ValueError, match="needs an endless source"):
         sp.Blend(sources, weights=sp.Schedule([(0, {"a": 1, "b": 1})]))
 
 

@@ -263,7 +263,7 @@ def test_wrong_settings_are_refused(shards: str, wrong: dict[str, Any], message:
 
 def test_it_stands_after_a_blend(shards: str) -> None:
     lane = sp.Lane()
-    with pytest.raises(ValueError, match="after a Blend, not in its source 'a'"):
+    with pytest.raises(ValueError, match="after the Blend, not in its source 'a'"):
         sp.Blend({"a": balanced(shards, lane), "b": packs_of(shards, lane)}, weights={"a": 1, "b": 1})
 
 
@@ -296,7 +296,7 @@ def test_settings_name_hold_and_cost(shards: str) -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_cost": 90}, {"cost": SQUARE}, {"max_cost": 6, "cost": SQUARE}])
 def test_a_greatest_cost_needs_a_cost_and_room_for_a_token(shards: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="OnlinePacker: max_cost"):
+    with pytest.raises(ValueError, match=r"OnlinePacker: (set )?max_cost"):
         packs_of(shards, sp.Lane(), **wrong)
 
 

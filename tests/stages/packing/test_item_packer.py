@@ -131,7 +131,7 @@ def test_a_pack_is_made_again_by_its_ref() -> None:
 
 @pytest.mark.parametrize("ref", [[[0, 0, 0], [1, 0, 0]], [0, 3]])
 def test_the_ref_of_anything_else_is_refused(ref: Any) -> None:
-    with pytest.raises(sp.CheckpointMismatchError, match="is not the ref of a pack"):
+    with pytest.raises(sp.CheckpointMismatchError, match="is no pack"):
         packer([1], pairs).fetch(ref)
 
 
@@ -154,15 +154,15 @@ def test_the_function_draws_by_its_round_and_the_global_generators_are_seeded_fo
         (lambda items, rng: [items, []], "group 1 is empty"),
         (
             lambda items, rng: [items[:1], [copy.deepcopy([*items[1]])]],
-            "group 1 has an object, of type list, that is none of the items",
+            "group 1 has a list that is none of the items",
         ),
-        (lambda items, rng: items, "that is none of the items: return those that were given"),
-        (lambda items, rng: [items[:2], items[1:]], "group 1 has an item that is in a group already"),
-        (lambda items, rng: [[items[0], items[0]]], "group 0 has an item that is in a group already"),
-        (lambda items, rng: None, "it returned NoneType: return a list of packs, each a list of items"),
-        (lambda items, rng: [0, 1], "a pack is a list of items, not int"),
-        (lambda items, rng: [[0, 1]], "of type int, that is none of the items"),
-        (lambda items, rng: 1 // 0, "ZeroDivisionError.*stage ItemPacker, round 0 .4 items. of Lane"),
+        (lambda items, rng: items, "that is none of the items. Return the same objects"),
+        (lambda items, rng: [items[:2], items[1:]], "group 1 repeats an item"),
+        (lambda items, rng: [[items[0], items[0]]], "group 0 repeats an item"),
+        (lambda items, rng: None, "it returned NoneType. Return a list of packs, each a list of items"),
+        (lambda items, rng: [0, 1], "a pack is a int"),
+        (lambda items, rng: [[0, 1]], "a int that is none of the items"),
+        (lambda items, rng: 1 // 0, "(?s)ZeroDivisionError.*stage ItemPacker, round 0 .4 items. of Lane"),
     ],
 )
 def test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost(select: Any, what: str) -> None:
@@ -206,7 +206,7 @@ def test_a_changed_item_is_an_error_since_it_would_not_be_changed_when_made_agai
         return [items]
 
     stage = custom.ItemPacker(Noted([1, 2, 3]), size=3, select=select, encoder=Drawing())
-    with pytest.raises(sp.EncodeError, match="it changed 'total' of an item of type dict"):
+    with pytest.raises(sp.EncodeError, match="it changed 'total' of a dict"):
         next(stage)
 
 
@@ -252,7 +252,7 @@ def of_nothing(shards: str, lane: sp.Lane) -> custom.Stage:
 def test_a_run_of_which_nothing_is_selected_ends_with_an_error(make_shards: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.lane_shares._UNUSED", 1000)
     loader = sp.SavableLoader(partial(of_nothing, str(make_shards([20]))), seed=1, lanes=1)
-    with pytest.raises(sp.SavableError, match=r"a stage between the reader and the Batcher leaves .* everything out"):
+    with pytest.raises(sp.SavableError, match=r"samples without a batch"):
         next(loader)
 
 
@@ -298,9 +298,9 @@ def test_the_fingerprint_has_size_and_function() -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"size": 0}, "size must be an integer of at least 1, not 0"),
+        ({"size": 0}, "size must be an int of at least 1, not 0"),
         ({"select": "pairs"}, "select must be a function"),
-        ({"select": partial(pairs)}, "has no name and no settings"),
+        ({"select": partial(pairs)}, "has no name"),
         ({"encoder": sp.TaskEncoder()}, "has no pack"),
     ],
 )

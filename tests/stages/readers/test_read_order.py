@@ -181,7 +181,7 @@ def test_row_groups_too_large_to_be_mixed_are_a_warning_with_the_size_to_write(
     write(tmp_path)
     with caplog.at_level(logging.WARNING):
         custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 70 * (ROW + 30))
-    assert "samples of 1 of them at a time are mixed. Write row groups of at most 1.3 kB" in caplog.text
+    assert "only 1 are mixed at a time. Write groups of at most 1.3 kB" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         custom.ParquetReader(tmp_path, sp.Lane())

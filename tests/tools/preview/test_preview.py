@@ -375,7 +375,7 @@ def test_an_error_of_the_pipeline_stands_where_its_batch_would(make_shards: Make
         return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane), LanguageModelingEncoder(part="json[id]")), size=2)
 
     page = Page(preview_pipeline(pipeline, "p").html)
-    assert "could not be made" in page.text and "LanguageModelingEncoder.encode raised ValueError" in page.text
+    assert "could not be made" in page.text and "LanguageModelingEncoder.encode failed" in page.text
     short = Page(preview_pipeline(lambda lane: sp.Batcher(sp.TarShardReader(root, lane, epochs=1), size=3), "p").html)
     assert "the lane has 2 batches" in short.text
 
@@ -397,7 +397,7 @@ def test_the_command_writes_one_page_of_a_dataset_or_of_a_pipeline(captioned: Pa
         file.write("    return sp.Batcher(sp.Encode(samples, Broken()), size=2)\n")
     sys.modules.pop(script.stem)
     failed = run("preview", f"{script}:broken", "-o", tmp_path / "f.html")
-    assert failed.exit_code == 1 and "a batch could not be made: Broken.encode raised KeyError: 'eye'" in failed.stderr
+    assert failed.exit_code == 1 and "a batch could not be made: Broken.encode failed" in failed.stderr
     assert "could not be made" in Page((tmp_path / "f.html").read_bytes()).text
     for wrong in (f"{script}:nothing", "no_such_module_of_preview:pipeline", tmp_path / "nothing"):
         assert run("preview", wrong, "-o", tmp_path / "x.html").exit_code == 2
@@ -411,7 +411,7 @@ def test_names_of_pipelines_and_paths_of_shards_are_told_apart(tmp_path: Path) -
     others = ("shards/", "shards/{0..3}.tar", "s3://bucket/x", "C:\\x", "a-b:c", "train.py", ":p", "a:")
     assert not any(names_object(name) for name in others)
     assert named_pipeline("tests.tools.preview.test_preview:toy_pipeline") is toy_pipeline
-    with pytest.raises(ValueError, match="a pipeline is a function of one lane"):
+    with pytest.raises(ValueError, match="pipeline must be"):
         named_pipeline("tests.tools.preview.test_preview:ALLOWED")
 
 

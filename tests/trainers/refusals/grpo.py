@@ -108,7 +108,7 @@ def test_training_goes_on_in_the_same_trainer_where_it_was_stopped(tmp_path: Pat
 
 def test_rows_that_the_trainer_would_leave_out_are_an_error(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
-    with pytest.raises(ValueError, match=rf"{ROWS} rows cannot be cut into steps_per_generation=3"):
+    with pytest.raises(ValueError, match=rf"{ROWS} rows does not divide into steps_per_generation=3"):
         trainer(tmp_path, "run", 3, per_device_train_batch_size=2).train()
 
 

@@ -79,7 +79,7 @@ def test_sft_evaluates_by_name_and_on_what_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True, "max_length": None}])
 def test_sft_its_own_packing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     write_training_shards(tmp_path / "shards")
-    with pytest.raises(ValueError, match=r"packing and padding_free are .* leave them out, and let the pipeline pack"):
+    with pytest.raises(ValueError, match=r"packing and padding_free of SFTConfig .* Use .pack"):
         trainer(tmp_path, "run", settings)
 
 
@@ -88,10 +88,10 @@ def test_sft_a_dataset_beside_the_loader_and_settings_of_datasets_are_named(
 ) -> None:
     write_training_shards(tmp_path / "shards")
     trainer(tmp_path, "run")
-    assert "without effect" not in caplog.text
+    assert "ignored" not in caplog.text
     texts = Dataset.from_dict({"text": ["a", "b"]})
     made = trainer(tmp_path, "run", {"dataset_text_field": "said"}, train_dataset=texts, data_collator=list)
-    assert "without effect: dataset_text_field='said', train_dataset. " in caplog.text
+    assert "ignored: dataset_text_field='said', train_dataset. " in caplog.text
     assert made.train_dataset.column_names == ["text"], "which is not tokenized either"
 
 
