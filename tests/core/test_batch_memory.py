@@ -159,7 +159,7 @@ def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Varying()), size=4)
 
 
-@pytest.mark.parametrize(("candidates", "epochs"), [(0, 1), (20, None)])
+@pytest.mark.parametrize(("hold", "epochs"), [(0, 1), (20, None)])
 def test_batches_of_any_size_are_the_same_from_workers_as_without(
     make_shards: Any, epochs: int | None, hold: int
 ) -> None:

@@ -234,7 +234,7 @@ def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tm
     with (cached.folder / "flags").open("ab") as file:
         file.write(b"x")
     with pytest.raises(
-        ShardError, match="this cache is damaged, or of another release; end the runs that read from it, and remove it"
+        ShardError, match=r"the cache is damaged or of another release. End the runs that use it, and remove it"
     ):
         create_flags(cached.folder)
 

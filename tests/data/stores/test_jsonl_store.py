@@ -69,10 +69,10 @@ def test_the_key_may_be_a_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('{"ID": 1}', "'id', which key= names, is missing or null"),
-        ('{"id": null}', "'id', which key= names, is missing or null"),
-        ("[3]", "'id', which key= names, is missing or null"),
-        ('{"id": "\\ud800"}', "'id', which key= names, holds bytes that are no UTF-8"),
+        ('{"ID": 1}', "'id' of key= is missing or null"),
+        ('{"id": null}', "'id' of key= is missing or null"),
+        ("[3]", "'id' of key= is missing or null"),
+        ('{"id": "\\ud800"}', "'id' of key= is not UTF-8"),
         ('{"id": 1', "no JSON: "),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_file_that_was_closed_is_opened_again_and_another_in_its_place_is_an_e
     assert store.read(0, 2, "txt") == b"text 2"
     keep_below(0)
     write(tmp_path / "b.arrow", every_type(), 5).replace(path)
-    with pytest.raises(sp.ShardError, match=r"a\.arrow: it was replaced while this run read from it"):
+    with pytest.raises(sp.ShardError, match=r"a\.arrow: it was replaced while this run read it"):
         store.read(0, 4, "txt")
 
 

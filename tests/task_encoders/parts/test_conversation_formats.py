@@ -94,7 +94,7 @@ def user(*content: Any) -> dict[str, Any]:
         (user("hi"), r"messages\[0\].content\[0\]: expected an object, found 'hi'"),
         (user({"type": "text"}), r"messages\[0\].content\[0\].text: expected text, found nothing"),
         (user({"type": "file"}), r"messages\[0\].content\[0\].type: .* found 'file'"),
-        (user({"type": "audio"}), r"content\[0\]: a place for audio, but the encoder takes none: give it audio="),
+        (user({"type": "audio"}), r"content\[0\]: a place for audio, but the encoder takes none. Pass audio="),
         (user({"type": "image_url"}), r"messages\[0\].content\[0\].image_url.url: expected text, found nothing"),
         (user({"type": "image_url", "image_url": {"url": "b.png"}}), r"no image 'b.png', the sample has a.png"),
         (user({"type": "image_url", "image_url": "https://x/a.png"}), "nothing is downloaded"),

@@ -97,7 +97,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["convert", "gone", "out"], "gone: no such file or folder"),
-        (["convert", "in", "out", "--shard-bytes=-1"], "a shard must hold something"),
+        (["convert", "in", "out", "--shard-bytes=-1"], "must be at least 1"),
         (["convert", "in", "out", "--workers=0"], "workers must be 1 or more"),
         (["convert", "in", "out", "--no-files", "--file-field=a"], "exclude each other"),
         (["convert", "in", "file"], "file is a file"),
@@ -112,11 +112,11 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
             "there is no folder gone to write it into",
         ),
         (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
-        (["info", "gone"], "gone: no such shard or folder"),
-        (["info", "empty"], "/empty: no .tar file in this folder or below it; `savable convert SRC "),
-        (["check", "empty"], "` writes shards there of the files or the table SRC"),
-        (["info", "table.csv"], "/table.csv: no row below the names of its columns"),
-        (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
+        (["info", "gone"], "gone: no such file or folder"),
+        (["info", "empty"], "/empty: no .tar file in this folder or below it"),
+        (["check", "empty"], "To write shards there: `savable convert SRC "),
+        (["info", "table.csv"], "/table.csv: no row below the column names"),
+        (["preview", "in/000.jpg"], "/in DST`"),
         (
             ["state", "gone"],
             "gone: no such file; expected a file with the loader's state in it",
@@ -248,7 +248,7 @@ def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
     assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}
     (tmp_path / "out/.nv-meta/split.yaml").write_text("- what: is this")
     result = run("info", tmp_path / "out")
-    assert result.exit_code == 2 and "expected names with values, found list" in result.stderr
+    assert result.exit_code == 2 and "expected a mapping, found list" in result.stderr
 
 
 def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_pa
     checked = run("check", lines, *named, "--workers=1")
     assert checked.exit_code == 1 and "k3.jpg" in checked.stdout and "unreadable image" in checked.stdout
     for command in ("info", "check", "preview"):
-        assert "key_end= is for files of the kinds folder" in run(command, lines, "--key-end", "last").stderr
+        assert "key_end= does not apply to .* files, only to folder" in run(command, lines, "--key-end", "last").stderr
     assert "key_end must be 'first' or 'last', not 'middle'" in run("info", photos, "--key-end", "middle").stderr
 
 

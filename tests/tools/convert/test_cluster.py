@@ -143,7 +143,7 @@ def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
 
     monkeypatch.setattr(cluster, "_SEEN_S", 0.3)
     monkeypatch.setattr(cluster, "attempt", unshared)
-    with pytest.raises(SavableError, match=r"000000\.tar was finished by another machine, and is not there .* share"):
+    with pytest.raises(SavableError, match=r"000000\.tar: finished by another machine, but not visible here.* share"):
         run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 
 
