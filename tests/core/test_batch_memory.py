@@ -218,5 +218,5 @@ def test_an_array_has_the_bytes_of_the_part_and_raises_what_reading_raises(tmp_p
         with pytest.raises(KeyError, match="no part 'txt'; the sample has bin"):
             sample.array("txt")
     os.truncate(tmp_path / "0.tar", 2048)
-    with pytest.raises(sp.ShardError, match="the file was cut short"):
+    with pytest.raises(sp.ShardError, match="The file was cut short"):
         second.array("bin")

@@ -241,7 +241,7 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> No
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="answers must be 'all' or 'last', not 'first'"):
         ChatEncoder(answers="first")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match="at least 1 token, not 0"):
         ChatEncoder(max_length=0)
     with pytest.raises(ValueError, match=r"has no chat_template. Pass template=ChatML"):
         ChatEncoder(own_tokenizer(""))

@@ -253,7 +253,7 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
         for start, stop in ((-1.0, 1.0), (1.0, 0.5)):
             with pytest.raises(ValueError, match="invalid range from"):
                 found.samples(start, stop)
-        with pytest.raises(ValueError, match="a rate of 0 Hz"):
+        with pytest.raises(ValueError, match="rate must be above 0 Hz"):
             found.samples(rate=0)
 
 

@@ -263,7 +263,7 @@ def test_what_no_clip_can_be_cut_of_is_an_error() -> None:
         sp.Clips(length_s=0.1).one(None, sp.Rng(0), audio=sound(), rate=3)
     for duration_s in (0.0, math.nan, math.inf):
         medium: Any = Lasting(duration_s)
-        with pytest.raises(MediaError, match=f"toy: it lasts {duration_s} s"):
+        with pytest.raises(MediaError, match=f"toy: no clip fits in its {duration_s} s"):
             sp.Clips(length_s=1, fps=1).one(medium, sp.Rng(0))
 
 

@@ -208,7 +208,7 @@ def gated(status: int) -> Callable[[str, int], tuple[int, dict[str, str]] | None
 
 NOT_THERE = {
     "hf://datasets/org/nobody": r"org/nobody.*: no such dataset, or a private one .*/datasets/org/nobody",
-    f"{NAME}@v9": r"no revision 'v9' .*/org/name/tree/main for branches and tags",
+    f"{NAME}@v9": r"no revision 'v9'.*/org/name/tree/main for branches and tags",
     f"{NAME}/dada": r"/dada: not found in the dataset at this commit",
     f"{NAME}/data/x.parquet": r"/data/x\.parquet: no such object",
     f"{NAME}/data/*.tar": r"no \.tar object below",

@@ -471,7 +471,7 @@ def test_a_user_without_a_home_indexes_beside_the_shards(tmp_path: Path, monkeyp
     assert open_index(tmp_path, ["a.tar"]).shards[0].samples == 1
     (tmp_path / INDEX_NAME).unlink()
     full_below(monkeypatch, tmp_path)
-    with pytest.raises(ShardError, match=r"this user has no home folder\. Free space, or set XDG_CACHE_HOME"):
+    with pytest.raises(ShardError, match=r"This user has no home folder\. Free space, or set XDG_CACHE_HOME"):
         open_index(tmp_path, ["a.tar"])
 
 

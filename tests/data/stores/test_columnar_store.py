@@ -141,7 +141,7 @@ def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Pat
     store = STORES[name](tmp_path, key="k")
     assert store.key(0, 0) == "a"
     for ask in (lambda: store.key(1, 0), lambda: store.read(1, 0, "b")):
-        with pytest.raises(sp.ShardError, match=rf"/{name}: no column k; it has b\. Ask for") as error:
+        with pytest.raises(sp.ShardError, match=rf"/{name}: no column k; it has b\. Pass") as error:
             ask()
         assert error.value.reason == "missing column"
 

@@ -121,7 +121,7 @@ def test_a_shard_that_cannot_be_unpacked_is_an_error_for_each_of_its_samples_and
     path.write_bytes(path.read_bytes()[:20] + bytes(path.stat().st_size - 20))
     store = store_of(source)
     for row in range(4):
-        with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds\.zstd: damaged: .*copy it again") as caught:
+        with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds\.zstd: damaged: .*Copy it again") as caught:
             store.extensions(1, row)
         assert caught.value.reason == "damaged shard"
     assert store.extensions(2, 1)
@@ -215,7 +215,7 @@ def test_an_index_that_lies_about_a_count_is_an_error(tmp_path: Path, samples: i
     for packed in ("", "zstd"):
         source = write_captioned_mds(tmp_path / f"in{packed}", 4, packed=packed)
         change(source, lambda index: index["shards"][0].update(samples=samples))
-        with pytest.raises(sp.ShardError, match="copy it again"):
+        with pytest.raises(sp.ShardError, match="Copy it again"):
             store_of(source).extensions(0, 0)
 
 

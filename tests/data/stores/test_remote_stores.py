@@ -342,7 +342,7 @@ def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
 def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
     with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
         custom.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
-    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset; `gzip -dk`"):
+    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset. Run `gzip -dk`"):
         custom.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
 
 

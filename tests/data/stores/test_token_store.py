@@ -81,7 +81,7 @@ def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_to
     for name in "ab":
         np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
     os.truncate(tmp_path / "a.bin", 39)
-    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
+    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; Copy it again, or give"):
         custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
     reader = custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
     assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2
@@ -138,7 +138,7 @@ def test_an_idx_that_is_rewritten_after_it_was_indexed_is_an_error(tmp_path: Pat
     idx = bytearray((tmp_path / "a.idx").read_bytes())
     damage_length(idx)
     (tmp_path / "a.idx").write_bytes(idx)
-    with pytest.raises(sp.ShardError, match=r"or its \.idx was rewritten after indexing"):
+    with pytest.raises(sp.ShardError, match=r"or its \.idx was rewritten"):
         store.read(0, 0, "tokens")
 
 
@@ -163,7 +163,7 @@ def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_a
         before = open_store("tokens", tmp_path)
         time.sleep(0.02)  # a tick of the clock that stamps files
         rewrite()
-        with pytest.raises(sp.ShardError, match=r"or its \.idx was rewritten after indexing") as error:
+        with pytest.raises(sp.ShardError, match=r"or its \.idx was rewritten") as error:
             before.read(0, 0, "tokens")
         assert error.value.reason == "changed shard"
         after = open_store("tokens", tmp_path)

@@ -176,7 +176,7 @@ def cut_anywhere(folder: Path) -> None:
             assert store.extensions(0, 0)  # the first batch is open
             os.truncate(path, size)
             for row, right in zip(rows_of(store), whole, strict=True):
-                assert row == right or (str(path) in row and "the file was cut short" in row), (size, row)
+                assert row == right or (str(path) in row and "The file was cut short" in row), (size, row)
                 errors += row != right
     assert errors > 15
 

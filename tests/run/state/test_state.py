@@ -48,7 +48,7 @@ def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
             unpack_state(wrong, LaneState, "lane 3")
 
 
-HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}: "
+HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}. "
 
 
 @pytest.mark.parametrize(("order", "state"), [(ORDER, STATE + 1), (ORDER + 1, STATE), (ORDER - 1, STATE)])

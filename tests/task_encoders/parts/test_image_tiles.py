@@ -93,7 +93,7 @@ def test_buckets_are_near_one_area_and_an_image_fills_the_one_nearest_to_its_asp
         (lambda: NativeSize(patch=0), "patch=0, merge=2: both must be at least 1"),
         (lambda: NativeSize(min_pixels=9, max_pixels=8), "found 9 and 8"),
         (lambda: Tiles(side=440), "440 pixels are 31 patches of 14, not a multiple of merge=2"),
-        (lambda: SplitTiles(side=13), "13 pixels has 0 patches of 14"),
+        (lambda: SplitTiles(side=13), "13 pixels are 0 patches of 14"),
         (lambda: SplitTiles(side=448, long_side=5000), "long_side must be 1 to 4096 pixels, not 5000"),
         (lambda: Tiles(min_tiles=3, max_tiles=2), "min_tiles ≤ max_tiles, not 3 and 2"),
         (lambda: Buckets(min_side=900), "from 900 to 672 have at most"),

@@ -103,7 +103,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["convert", "in", "file"], "file is a file"),
         (["convert", "in", "file/out"], "Not a directory"),
         (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
-        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
+        (["convert", "in", "out", "--only", " , "], "--only= names no part; expected extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
@@ -145,7 +145,7 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
     run("convert", source, tmp_path / "out")
     result = run("convert", source, tmp_path / "out", "--shard-samples=1")
     assert result.exit_code == 2
-    assert "holds another conversion: shard_samples None there, 1 here" in result.stderr
+    assert "has another conversion: shard_samples None there, 1 here" in result.stderr
 
 
 def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
@@ -175,9 +175,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
-    assert (
-        f"holds another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
-    )
+    assert f"has another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
     same_sizes = fill(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())
@@ -275,7 +273,9 @@ def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_pa
     checked = run("check", lines, *named, "--workers=1")
     assert checked.exit_code == 1 and "k3.jpg" in checked.stdout and "unreadable image" in checked.stdout
     for command in ("info", "check", "preview"):
-        assert "key_end= does not apply to .* files, only to folder" in run(command, lines, "--key-end", "last").stderr
+        assert (
+            "key_end= does not apply to jsonl files, only to folder" in run(command, lines, "--key-end", "last").stderr
+        )
     assert "key_end must be 'first' or 'last', not 'middle'" in run("info", photos, "--key-end", "middle").stderr
 
 

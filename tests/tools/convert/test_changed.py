@@ -93,7 +93,7 @@ def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: 
         (source / f"{i:03d}.json").write_text("[1")
     assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 2
     (source / "006.json").write_text("12")
-    with pytest.raises(SavableError, match=r"at the same size: 006\.json"):
+    with pytest.raises(SavableError, match=r"at the same size.*\n006\.json"):
         run_conversion(source, tmp_path / "out", TEXTS)
 
 
@@ -114,7 +114,7 @@ def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
     assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
     assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
     (source / "bad.json").write_text("12")
-    with pytest.raises(SavableError, match=r"at the same size: bad\.json"):
+    with pytest.raises(SavableError, match=r"at the same size.*\nbad\.json"):
         run_conversion(source, tmp_path / "out", TEXTS)
 
 

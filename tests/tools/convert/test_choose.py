@@ -79,7 +79,7 @@ def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
     report = run_conversion(source, tmp_path / "out", Options(only=("JPG",)))
     assert list(tar_files(tmp_path / "out")) == ["000000001.0.jpg", "000000001.1.jpg", "000000002.jpg"]
     assert [reject.reason for reject in report.rejected] == ["no part that is kept"]
-    with pytest.raises(ValueError, match=r"no sample has a part png; there are 0\.jpg, 1\.jpg, jpg, json"):
+    with pytest.raises(ValueError, match=r"no sample has a part png. Use some of 0\.jpg, 1\.jpg, jpg, json"):
         run_conversion(source, tmp_path / "two", Options(only=("png",)))
     with pytest.raises(SavableError, match=r"only \('JPG',\) there, \(\) here"):
         run_conversion(source, tmp_path / "out", Options())

@@ -185,7 +185,7 @@ def test_a_shard_of_another_size_elsewhere_is_an_error(tmp_path: Path) -> None:
             yield from super().each(function, given)
 
     shutil.rmtree(tmp_path / "out/.nv-meta")
-    with pytest.raises(OSError, match=r"000000\.tar has 10752 bytes, and 10240 where the command runs"):
+    with pytest.raises(OSError, match=r"000000\.tar has 10752 bytes here, and 10240 where the command runs"):
         index_files(tmp_path / "out", TARS, each=each_shard_by(Elsewhere(tmp_path / "elsewhere")))
 
 

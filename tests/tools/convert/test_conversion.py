@@ -99,7 +99,7 @@ def test_one_str_is_not_taken_for_many(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"only": []}, "only names no part"),
+        ({"only": []}, "only= names no part"),
         ({"keys": []}, "keys= is empty"),
         ({"kind": "pictures"}, "the kind of a source is one of .*, not 'pictures'"),
         ({"engine": "dask"}, "engine must be \"ray\", or None .*, not 'dask'"),

@@ -113,7 +113,7 @@ def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
     def work(**more: Any) -> Report:
         return converted(url_of(server, source), tmp_path / "there", engine=ToyEngine(tmp_path / "elsewhere"), **more)
 
-    with pytest.raises(RemoteError, match=rf"s3://{kind}.*: tried \d+ times in"):
+    with pytest.raises(RemoteError, match=rf"s3://{kind}.*: \d+ tries in"):
         work(progress=fails)
     there = list((tmp_path / "there").glob("*.tar"))
     assert 0 < len(there) < local.shards
@@ -174,7 +174,7 @@ def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_on
         path.write_bytes(path.read_bytes())  # another stamp, where the server has one
     assert converted(url, tmp_path / "there") == report
     replace(source)
-    with pytest.raises(SavableError, match=r"holds another conversion: "):
+    with pytest.raises(SavableError, match=r"has another conversion: "):
         converted(url, tmp_path / "there")
 
 

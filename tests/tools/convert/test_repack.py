@@ -133,7 +133,7 @@ def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> N
 
 def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
-    with pytest.raises(SavableError, match="holds another conversion"):
+    with pytest.raises(SavableError, match="has another conversion"):
         run_conversion(packed / "a.tar.gz", tmp_path / "out", Options())
     (packed / "a.tgz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"two tars would become a\.tar"):

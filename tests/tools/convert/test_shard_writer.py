@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_clear_error_and_the_next_writer_goes_on(
     ("settings", "message"),
     [
         ({"max_bytes": 1_000}, "max_bytes=256000000, max_samples=None, part=None, here max_bytes=1000"),
-        ({"part": (0, 2)}, "was begun with other settings"),
+        ({"part": (0, 2)}, "was started with other settings"),
     ],
 )
 def test_other_settings_are_refused(tmp_path: Path, settings: Sample, message: str) -> None:

@@ -155,7 +155,7 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
 
 def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
     files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
-    with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'; download"):
+    with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'. Download"):
         run_conversion(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
 
 
