@@ -131,7 +131,7 @@ def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
 
 
 def test_max_length_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match="at least 1 token, not 0"):
         LanguageModelingEncoder(max_length=0)
 
 

@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ShardError, match="a: Permission denied: the folder cannot be listed"):
+    with pytest.raises(ShardError, match="a: Permission denied: this folder cannot be listed"):
         open_any(shards)
     reader = sp.TarShardReader(shards, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 3

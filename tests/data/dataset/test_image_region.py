@@ -191,13 +191,13 @@ def test_a_box_that_is_empty_or_reaches_beyond_the_image_is_refused(box: Any) ->
     [
         ({"at_least": (0, 0)}, r"at_least=\(0.0, 0.0\): expected a width and a height above 0"),
         ({"at_least": (-5, 5)}, "above 0"),
-        ({"at_least": 100}, "at_least=100: 2 numbers, in pixels"),
+        ({"at_least": 100}, "at_least=100: expected 2 numbers, in pixels"),
         ({"at_least": (1, 2, 3)}, "2 numbers"),
         ({"at_least": (float("nan"), 1)}, "2 numbers"),
-        ({"at_least": lambda width, height: None}, "at_least=None: 2 numbers"),
-        ({"box": ()}, r"box=\(\): 4 numbers"),
+        ({"at_least": lambda width, height: None}, "at_least=None: expected 2 numbers"),
+        ({"box": ()}, r"box=\(\): expected 4 numbers"),
         ({"box": (0, 0)}, "4 numbers"),
-        ({"box": "all"}, "box='all': 4 numbers"),
+        ({"box": "all"}, "box='all': expected 4 numbers"),
     ],
 )
 def test_sizes_and_boxes_that_are_none_are_refused(how: Any, message: str) -> None:

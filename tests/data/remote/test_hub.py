@@ -211,7 +211,7 @@ NOT_THERE = {
     f"{NAME}@v9": r"no revision 'v9'.*/org/name/tree/main for branches and tags",
     f"{NAME}/dada": r"/dada: not found in the dataset at this commit",
     f"{NAME}/data/x.parquet": r"/data/x\.parquet: no such object",
-    f"{NAME}/data/*.tar": r"no \.tar object below",
+    f"{NAME}/data/*.tar": r"no \.tar object has this prefix",
     "hf://org/name": r"not a dataset of the Hub. Write hf://datasets/ORG/NAME",
 }
 

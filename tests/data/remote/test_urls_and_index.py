@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_an_error(shards: Any, message: str) -> None:
     [
         (["s3://b/a.tar", "s3://b/{a,c}.tar"], "s3://b/a.tar: the same shard is named twice"),
         (["s3://b/a.tar", "s3://c/a.tar"], "Use one reader for each"),
-        (["http://h/a/", "http://h/b/"], "a web server cannot be listed"),
+        (["http://h/a/", "http://h/b/"], "web servers cannot be listed"),
         ("s3://b/p/z*.tar", "no shard matches"),
     ],
 )

@@ -110,7 +110,7 @@ def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pyt
     assert "1 compressed tars are skipped" in caplog.text
     (root.parent / "only").mkdir()
     (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
-    with pytest.raises(ShardError, match="1 compressed tars are there"):
+    with pytest.raises(ShardError, match="but 1 compressed tars"):
         find_shards(root.parent / "only")
 
 
@@ -152,11 +152,11 @@ def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "write s3://bucket/{0..9}.tar instead"),
-        ("pipe:cat x.tar", "write the paths of the tars, or their URL instead"),
+        ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "Write s3://bucket/{0..9}.tar instead"),
+        ("pipe:cat x.tar", "Write the paths of the tars, or their URL instead"),
         ("hf://user/name/x.tar", "not a dataset of the Hub. Write hf://datasets/ORG/NAME"),
         ("file://server/x.tar", "names a file of the machine 'server'"),
-        ("$NO_SUCH_VARIABLE/x", "no such file or folder.*The environment has no such variable"),
+        ("$NO_SUCH_VARIABLE/x", "The environment has no such variable"),
     ],
 )
 def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: str, told: str) -> None:

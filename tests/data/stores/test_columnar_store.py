@@ -130,7 +130,7 @@ def test_a_row_without_a_key_that_is_text_is_an_error_that_names_it(
 ) -> None:
     store = STORES[name](write(tmp_path / name, pa.table({"k": keys, "b": [3, 4]})), columns=("b",), key="k")
     assert store.key(0, 0) in ("a", "1")
-    with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k' of key= {fault}; .*leave out key="):
+    with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k' of key= {fault}\. .*leave out key="):
         store.key(0, 1)
 
 
@@ -230,7 +230,7 @@ def no_footer(path: Path) -> None:
     ("damage", "fault"),
     [
         (cut, "no Parquet footer at its end"),
-        (other_footer, "a footer of 1073741824 bytes in a file of"),
+        (other_footer, "a footer of 1073741824 bytes in "),
         (no_footer, "no Parquet footer"),
     ],
 )
@@ -466,7 +466,7 @@ def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memo
     pool = pa.default_memory_pool()
     most = custom.ParquetReader(tmp_path, sp.Lane(), unpacked_bytes=8_000_000)
     before = pool.max_memory()
-    with pytest.raises(sp.ShardError, match=r"row group 0: it decodes to more than 8\.0 MB: .* a larger unpacked_byt"):
+    with pytest.raises(sp.ShardError, match=r"row group 0: it decodes to more than 8\.0 MB: .* raise unpacked_byt"):
         next(most)["raw"]
     assert pool.max_memory() - before < 40_000_000
     with pytest.raises(sp.ShardError, match=r"more than \d\.\d kB"):

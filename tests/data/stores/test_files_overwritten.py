@@ -128,7 +128,7 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
 def test_a_file_that_is_cut_or_changed_before_it_is_opened_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for change, told in (
-        (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when it was indexed"),
+        (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when indexed"),
         (CHANGES[name], "rewritten"),
     ):
         FORMATS[name][0](path)

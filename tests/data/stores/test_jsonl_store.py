@@ -100,7 +100,7 @@ def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_cou
     broken = reader.dataset.open_samples(reader.take_refs(2))[1]
     assert broken["json"] == b'{"txt": "b'
     for ask in (list, sp.Sample.text):
-        with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: no JSON: Unterminated string"):
+        with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: invalid JSON: Unterminated string"):
             ask(broken)  # type: ignore[operator]
     items = sp.Encode(custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
     assert list(items) == ["a", "c"]
@@ -151,7 +151,7 @@ def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path)
     with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset. Run `gzip -dk` or"):
         custom.JsonlReader(packed, sp.Lane())
     lines.unlink()
-    with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*1 compressed JSONL files are there"):
+    with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*but 1 compressed JSONL files"):
         custom.JsonlReader(lines.parent, sp.Lane())
 
 

@@ -181,7 +181,7 @@ def test_what_info_json_names_outside_of_the_folder_is_refused(
         sample.video(TOP)
     features = {**FEATURES, "../../x": FEATURES[TOP]}
     (tmp_path / "meta/info.json").write_text(json.dumps({**INFO, "features": features}))
-    with pytest.raises(sp.ShardError, match=r"'videos/\.\./\.\./x/chunk_index' is no number"):
+    with pytest.raises(sp.ShardError, match=r"'videos/\.\./\.\./x/chunk_index' is not a number"):
         sp.open_dataset(tmp_path)[0].video("../../x")
 
 

@@ -85,7 +85,10 @@ def test_the_key_of_a_sample_is_its_place_or_what_a_field_holds(tmp_path: Path) 
             "index.json: the column 'x' has pickles, which could run code",
         ),
         (lambda path: write_litdata(path, ["pickle"], LEAF, [[b""]]), "index.json: the format pickle has pickles"),
-        (lambda path: write_litdata(path, ["str"], LEAF, [[b""]], encryption={}), "index.json: encryption is not read"),
+        (
+            lambda path: write_litdata(path, ["str"], LEAF, [[b""]], encryption={}),
+            "index.json: encryption is not supported",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_name_when_it_is_opened(

@@ -1,4 +1,4 @@
-"""Threads as workers: the batches and states of processes, from one to the other; and what threads must not share."""
+"""Threads as workers: the batches and states of processes, from one to the other; and what threads cannot share."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_video_without_a_rate_and_settings_out_of_range_are_refused() -> None:
         VideoTokens(300).seen(video)
     for settings, message in (
         ({"fps": 0}, "VideoTokens: .*expected fps above 0"),
-        ({"min_frames": 9, "max_frames": 8}, "found 2.0, 9 and 8"),
+        ({"min_frames": 9, "max_frames": 8}, "fps=2.0, min_frames=9, max_frames=8"),
         ({"step": 0}, "step, the frames of a patch"),
         ({"text": ""}, "text= must not be empty"),
         ({"patch": 0}, "both must be at least 1"),

@@ -145,7 +145,7 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
     run("convert", source, tmp_path / "out")
     result = run("convert", source, tmp_path / "out", "--shard-samples=1")
     assert result.exit_code == 2
-    assert "has another conversion: shard_samples None there, 1 here" in result.stderr
+    assert "shard_samples: None there, 1 here" in result.stderr
 
 
 def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"has another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
+    assert f"source: '{source}' there, '{other}' here\nsamples: 2 there, 3 here" in result.stderr
     same_sizes = fill(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())

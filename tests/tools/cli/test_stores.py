@@ -59,7 +59,7 @@ def test_check_lists_damage_once_a_row_group_and_bad_json_by_its_line(tmp_path: 
         begins = file.tell()
         file.write('{"id": \n')
     found = " ".join(run("check", str(tmp_path / "lines"), code=1).split())
-    assert f"0000.jsonl: malformed JSON: row 3, at byte {begins}: no JSON: Expecting value" in found
+    assert f"0000.jsonl: malformed JSON: row 3, at byte {begins}: invalid JSON: Expecting value" in found
 
 
 def test_check_finds_a_part_that_is_all_zeros(tmp_path: Path) -> None:

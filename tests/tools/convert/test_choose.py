@@ -81,7 +81,7 @@ def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
     assert [reject.reason for reject in report.rejected] == ["no part that is kept"]
     with pytest.raises(ValueError, match=r"no sample has a part png. Use some of 0\.jpg, 1\.jpg, jpg, json"):
         run_conversion(source, tmp_path / "two", Options(only=("png",)))
-    with pytest.raises(SavableError, match=r"only \('JPG',\) there, \(\) here"):
+    with pytest.raises(SavableError, match=r"only: \('JPG',\) there, \(\) here"):
         run_conversion(source, tmp_path / "out", Options())
 
 

@@ -133,10 +133,10 @@ def test_samples_that_energon_has_no_type_for_are_left_to_a_cooker(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ("", Options(shard_samples=2), "shard_samples 3 there, 2 here"),
-        ("", Options(shard_samples=3, check_images=False), "check_images True there, False here"),
-        ("000.txt", SMALL, "input '"),
-        ("new.txt", SMALL, "samples 4 there, 5 here"),
+        ("", Options(shard_samples=2), "shard_samples: 3 there, 2 here"),
+        ("", Options(shard_samples=3, check_images=False), "check_images: True there, False here"),
+        ("000.txt", SMALL, "input: other files"),
+        ("new.txt", SMALL, "samples: 4 there, 5 here"),
     ],
 )
 def test_another_conversion_into_the_same_folder_is_refused(

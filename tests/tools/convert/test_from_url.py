@@ -174,7 +174,7 @@ def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_on
         path.write_bytes(path.read_bytes())  # another stamp, where the server has one
     assert converted(url, tmp_path / "there") == report
     replace(source)
-    with pytest.raises(SavableError, match=r"has another conversion: "):
+    with pytest.raises(SavableError, match=r"has another conversion"):
         converted(url, tmp_path / "there")
 
 

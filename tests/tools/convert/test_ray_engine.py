@@ -170,7 +170,7 @@ def test_the_page_says_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'savable_pipeline[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

@@ -113,16 +113,16 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     [
         (["pickle"], {}, "the format pickle has pickles"),
         (["graph"], {}, "the format graph has pickles"),
-        (["nifti"], {}, "the format 'nifti' is not read"),
-        (["str"], {"encryption": {"level": "chunk"}}, "encryption is not read"),
-        (["str"], {"item_loader": "TokensLoader"}, "the item loader TokensLoader is not read"),
-        (["str"], {"compression": "zstd", "compression_level": "item"}, "compression by item is not read"),
+        (["nifti"], {}, "the format 'nifti' is not supported"),
+        (["str"], {"encryption": {"level": "chunk"}}, "encryption is not supported"),
+        (["str"], {"item_loader": "TokensLoader"}, "the item loader TokensLoader is not supported"),
+        (["str"], {"compression": "zstd", "compression_level": "item"}, "compression by item is not supported"),
         (
             ["str"],
             {"compression": "zstd", "compression_level": "batch"},
             r"compression by batch is not supported\. Read it",
         ),
-        (["str"], {"compression": "lz4"}, "the compression lz4 is not read"),
+        (["str"], {"compression": "lz4"}, "the compression lz4 is not supported"),
         (["str", "str"], {}, "2 formats for 1 leaves"),
     ],
 )
@@ -168,7 +168,7 @@ def test_binary_json_of_litdata_is_refused_by_name_and_the_other_records_taken(t
     source = write_litdata(tmp_path / "in", ["json"], LEAF, rows)
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, [reject.reason for reject in report.rejected]) == (1, ["binary JSON"] * 2)
-    assert "iterate over it with its own library" in report.rejected[0].detail
+    assert "Read it with its own library" in report.rejected[0].detail
     with pytest.raises(sp.ShardError, match="row 1: binary JSON: LitData's binary form of JSON") as caught:
         sp.open_dataset(source)[1].json()
     assert caught.value.reason == "binary JSON"

@@ -96,7 +96,7 @@ def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], 
         ({"llava.json.gz": gzip.compress(LIST), "img/a.jpg": b""}, r"the lines of llava\.json\.gz"),
         (
             {"metadata.parquet": b"", "a.jpg": b""},
-            r"holds metadata\.parquet and other files \(a\.jpg\), .* --as parquet",
+            r"has metadata\.parquet and other files \(a\.jpg\)\. .* --as parquet",
         ),
         (
             {"m.parquet": b"", "a.jpg": b"", ".gitattributes": b""},
@@ -104,7 +104,7 @@ def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], 
         ),
         ({"x.parquet": b"", "y.arrow": b""}, r"other files \(y\.arrow\)"),
         ({"x.arrow": b"", "y.tar": b""}, r"other files \(y\.tar\)"),
-        ({"a.zip": b"", "a/b.jpg": b""}, r"holds a\.zip, and \.zip is not read here: unpack it"),
+        ({"a.zip": b"", "a/b.jpg": b""}, r"has a\.zip, and \.zip is not read here: unpack it"),
         (
             {"x/data/a.lance": b"", "x/_versions/1.manifest": b""},
             r"\.lance is not read here: write it as Parquet, `pyarr",

@@ -168,7 +168,7 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, messag
 def test_a_table_without_the_names_of_its_columns_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
     source = fill(tmp_path / "in", 2) / "m.csv"
     source.write_text(f"{cell},a cat\n{cell.replace('0', '1')},a dog\n")
-    with pytest.raises(ValueError, match=rf"m\.csv: the first line has .*not column names.* {cell!r}"):
+    with pytest.raises(ValueError, match=rf"m\.csv: the first line has {cell!r}, not column names"):
         run_conversion(source, tmp_path / "out", settings)
 
 

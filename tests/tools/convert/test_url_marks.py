@@ -70,7 +70,7 @@ OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
         ),
         ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, not mds"),
         ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, not mds"),
-        ({"b/index.json": b"{}"}, "{http}/b/", "a web server cannot be listed"),
+        ({"b/index.json": b"{}"}, "{http}/b/", "web servers cannot be listed"),
         ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "URLs end with /"),
         ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, not mds"),
     ],
@@ -90,7 +90,7 @@ def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp
     source = KINDS[kind](tmp_path / "www" / kind)
     cut = max(path for path in source.iterdir() if path.name != "index.json")
     cut.write_bytes(cut.read_bytes()[:3])
-    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*; Copy it again|{url_of(server, cut)}: damaged"):
+    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"):
         converted(url_of(server, source), tmp_path / "there")
     cut.unlink()
     with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
