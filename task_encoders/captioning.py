@@ -102,7 +102,7 @@ class CaptioningEncoder(TaskEncoder):
         eos: bool | int | str | None = None,
     ) -> None:
         if max_tokens < 1:
-            raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, exif)
         check_multiple(multiple, None)

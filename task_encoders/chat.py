@@ -110,7 +110,7 @@ class ChatEncoder(MixedEncoder):
         rope: MRope | None = None,
     ) -> None:
         if answers not in ("all", "last"):
-            raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
+            raise ValueError(f"answers must be 'all' or 'last', not {answers!r}")
         super().__init__(
             tokenizer,
             vision=vision,
@@ -177,7 +177,7 @@ class ChatEncoder(MixedEncoder):
         asked = [part for message in messages[: learned[-1] + 1] for part in message.parts]
         shown = [part for part in asked if not isinstance(part, str)]
         if self.vision is None and any(kind_of(part) == "image" for part in shown):
-            raise ValueError("the conversation has images, but the encoder no way to see: give it vision=Vision(...)")
+            raise ValueError("the conversation has images, but the encoder has no vision=. Pass vision=Vision(...)")
         image = self.vision.text if self.vision else ""
         chosen = learned if self.answers == "all" else learned[-1:]
         return _Asked(*answers_in(self.template, messages[: learned[-1] + 1], chosen, image, arguments), shown)
@@ -216,7 +216,7 @@ class ChatEncoder(MixedEncoder):
             own = [part for part in shown if kind == kind_of(part)]
             found = self._places.findall(rendered).count(text)
             if found != len(own):
-                raise ValueError(f"the rendered text has {found} places {text!r} for {len(own)} {kind}s")
+                raise ValueError(f"the rendered text has {found} placeholders {text!r} for {len(own)} {kind}s")
             waiting[text] = iter(own)
         return waiting
 

@@ -56,7 +56,7 @@ class ClassificationEncoder(TaskEncoder):
         cutmix: float = 0.0,
     ) -> None:
         if classes < 1 or mixup < 0 or cutmix < 0:
-            raise ValueError(f"classes is at least 1, mixup and cutmix at least 0, not {classes}, {mixup}, {cutmix}")
+            raise ValueError(f"classes must be at least 1, mixup and cutmix at least 0: {classes}, {mixup}, {cutmix}")
         if names and len(names) != classes:
             raise ValueError(f"names has {len(names)} names for {classes} classes")
         self.classes = classes

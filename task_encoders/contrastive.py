@@ -68,7 +68,7 @@ class ContrastiveEncoder(TaskEncoder):
         video: str | None = None,
     ) -> None:
         if max_tokens < 1:
-            raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
         self.text = Field(text)
         self.crop = crop or SquareCrop()

@@ -93,8 +93,7 @@ class SpeechEncoder(TaskEncoder):
     ) -> None:
         if bins < 1 or not 0 < min_s <= max_s or not all(0.1 <= speed <= 10 for speed in speeds) or not speeds:
             raise ValueError(
-                f"bins is at least 1, 0 < min_s ≤ max_s, and speeds are some from 0.1 to 10, not {bins}, {min_s}, "
-                f"{max_s} and {speeds}"
+                f"expected bins ≥ 1, 0 < min_s ≤ max_s, speeds in 0.1 … 10, found {bins}, {min_s}, {max_s}, {speeds}"
             )
         if frames is not None and frames * HOP < max_s * RATE:
             raise ValueError(f"frames={frames} have room for {frames * HOP / RATE} s, less than max_s={max_s}")

@@ -65,7 +65,7 @@ def regular_file(path: str | os.PathLike[str], flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "no regular file, but a folder, a pipe or a device", os.fspath(path))
+    raise OSError(errno.EINVAL, "not a regular file but a folder, pipe or device", os.fspath(path))
 
 
 def read_regular(path: Path, most: int) -> bytes:
@@ -73,7 +73,7 @@ def read_regular(path: Path, most: int) -> bytes:
     with open(path, "rb", opener=regular_file) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size} bytes; at most {most} are read", str(path))
+            raise OSError(errno.EFBIG, f"{size} bytes, more than the limit of {most}", str(path))
         return file.read()
 
 
@@ -157,6 +157,5 @@ def with_handles(act: Callable[[], T]) -> T:
 def _none_left(error: OSError) -> SavableError:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SavableError(
-        f"{error.filename or 'a file'}: {error.strerror}: this process may have {soft} files open, and they are in use "
-        "elsewhere; see that the pipeline closes its own files, or raise the limit (ulimit -n)"
+        f"{error.filename or 'a file'}: {error.strerror} (limit {soft}). Close files, or raise `ulimit -n`"
     )

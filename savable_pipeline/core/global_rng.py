@@ -19,7 +19,7 @@ def kinds(setting: bool | tuple[str, ...]) -> tuple[str, ...]:
         return KINDS if setting else ()
     unknown = [name for name in setting if name not in KINDS]
     if unknown or isinstance(setting, str):
-        raise ValueError(f"global_rng must be True, False or a tuple of some of {KINDS}; got {setting!r}")
+        raise ValueError(f"global_rng={setting!r}: expected True, False or a tuple of some of {KINDS}")
     return tuple(setting)
 
 

@@ -35,9 +35,8 @@ def refuse_while_importing() -> None:
     if _importing:
         guard = 'if __name__ == "__main__":'
         raise SavableError(
-            f"a command imports {_importing[-1]}, which iterates over its loader when it is imported: that would "
-            f"train, and overwrite checkpoints. Put what trains behind a guard, as in\n\n    {guard}\n        "
-            "main()\n\nNo batch was taken"
+            f"{_importing[-1]} iterates over its loader on import, which would train. Move that below {guard}\n"
+            "No batch was taken"
         )
 
 
@@ -74,14 +73,14 @@ def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         _search(Path.cwd())
         if importlib.util.find_spec(place.split(".")[0]) is None:
-            raise ValueError(f"there is no module {place!r} on the path or in {Path.cwd()}; a file is named with .py")
+            raise ValueError(f"no module {place!r} on the path or in {Path.cwd()}. Name a file by its name with .py")
         return importlib.import_module(place)
     if not path.is_file():
-        raise ValueError(f"{place}: no such file")
+        raise ValueError(f"{place}: no such file (current folder: {Path.cwd()}). Check the path")
     _search(path.parent)
     module = importlib.import_module(path.stem)
     if Path(module.__file__ or "").resolve() != path:
-        raise ValueError(f"{place}: a module {path.stem!r} of {module.__file__} is imported already; rename the file")
+        raise ValueError(f"{place}: {module.__file__} is imported already as {path.stem!r}. Rename the file")
     return module
 
 

@@ -27,10 +27,7 @@ _LONGEST = 2000  # characters of an error's text that are written to the file
 def check_on_error(stage: str, on_error: OnError) -> None:
     """Raise ValueError unless `on_error` is "raise", "skip", or a function."""
     if on_error not in ("raise", "skip") and not callable(on_error):
-        raise ValueError(
-            f"{stage}: on_error must be 'raise', 'skip', or a function of the error that returns True to skip: "
-            f"{on_error!r}"
-        )
+        raise ValueError(f"{stage}: on_error={on_error!r}. Pass 'raise', 'skip' or a function of the error")
 
 
 def skips(on_error: OnError, error: SavableError) -> bool:

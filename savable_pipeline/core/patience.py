@@ -58,8 +58,8 @@ def again(path: Path, error: OSError, act: Callable[[], T]) -> T:
         if not network:
             break
         if time.monotonic() + wait_s > began + retry_s():
-            cure = "See that its disk's server can be reached; SAVABLE_RETRY_S sets for how many seconds to try"
-            raise RemoteError(f"{path}: {error.strerror}, for {time.monotonic() - began:.1f} s. {cure}") from error
+            failed = f"{path}: {error.strerror} for {time.monotonic() - began:.1f} s"
+            raise RemoteError(f"{failed}. Check that its server is reachable, or raise SAVABLE_RETRY_S") from error
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
     raise error

@@ -166,8 +166,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     def _once(self, kind: str, make: Callable[[int], T]) -> T:
         if self.counted:
             raise ValueError(
-                f"lane.rng(...).{kind}: a state cannot hold the position of such a generator; draw from lane.rng(...) "
-                f"itself, or seed a new generator with its bits() each time"
+                f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed anew by its bits()"
             )
         if self._made is None:
             self._made = {}

@@ -36,8 +36,10 @@ def check_numbers(name: str, order: Any, state: Any) -> None:
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return
     saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
-    commit = next((LAST_COMMITS[pair] for pair in LAST_COMMITS if pair == (order, state)), "that which saved it")
+    commit = next(
+        (f"commit {LAST_COMMITS[pair]}" for pair in LAST_COMMITS if pair == (order, state)), "its own release"
+    )
     raise StateError(
         f"{name}: saved with ORDER {saved[0]} and STATE {saved[1]}, but this release reads ORDER {ORDER} and STATE "
-        f"{STATE}: the last commit that reads it is {commit}"
+        f"{STATE}. Load it with {commit}"
     )

@@ -34,15 +34,15 @@ def thread_copy(value: T) -> T:
     named = _name_of(value)
     for name, found in _shared(_parts(value, named), set()):
         raise ValueError(
-            f"worker threads must not share {name}, a {type(found).__name__}. Bind it by functools.partial, "
-            "to a method or to an encoder, of which each thread has a copy, or use start_method='fork'"
+            f"worker threads cannot share {name}, a {type(found).__name__}. Bind it by functools.partial, to a method "
+            "or in an encoder, or pass start_method='fork'"
         )
     try:
         return copy.deepcopy(value)
     except Exception as error:
         raise ValueError(
-            f"{named} cannot be copied for a worker thread ({type(error).__name__}: {error}): say thread_safe = True "
-            "in its class if threads may call it at the same time, or make it there, by a function, .encode(make)"
+            f"{named} cannot be copied for a worker thread ({type(error).__name__}: {error}). Set thread_safe = True "
+            "in its class, or build it there with .encode(make)"
         ) from error
 
 

@@ -18,7 +18,7 @@ def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
     """
     exact = {name: exact_weight(name, weight) for name, weight in weights.items()}
     if not any(exact.values()):
-        raise ValueError(f"one weight at least must be above 0: {', '.join(map(repr, exact))} have 0, which is off")
+        raise ValueError(f"all weights are 0: {', '.join(map(repr, exact))}. Give at least one a weight above 0")
     whole = lcm(*(value.denominator for value in exact.values()))
     return reduced({name: int(value * whole) for name, value in exact.items()})
 
@@ -33,7 +33,7 @@ def exact_weight(name: str, weight: Weight) -> Fraction:
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"the weight of {name!r} must be a number, not {weight!r}") from None
     if exact < 0:
-        raise ValueError(f"the weight of {name!r} must be at least 0, not {weight!r}; 0 turns the source off")
+        raise ValueError(f"the weight of {name!r} must be at least 0, not {weight!r}. Pass 0 to turn the source off")
     return exact
 
 

@@ -51,7 +51,7 @@ class AudioTokens(Medium):
     def __post_init__(self) -> None:
         self.check_token()
         if self.bins < 1:
-            raise ValueError(f"AudioTokens: bins is the number of mel bands, at least 1, not {self.bins}")
+            raise ValueError(f"AudioTokens: bins, the mel bands, must be at least 1, not {self.bins}")
 
     def tokens(self, frames: int) -> int:
         """Return the number of tokens of a sound.
@@ -109,5 +109,5 @@ class AudioTokens(Medium):
     def _frames(self, samples: int) -> int:
         frames = -(-samples // HOP)
         if self.tokens(frames) < 1:
-            raise ValueError(f"a sound of {samples} samples at {RATE} Hz is too short for a token: at least 321")
+            raise ValueError(f"audio of {samples} samples at {RATE} Hz is too short for a token: at least 321")
         return frames

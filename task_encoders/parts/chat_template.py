@@ -77,10 +77,10 @@ class ChatML:
             ValueError: A message has fields besides its role and content, or the sample has tools.
         """
         if more:
-            raise ValueError(f"ChatML has no place for {', '.join(more)}. Pass template=OwnTemplate(tokenizer)")
+            raise ValueError(f"ChatML does not support {', '.join(more)}. Pass template=OwnTemplate(tokenizer)")
         for number, message in enumerate(messages):
             if message.more:
-                raise ValueError(f"messages[{number}]: ChatML has no place for {', '.join(message.more)}")
+                raise ValueError(f"messages[{number}]: ChatML does not support {', '.join(message.more)}")
         said = [f"{self.start}{message.role}\n{_text(message, image)}{self.end}\n" for message in messages]
         return "".join(said) + f"{self.start}assistant\n" * answering
 
@@ -128,11 +128,11 @@ class OwnTemplate:
     def __post_init__(self) -> None:
         template = getattr(self.tokenizer, "chat_template", None)
         if not template:
-            raise ValueError(f"{type(self.tokenizer).__name__} has no chat_template; pass template=ChatML()")
+            raise ValueError(f"{type(self.tokenizer).__name__} has no chat_template. Pass template=ChatML()")
         if not isinstance(template, str):
-            raise ValueError(f"several chat templates, {', '.join(template)}: set the tokenizer's chat_template to one")
+            raise ValueError(f"several chat templates, {', '.join(template)}. Set the tokenizer's chat_template to one")
         if self.content not in ("text", "parts"):
-            raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
+            raise ValueError(f"OwnTemplate: content must be 'text' or 'parts', not {self.content!r}")
 
     def render(self, messages: Sequence[Message], image: str, *, answering: bool, more: Mapping[str, Any]) -> str:
         """Render messages as text, as `ChatTemplate`.
@@ -212,22 +212,21 @@ def answers_in(
             places = [place for number, place in zip(answers, places, strict=True) if number in learned]
         elif [*learned] != answers:
             raise ValueError(
-                f"the chat template marks {len(places)} generations in {len(answers)} answers, of which some are not "
-                "learned. Have it mark each answer once by {% generation %}"
+                f"the chat template marks {len(places)} generations in {len(answers)} answers, some of them masked. "
+                "Have it mark each answer once by {% generation %}"
             )
         return text, places
     whole, places = template.render(messages, image, answering=False, more=more), []
     for number in learned:
         if number == 0:
-            raise ValueError("messages[0]: an answer to nothing; a conversation begins with a question")
+            raise ValueError("messages[0] is an answer. Start the conversation with a question")
         asked = template.render(messages[:number], image, answering=True, more=more)
         answered = template.render(messages[: number + 1], image, answering=False, more=more)
         done = places[-1][1] if places else 0
         if not whole.startswith(answered) or not answered.startswith(asked) or len(asked) < done:
             raise ValueError(
-                f"messages[{number}]: the chat template writes it otherwise when more follows, or not after what "
-                "it asks with (some drop the reasoning of earlier answers): split the conversation so that each "
-                "answer comes last once, and pass answers='last'; or mark answers in it by {% generation %}"
+                f"messages[{number}]: the chat template renders it differently when more follows. Pass answers='last', "
+                "or mark answers in the template by {% generation %}"
             )
         places.append((len(asked), len(answered)))
     return whole, places

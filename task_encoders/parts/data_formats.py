@@ -245,8 +245,8 @@ def refuse_preferences(fields: Any) -> None:
     found += [name for name in labels if fields[name] is False or fields[name] == b"false"]
     if found:
         raise ValueError(
-            f"the row has {found[0]!r}, as preferences have, whose answers are not all to be learned. Drop such rows "
-            "or this field; of a table, part='messages' learns that column alone"
+            f"the row has {found[0]!r}, as preferences, whose answers are not all targets. Drop such rows or this "
+            "field, or pass part='messages' for a table"
         )
 
 

@@ -128,7 +128,7 @@ class MixedTokens:
         if [ids[place] for place in places] != wanted:
             token = next(token for token in kinds if wanted.count(token) != list(ids).count(token))
             raise ValueError(
-                f"the text holds the {kinds[token]} token {token} itself; its {kinds[token]}s would be mistaken"
+                f"the text itself has the {kinds[token]} token {token}, which stands for {kinds[token]}s. Remove it"
             )
         done = 0
         for place, seen in zip(places, due, strict=True):
@@ -184,7 +184,7 @@ class MixedEncoder(TaskEncoder):
         eos: bool | int | str | None = None,
     ) -> None:
         if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
+            raise ValueError(f"max_length must be at least 1 token, not {max_length}")
         check_multiple(multiple, max_length)
         self.tokenizer = as_tokenizer(tokenizer).ending(eos)
         self.multiple = multiple
@@ -260,7 +260,7 @@ class MixedEncoder(TaskEncoder):
                     inside.append(number)
                 elif begin < stop and start < end:
                     where = f"the {medium.kind} at {begin} to {end}"
-                    raise ValueError(f"tokens {start} to {stop} cut through {where}: pack such items whole")
+                    raise ValueError(f"tokens {start} to {stop} cut through {where}. Pack such items whole")
             cut |= medium.select(item, inside[0], inside[-1] + 1) if inside else medium.select(item, 0, 0)
         return cut
 
@@ -304,13 +304,13 @@ def _check_media(media: Sequence[Medium], vision: Vision | None, video: VideoTok
     """Raise ValueError unless each medium can be told from the others."""
     if isinstance(video, VideoFrames):
         if vision is None:
-            raise ValueError("VideoFrames shows frames as images: give the encoder vision=Vision(...) as well")
+            raise ValueError("VideoFrames shows frames as images. Pass vision=Vision(...) to the encoder too")
         (patch, merge), (own_patch, own_merge) = ((tiles.patch, tiles.merge) for tiles in (video.tiles, vision.tiles))
         if (patch, merge) != (own_patch, own_merge):
             raise ValueError(
-                f"the tiles of VideoFrames have patch={patch} and merge={merge}, those of Vision {own_patch} and "
-                f"{own_merge}: one model sees both, so give VideoFrames tiles= with those of Vision"
+                f"VideoFrames has tiles of patch={patch} and merge={merge}, Vision of {own_patch} and {own_merge}. "
+                "Pass the tiles of Vision as tiles="
             )
     texts = [medium.text for medium in media] + ([video.text] if isinstance(video, VideoFrames) else [])
     if len(set(texts)) < len(texts) or len({medium.token for medium in media}) < len(media):
-        raise ValueError("vision, video and audio have one token or one text= in common; each needs its own")
+        raise ValueError("vision, video and audio share a token or text=. Give each its own")

@@ -55,9 +55,7 @@ class ImageTiles(ABC):
 
     def __post_init__(self) -> None:
         if self.patch < 1 or self.merge < 1:
-            raise ValueError(
-                f"{type(self).__name__}: patch and merge are at least 1, not {self.patch} and {self.merge}"
-            )
+            raise ValueError(f"{type(self).__name__}: patch={self.patch}, merge={self.merge}: both must be at least 1")
 
     @property
     def unit(self) -> int:
@@ -139,8 +137,8 @@ class ImageTiles(ABC):
     def _check_side(self, side: int) -> None:
         if not side // self.patch or side // self.patch % self.merge:
             raise ValueError(
-                f"{type(self).__name__}: a side of {side} pixels has {side // self.patch} patches of {self.patch}, "
-                f"which is no multiple of merge={self.merge}: give it the model's image size"
+                f"{type(self).__name__}: {side} pixels are {side // self.patch} patches of {self.patch}, not a "
+                f"multiple of merge={self.merge}. Pass the model's image size"
             )
 
     def _patches(self, tile: Image.Image) -> Any:
@@ -182,8 +180,8 @@ class NativeSize(ImageTiles):
         super().__post_init__()
         if not self.unit**2 <= self.max_pixels >= self.min_pixels >= 1:
             raise ValueError(
-                f"NativeSize: expected 1 ≤ min_pixels ≤ max_pixels and room for a token of {self.unit} × {self.unit}, "
-                f"not {self.min_pixels} and {self.max_pixels}"
+                f"NativeSize: expected {self.unit}² ≤ max_pixels and 1 ≤ min_pixels ≤ max_pixels, found "
+                f"{self.min_pixels} and {self.max_pixels}"
             )
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
@@ -210,7 +208,7 @@ class NativeSize(ImageTiles):
         """
         unit, sides = self.unit, (width, height)
         if max(sides) > 200 * min(sides):
-            raise ValueError(f"an image of {width} × {height} pixels: one side is over 200 times as long as the other")
+            raise ValueError(f"image of {width} × {height} pixels: one side is over 200 times as long as the other")
         wide, high = (round(side / unit) * unit for side in sides)  # 0 where it is thin; then it grows
         if wide * high > self.max_pixels:
             shrunk = math.sqrt(width * height / self.max_pixels)
@@ -326,7 +324,7 @@ class SplitTiles(ImageTiles):
         super().__post_init__()
         self._check_side(self.side)
         if not 1 <= self.long_side <= 4096:
-            raise ValueError(f"SplitTiles: long_side is 1 to 4096 pixels, not {self.long_side}")
+            raise ValueError(f"SplitTiles: long_side must be 1 to 4096 pixels, not {self.long_side}")
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """As many squares as there are tiles, and the whole."""
@@ -417,8 +415,8 @@ class Buckets(ImageTiles):
         super().__post_init__()
         if not self.shapes():
             raise ValueError(
-                f"Buckets: no shape has sides from {self.min_side} to {self.max_side}, multiples of {self.unit}, and "
-                f"at most {self.max_pixels} pixels"
+                f"Buckets: no multiples of {self.unit} from {self.min_side} to {self.max_side} have at most "
+                f"{self.max_pixels} pixels. Change max_pixels or the sides"
             )
 
     def shapes(self) -> list[tuple[int, int]]:

@@ -48,7 +48,7 @@ def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> ND
     """
     length = len(samples) if frames is None else frames * HOP
     if length < HOP or len(samples) < 1:
-        raise ValueError(f"expected at least {HOP} samples of audio, one frame: found {len(samples)}")
+        raise ValueError(f"expected at least {HOP} samples of audio, one frame, found {len(samples)}")
     power = np.zeros((bins, length // HOP))
     sounding = min(length, len(samples) + 2 * WINDOW)  # behind these every window holds zeros alone
     _mel_power(_cut_or_padded(samples, sounding), power[:, : sounding // HOP])

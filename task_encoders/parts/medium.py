@@ -130,11 +130,11 @@ class Medium(ABC):
         name = type(self).__name__
         if not hasattr(self.token, "__index__"):
             raise ValueError(
-                f"{name}: token is the id of a token, such as tokenizer.token_to_id({str(self.token)!r}), not "
-                f"{self.token!r}; what a template writes in its place is text="
+                f"{name}: token={self.token!r}: expected an id, such as tokenizer.token_to_id({str(self.token)!r}). "
+                "Pass the text of a template as text="
             )
         if not self.text:
-            raise ValueError(f"{name}: text is what stands for {self.kind} in rendered text; it cannot be empty")
+            raise ValueError(f"{name}: text= must not be empty. Pass the text that stands for {self.kind}")
 
 
 def join_fields(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ class MRope:
 
     def __post_init__(self) -> None:
         if self.tokens_per_second is not None and not self.tokens_per_second > 0:
-            raise ValueError(f"MRope: tokens_per_second is above 0, not {self.tokens_per_second}")
+            raise ValueError(f"MRope: tokens_per_second must be above 0, not {self.tokens_per_second}")
 
     def positions(self, runs: Sequence[int | Grid]) -> torch.Tensor:
         """Number the tokens of a sequence.

@@ -27,11 +27,11 @@ def shown_by(processor: Any, patch: int | None = None) -> Shown:
     if kind is None:
         raise ValueError(
             f"Vision.from_processor does not know {names[0]}, only {', '.join(sorted(_KINDS))}. Write Vision(tiles, "
-            "token, mean=…, std=…) with its numbers, and with tiles of your own"
+            "token, mean=…, std=…)"
         )
     patch = patch or getattr(images, "patch_size", None) or getattr(processor, "patch_size", None)
     if patch is None:
-        raise ValueError(f"{type(processor).__name__} has no patch_size: pass patch=config.vision_config.patch_size")
+        raise ValueError(f"{type(processor).__name__} has no patch_size. Pass patch=config.vision_config.patch_size")
     show, kernel = _KINDS[kind]
     _check(images, do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, resample=kernel)
     return show(processor, images, patch)
@@ -42,8 +42,8 @@ def _check(owner: Any, **needed: Any) -> None:
         found = getattr(owner, name, value)
         if (found or None) != (value or None):  # many settings are None for False
             raise ValueError(
-                f"{type(owner).__name__} has {name}={found!r}, where Vision.from_processor takes {value!r} alone. "
-                "Write Vision(tiles, token, mean=…, std=…) with tiles of your own"
+                f"{type(owner).__name__} has {name}={found!r}, but Vision.from_processor needs {value!r}. Write "
+                "Vision(tiles, token, mean=…, std=…)"
             )
 
 

@@ -56,7 +56,7 @@ class ScaledImage:
 def check_decode(decode: str) -> None:
     """Raises ValueError unless this is one of the two settings."""
     if decode not in ("scaled", "exact"):
-        raise ValueError(f"decode is 'scaled' or 'exact', not {decode!r}")
+        raise ValueError(f"decode must be 'scaled' or 'exact', not {decode!r}")
 
 
 SeenImage = Image.Image | ScaledImage
@@ -74,7 +74,9 @@ class Field:
     def __init__(self, name: str) -> None:
         matched = _NAME.fullmatch(name)
         if matched is None:
-            raise ValueError(f"a field is a part, such as txt, or a field of one, such as json[caption], not {name!r}")
+            raise ValueError(
+                f"invalid field {name!r}. Name a part, such as txt, or a field of one, such as json[caption]"
+            )
         self.name = name
         self.part = matched[1]
         self.path = re.findall(r"\[([^\[\]]+)\]", matched[2])
@@ -218,7 +220,7 @@ class PartsOfKind(Generic[Seen]):
                 self.take(known)
                 return self._read(known)
         hint = self._hint or (
-            f"; nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
+            f". Nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
         )
         raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._described()}{hint}")
 
@@ -291,7 +293,7 @@ class SampleMedia:
         if kind == "image":
             return self.images
         if kind not in self._others:
-            raise ValueError(f"{field}: a place for {kind}, but the encoder takes none: give it {kind}=")
+            raise ValueError(f"{field}: a place for {kind}, but the encoder takes none. Pass {kind}=")
         return self._others[kind]
 
     def check_all_used(self) -> None:
@@ -318,11 +320,11 @@ def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
     head, comma, encoded = url.partition(",")
     try:
         if not comma or not head.endswith(";base64"):
-            raise ValueError("no base64")
+            raise ValueError("not base64")
         raw = base64.b64decode(encoded, validate=True)
         image: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
         if image.mode.startswith(("I", "F")):
-            raise ValueError("an image of more than 8 bits a channel. Make it one of 8 bits")
+            raise ValueError("an image of more than 8 bits per channel. Make it one of 8 bits")
         image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")

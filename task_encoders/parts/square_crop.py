@@ -67,13 +67,10 @@ class SquareCrop:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"the size of an image is at least 1 pixel, not {self.size}")
+            raise ValueError(f"size must be at least 1 pixel, not {self.size}")
         least, greatest = self.scale
         if not 0 < least <= greatest <= 1 or not 0 <= self.flip <= 1:
-            raise ValueError(
-                f"scale is two shares of an image, 0 < least ≤ greatest ≤ 1, and flip a probability, not {self.scale} "
-                f"and {self.flip}"
-            )
+            raise ValueError(f"expected 0 < least ≤ greatest ≤ 1 in scale={self.scale} and 0 ≤ flip={self.flip} ≤ 1")
         check_decode(self.decode)
 
     def image(self, sample: Sample, rng: Rng) -> torch.Tensor | None:

@@ -51,9 +51,7 @@ def padded_length(tokens: int, multiple: int) -> int:
 def check_multiple(multiple: int, max_length: int | None) -> None:
     """Raise ValueError unless rows of `max_length` tokens can be cut at every multiple of `multiple`."""
     if multiple < 1 or (max_length or multiple) % multiple:
-        raise ValueError(
-            f"multiple, to which documents are padded, is at least 1 and divides max_length: {multiple}, {max_length}"
-        )
+        raise ValueError(f"multiple={multiple} must be at least 1 and divide max_length={max_length}")
 
 
 def multiple_setting(multiple: int) -> dict[str, int]:
@@ -125,8 +123,7 @@ def pad_rows(rows: Sequence[torch.Tensor], fill: int, length: int) -> torch.Tens
     for target, row in zip(padded, rows, strict=True):
         if len(row) > length:
             raise ValueError(
-                f"a pack of {len(row)} tokens is longer than the encoder's max_length of {length}; "
-                f"give OnlinePacker the same max_length"
+                f"a pack of {len(row)} tokens exceeds the encoder's max_length={length}. Pass the same to OnlinePacker"
             )
         target[: len(row)] = row
     return padded

@@ -71,13 +71,13 @@ class Tokenizer:
     def __post_init__(self) -> None:
         if isinstance(self.tokenize, str) or not (callable(self.tokenize) or hasattr(self.tokenize, "encode")):
             raise ValueError(
-                f"a tokenizer is a function from str to token ids or an object with encode(text), not "
-                f"{self.tokenize!r}; load it first, or pass None for bytes"
+                f"not a tokenizer: {self.tokenize!r}. Pass a function from str to token ids, an object with "
+                "encode(text), or None for bytes"
             )
         tokenize: Any = self.tokenize
         if hasattr(tokenize, "to_str") and (tokenize.truncation or tokenize.padding):
             raise ValueError(
-                "the tokenizer cuts or pads its texts, which would lose tokens or learn padding. Call its "
+                "the tokenizer truncates or pads, which would lose tokens or train on padding. Call its "
                 "no_truncation() and no_padding() first"
             )
         object.__setattr__(self, "_own", self._added())
@@ -151,8 +151,8 @@ class Tokenizer:
             text = ""
         if list(self.piece(text)).count(token) != 1:
             raise ValueError(
-                f"{type(tokenize).__name__} reads no text as the token {token}, which stands for an image, video or "
-                "sound. Take the id of a token that was added to it, such as '<image>'"
+                f"{type(tokenize).__name__} reads no text as the token {token}. Pass the id of a token that was added "
+                "to it, such as '<image>'"
             )
         return text
 
@@ -221,12 +221,12 @@ class Tokenizer:
                 others = [text for text in sorted(known - {own}) if _END.search(text.lower())][:6]
                 ends = [*([f"True ({own!r}, which may end turns)"] if own else []), *map(repr, others), "False"]
                 raise ValueError(
-                    "the tokenizer adds no token behind a document, so that a model would not learn to end. Pass eos= "
-                    f"to the encoder: {', '.join(ends)}"
+                    "the tokenizer adds no token after a document, so a model would not learn to end. Pass eos= to the "
+                    f"encoder: {', '.join(ends)}"
                 )
             return self
         if self.eos is not None:
-            raise ValueError(f"there are two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
+            raise ValueError(f"two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
         token: Any = eos
         if eos is True:  # of transformers, tiktoken or SentencePiece
             own = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
@@ -252,7 +252,7 @@ class Tokenizer:
         for first in range(len(whole) - len(plain) + 1):
             if whole[first : first + len(plain)] == plain:
                 return whole[:first], whole[first + len(plain) :]
-        raise ValueError(f"{type(encode).__name__} adds tokens not around a text, but within. Pass a function for it")
+        raise ValueError(f"{type(encode).__name__} adds tokens within texts, not around them. Pass a function")
 
     def _spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:
         """The ids of a text, and the characters of each, int64 (n, 2); None where the tokenizer does not say them."""
@@ -282,9 +282,8 @@ class Tokenizer:
         if list(ids[: len(front)]) != list(front):
             name = getattr(self.tokenize, "__name__", type(self.tokenize).__name__)
             raise ValueError(
-                f"{name} reads {text[max(0, border - 20) : border]!r} otherwise when {text[border : border + 20]!r} "
-                "follows, and does not say which characters a token has. Pass a fast tokenizer of transformers, or end "
-                "the prompt where a token ends"
+                f"{name} reads {text[max(0, border - 20) : border]!r} differently when {text[border : border + 20]!r} "
+                "follows. Pass a fast tokenizer of transformers, or end the prompt where a token ends"
             )
         return len(front)
 

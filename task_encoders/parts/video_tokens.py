@@ -59,8 +59,8 @@ class FrameRule:
         """Raise ValueError where a setting is out of its range."""
         if not self.fps > 0 or not 1 <= self.min_frames <= self.max_frames:
             raise ValueError(
-                f"{type(self).__name__}: expected fps above 0 and 1 ≤ min_frames ≤ max_frames, found {self.fps}, "
-                f"{self.min_frames} and {self.max_frames}"
+                f"{type(self).__name__}: fps={self.fps}, min_frames={self.min_frames}, max_frames={self.max_frames}: "
+                "expected fps above 0 and 1 ≤ min_frames ≤ max_frames"
             )
 
     def times(self, video: Any, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
@@ -79,7 +79,7 @@ class FrameRule:
 def frames_of(video: Any) -> int:
     """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
     if not video.fps > 0:
-        raise ValueError("the video does not say how many frames it has in a second")
+        raise ValueError("the video does not state its frames per second")
     frames: int = round(video.duration_s * video.fps)
     return max(1, frames)
 
@@ -142,7 +142,7 @@ class VideoTokens(FrameRule, Medium):
         self.check_token()
         self.check_rule()
         if self.step < 1:
-            raise ValueError(f"VideoTokens: step is the number of frames of a patch, at least 1, not {self.step}")
+            raise ValueError(f"VideoTokens: step, the frames of a patch, must be at least 1, not {self.step}")
         self._frame_size(1)
 
     def size(self, frames: int, width: int, height: int) -> tuple[int, int]:
@@ -282,7 +282,7 @@ class VideoFrames(FrameRule):
     def __post_init__(self) -> None:
         self.check_rule()
         if not self.text:
-            raise ValueError("VideoFrames: text is what stands for a video in rendered text; it cannot be empty")
+            raise ValueError("VideoFrames: text= must not be empty. Pass the text that stands for a video")
 
     def pieces(self, frames: Iterable[Seen], vision: Vision) -> Iterator[str | Seen]:
         """Give what stands in a sequence for a video: texts, and its frames as `vision` shows images.

@@ -599,7 +599,7 @@ DATA = [
         "A compressed file that was cut within its data is read as if it ended there.",
         _DATA + "stores/decompressed.py",
         "                if self._stream is not None:\n"
-        '                    raise DamagedError("it ends within its compressed data: it was cut")\n',
+        '                    raise DamagedError("its compressed data are cut short")\n',
         "",
         ("tests/data/stores/test_decompressed.py", "tests/tools/convert"),
         caught_by="tests/data/stores/test_decompressed.py::test_what_was_packed_comes_back[0-gz]",

@@ -159,7 +159,7 @@ def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Varying()), size=4)
 
 
-@pytest.mark.parametrize(("candidates", "epochs"), [(0, 1), (20, None)])
+@pytest.mark.parametrize(("hold", "epochs"), [(0, 1), (20, None)])
 def test_batches_of_any_size_are_the_same_from_workers_as_without(
     make_shards: Any, epochs: int | None, candidates: int
 ) -> None:
@@ -218,5 +218,5 @@ def test_an_array_has_the_bytes_of_the_part_and_raises_what_reading_raises(tmp_p
         with pytest.raises(KeyError, match="no part 'txt'; the sample has bin"):
             sample.array("txt")
     os.truncate(tmp_path / "0.tar", 2048)
-    with pytest.raises(sp.ShardError, match="the file was cut short"):
+    with pytest.raises(sp.ShardError, match="The file was cut short"):
         second.array("bin")

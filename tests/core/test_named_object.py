@@ -56,7 +56,7 @@ def test_a_file_that_trains_when_it_is_imported_is_an_error_that_shows_the_guard
     tmp_path: Path, make_shards: object, how: str
 ) -> None:
     file = write(tmp_path, make_shards([9, 9]), f"unguarded_{how}", how, "train()")  # type: ignore[operator]
-    with pytest.raises(sp.SavableError, match='if __name__ == "__main__":\n        main'):
+    with pytest.raises(sp.SavableError, match='Move that below if __name__ == "__main__":'):
         named_object(f"{file}:pipeline")
     assert (tmp_path / "checkpoint").read_text() == "whole"
 

@@ -90,10 +90,10 @@ def test_no_descriptor_at_all_is_an_error_that_no_policy_skips(make_shards: Any)
     root = make_shards([4, 4])
     new = make_shards([3], folder="new")
     encode = sp.Encode(sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip"), Ids(), on_error="skip")
-    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise the limit \(ulimit -n\)"):
+    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise `ulimit -n`"):
         next(encode)
     assert len(list(encode)) == 8
-    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise the limit \(ulimit -n\)"):
+    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise `ulimit -n`"):
         sp.TarShardReader(new, sp.Lane(), on_error="skip")
 
 

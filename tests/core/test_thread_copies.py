@@ -140,7 +140,7 @@ def test_so_is_what_it_names_as_a_global_or_calls_by_one(function: Any, told: st
     if told is None:  # a method of Python: its object is bound to it, and copied
         assert thread_copy(function).__self__ is not DRAWS
         return
-    with pytest.raises(ValueError, match="must not share") as caught:
+    with pytest.raises(ValueError, match="cannot share") as caught:
         thread_copy(function)
     assert told in str(caught.value)
 

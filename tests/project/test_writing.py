@@ -69,9 +69,9 @@ MOST = {  # what the last change had reached
     "pages without code in 25 lines": 6,
     "headings": 16,
     "code lines over 84 characters": 152,
-    "long messages": 32,
+    "long messages": 27,
     "messages with internal numbers": 0,
-    "negatives in messages": 3,
+    "negatives in messages": 2,
     "summaries of docstrings over 80 characters": 1701,
     "banned identifiers": 642,
 }

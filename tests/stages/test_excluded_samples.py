@@ -255,7 +255,7 @@ def test_a_run_whose_file_changes_ends_and_goes_on_with_the_new_one(
         take(own, 5)
         with Path(file).open("a") as more:
             more.write("s000001\n")
-        with pytest.raises(sp.SavableError, match="changed while the run goes on"):
+        with pytest.raises(sp.SavableError, match="changed during the run"):
             take(own, 20)
         state = own.state_dict()
     with loader(pipeline) as own:

@@ -50,7 +50,7 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_cluster(nodes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     """A cluster whose nodes find this checkout; the test is skipped where ray is not installed."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'savable_pipeline[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}")

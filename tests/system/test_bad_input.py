@@ -42,21 +42,21 @@ def truncated(folder: Path) -> None:
 def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
     return {
         "an empty folder": (lambda folder: folder.mkdir(), "no .tar file in this folder or below it"),
-        "no folder": (lambda folder: None, "no such shard or folder"),
+        "no folder": (lambda folder: None, "no such file or folder"),
         "no samples": (
             lambda folder: write_tar(folder / "0.tar", [("README", b"x")]),
-            r"no sample in 1 shards; a sample's files are named KEY\.EXTENSION",
+            r"no sample in 1 shards\. Name a sample's files KEY\.EXTENSION",
         ),
         "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shards"),
         "an empty file": (
             lambda folder: (folder.mkdir(), (folder / "0.tar").touch()),
             "0.tar: truncated: it ends at byte 0",
         ),
-        "truncated": (truncated, "0.tar: truncated: the member whose header is at byte 0 needs 3000 bytes from 512 on"),
+        "truncated": (truncated, "0.tar: truncated: the member at byte 0 ends at byte 3512"),
         "no tar": (lambda folder: (folder.mkdir(), (folder / "0.tar").write_bytes(b"jpeg" * 999)), "0.tar: .*byte 0"),
         "an extension twice": (
             lambda folder: write_tar(folder / "0.tar", [("a.json", b"1"), ("a.json", b"2")]),
-            "0.tar: sample 'a' has the extension 'json' twice, the second time in the header at byte 1024",
+            "0.tar: sample 'a' has the extension 'json' twice, again at byte 1024",
         ),
     }
 

@@ -69,7 +69,7 @@ def test_a_lane_whose_lists_are_deep(depth: int) -> None:
 def test_a_split_of_few_kilobytes_that_names_billions_of_shards(tmp_path: Path, little_memory: None) -> None:
     lines = "".join(f"  - '{i}-{{000000..099999}}.tar'\n" for i in range(800))
     root = meta(tmp_path, "split.yaml", f"split_parts:\n  train:\n{lines}")
-    with pytest.raises(sp.ShardError, match=r"split\.yaml: up to '20-.* stand for more than 2,000,000 names"):
+    with pytest.raises(sp.ShardError, match=r"split\.yaml: more than 2,000,000 names up to '20-"):
         read_split(root, "train", [])
 
 
@@ -91,10 +91,10 @@ def test_an_integer_of_three_megabytes(tmp_path: Path, number: str) -> None:
 
 @pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x", "!!float x"])
 def test_a_value_that_is_not_what_its_tag_says(tmp_path: Path, value: str) -> None:
-    with pytest.raises(sp.ShardError, match=r"\.info\.yaml: cannot be read: a value is not what its type says"):
+    with pytest.raises(sp.ShardError, match=r"\.info\.yaml: cannot be read: a value does not match its type"):
         read_counts(meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {value}}}\n"))
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: a, weight: {value}}}}}\n")
-    with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: a value is not what its type says"):
+    with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: a value does not match its type"):
         custom.read_mixture(tmp_path / "mixture.yaml")
 
 
@@ -105,7 +105,7 @@ TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
     ("text", "message"),
     [
         (f"a0: &a0 [x]\n{TENS}sources: *a11\n", r"line \d+, column \d+: more than 100,000 values"),
-        ("sources: &a {b: *a}\n", r"line 1: .*the alias \*a lies in what it stands for"),
+        ("sources: &a {b: *a}\n", r"line 1: .*the alias \*a contains itself"),
         ("sources: {a: {path: a, weight: '1e99999999'}}", "line 1: the weight of 'a' is too large"),
         ("sources: {true: {path: a, weight: 1}}", "line 1: the name True is not a text; write it in quotes"),
         (f"sources: {'[' * 1500}", "deeper than 20"),

@@ -178,7 +178,7 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
 def test_sizes_must_be_positive() -> None:
     with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
         CaptioningEncoder(image_size=0)
-    with pytest.raises(ValueError, match="max_tokens is at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, not 0"):
         CaptioningEncoder(max_tokens=0)
 
 

@@ -102,7 +102,7 @@ def test_a_single_image_is_not_mixed_but_labelled_alike() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="classes is at least 1"):
+    with pytest.raises(ValueError, match="classes must be at least 1"):
         ClassificationEncoder(0)
     with pytest.raises(ValueError, match="names has 1 names for 2 classes"):
         ClassificationEncoder(2, names=("cat",))

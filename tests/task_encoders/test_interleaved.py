@@ -148,7 +148,7 @@ def test_a_cut_through_an_image_is_an_error_and_one_beside_it_is_not() -> None:
 
 def test_text_that_holds_the_image_token_is_an_error() -> None:
     clash = InterleavedEncoder(words, vision=Vision(VISION.tiles, 3))
-    with pytest.raises(ValueError, match="the text holds the image token 3 itself"):
+    with pytest.raises(ValueError, match="the text itself has the image token 3"):
         clash.encode(obelics("a ccc"), RNG)
 
 
@@ -165,5 +165,5 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_document_alone() -> None:
 
 
 def test_the_image_token_is_an_id() -> None:
-    with pytest.raises(ValueError, match=r"token is the id of a token, such as tokenizer\.token_to_id\('<image>'\)"):
+    with pytest.raises(ValueError, match=r"expected an id, such as tokenizer\.token_to_id\('<image>'\)"):
         Vision(VISION.tiles, token="<image>")  # type: ignore[arg-type]

@@ -95,14 +95,14 @@ def test_documents_are_padded_to_a_multiple_which_their_length_counts() -> None:
 
 
 def test_rows_that_a_multiple_does_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 and divides max_length: 4, 10"):
+    with pytest.raises(ValueError, match="multiple=4 must be at least 1 and divide max_length=10"):
         LanguageModelingEncoder(max_length=10, multiple=4)
 
 
 def test_a_pack_that_is_longer_than_max_length_names_both_lengths() -> None:
     encoder = LanguageModelingEncoder(words, max_length=2)
     pack = encoder.pack(items(encoder, "a bb", "ccc"), RNG)
-    with pytest.raises(ValueError, match="pack of 3 tokens is longer than the encoder's max_length of 2"):
+    with pytest.raises(ValueError, match="pack of 3 tokens exceeds the encoder's max_length=2"):
         encoder.batch([pack], RNG)
 
 
@@ -131,7 +131,7 @@ def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
 
 
 def test_max_length_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match="at least 1 token, not 0"):
         LanguageModelingEncoder(max_length=0)
 
 

@@ -150,7 +150,7 @@ def test_a_template_that_strips_earlier_reasoning_is_followed_where_it_marks_ans
     assert made == oracle(marked, THINKING, roles(chat))
     assert "hm" not in marked.decode(made[0])
     plain = with_template("qwen", unmarked(THINKING))
-    with pytest.raises(ValueError, match=r"messages\[1\].*answers='last'; or mark answers in it by"):
+    with pytest.raises(ValueError, match=r"messages\[1\].*answers='last', or mark answers in the template by"):
         ChatEncoder(plain).encode(sample(json=roles(chat)), Rng(7))
     last = masked(item(ChatEncoder(plain, answers="last"), sample(json=roles(chat))))
     assert last[0] == made[0]
@@ -166,7 +166,7 @@ def test_an_answer_of_weight_0_is_no_target_of_a_template_that_marks_answers() -
     text = own.decode([token for token, learns in zip(tokens, learned, strict=True) if learns])
     assert text == "  No. <|im_end|>\n"
     one_for_all = "{% generation %}" + unmarked(TEMPLATES["qwen2"][1]) + "{% endgeneration %}"
-    with pytest.raises(ValueError, match="marks 1 generations in 2 answers, of which some are not learned"):
+    with pytest.raises(ValueError, match="marks 1 generations in 2 answers, some of them masked"):
         ChatEncoder(with_template("qwen", one_for_all)).encode(sample(json=messages), Rng(7))
 
 
@@ -268,7 +268,7 @@ def test_qwens_internvls_and_smolvlms_images_stand_between_their_marks() -> None
 
 
 def test_a_token_that_no_text_is_read_as_is_refused() -> None:
-    with pytest.raises(ValueError, match="reads no text as the token 300, which stands for an image"):
+    with pytest.raises(ValueError, match="reads no text as the token 300"):
         ChatEncoder(tokenizer("qwen"), vision=Vision(NativeSize(), 300))
     with pytest.raises(ValueError, match="reads no text as the token 99999"):
         ChatEncoder(tokenizer("qwen"), vision=Vision(NativeSize(), 99999))
@@ -352,7 +352,7 @@ def test_a_special_token_in_a_tool_call_skips_the_sample() -> None:
 
 
 def test_tools_need_a_template_that_takes_them() -> None:
-    with pytest.raises(ValueError, match=r"ChatML has no place for tools. Pass template=OwnTemplate"):
+    with pytest.raises(ValueError, match=r"ChatML does not support tools. Pass template=OwnTemplate"):
         ChatEncoder().encode(sample(json={"messages": roles(CHATS[0]), "tools": TOOLS}), Rng(7))
 
 

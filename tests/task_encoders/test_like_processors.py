@@ -221,7 +221,7 @@ def test_a_processor_that_is_not_known_or_does_not_say_its_patches_is_refused() 
 
     with pytest.raises(ValueError, match=r"does not know ViTImageProcessor, only CLIPImageProcessor"):
         Vision.from_processor(SimpleNamespace(image_processor=ViTImageProcessorPil()))
-    with pytest.raises(ValueError, match=r"no patch_size: pass patch=config.vision_config.patch_size"):
+    with pytest.raises(ValueError, match=r"no patch_size. Pass patch=config.vision_config.patch_size"):
         Vision.from_processor(processor("InternVL3"))
     other = processor("LLaVA 1.5")
     other.num_additional_image_tokens = 0

@@ -246,20 +246,20 @@ def test_without_video_and_audio_their_places_are_text_and_their_parts_passed_ov
     assert shown(made) == "<user\n<video> and <audio>>\n<assistant\nyes>\n"
     assert not {"video", "audio", "mrope"} & encoder.settings().keys()
     record = [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "yes"}]
-    with pytest.raises(ValueError, match="a place for video, but the encoder takes none: give it video="):
+    with pytest.raises(ValueError, match=r"a place for video, but the encoder takes none. Pass video="):
         encoder.encode(sample({"json": record, "mp4": FILM}), RNG)
 
 
 def test_what_would_be_mistaken_is_refused() -> None:
-    with pytest.raises(ValueError, match="VideoFrames shows frames as images: give the encoder vision="):
+    with pytest.raises(ValueError, match=r"VideoFrames shows frames as images. Pass vision="):
         ChatEncoder(video=VideoFrames())
     for tiles in (NativeSize(4, 2), NativeSize(2, 1)):
-        found = f"VideoFrames have patch={tiles.patch} and merge={tiles.merge}, those of Vision 2 and 2"
+        found = f"VideoFrames has tiles of patch={tiles.patch} and merge={tiles.merge}, Vision of 2 and 2"
         with pytest.raises(ValueError, match=found):
             ChatEncoder(vision=VISION, video=VideoFrames(tiles=tiles))
     alike = VideoFrames(text="<image>", tiles=VISION.tiles)
     for other in (VideoTokens(IMAGE), VideoTokens(VIDEO, text="<image>"), alike):
-        with pytest.raises(ValueError, match="have one token or one text= in common"):
+        with pytest.raises(ValueError, match="share a token or text="):
             ChatEncoder(vision=VISION, video=other)
-    with pytest.raises(ValueError, match=r"holds the audio token 97 itself; its audios would be mistaken"):
+    with pytest.raises(ValueError, match=r"itself has the audio token 97, which stands for audios"):
         ChatEncoder(audio=AudioTokens(97)).encode(asked("a"), RNG)

@@ -105,7 +105,7 @@ def test_rows_of_preferences_are_refused(form: str, store: str, tmp_path: Path) 
     else:
         (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
         given = next(custom.JsonlReader(tmp_path / "a.jsonl", sp.Lane(), shuffle=False))
-    with pytest.raises(ValueError, match="as preferences have, whose answers are not all to be learned"):
+    with pytest.raises(ValueError, match="as preferences, whose answers are not all targets"):
         ChatEncoder().encode(given, Rng(7))
 
 

@@ -194,10 +194,10 @@ def test_a_pack_of_a_fixed_number_of_frames_has_those_of_the_speech_alone() -> N
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"bins": 0}, "bins is at least 1"),
+        ({"bins": 0}, "expected bins ≥ 1"),
         ({"min_s": 2.0, "max_s": 1.0}, "min_s ≤ max_s"),
-        ({"speeds": ()}, "speeds are some"),
-        ({"speeds": (0.0,)}, "speeds are some"),
+        ({"speeds": ()}, "speeds in 0.1 … 10"),
+        ({"speeds": (0.0,)}, "speeds in 0.1 … 10"),
         ({"frames": 2_999}, r"frames=2999 have room for 29.99 s, less than max_s=30.0"),
     ],
 )

@@ -146,8 +146,7 @@ class Dataset:
         indices = (refs["index"] & _UNTAGGED).astype(np.int64)
         if len(indices) and indices.max() >= self.count:
             raise CheckpointMismatchError(
-                f"{self.address}: a ref names sample {int(indices.max())}, but there are {self.count}; does the "
-                "state belong to this dataset?"
+                f"{self.address}: the state names sample {int(indices.max())} of {self.count}. Load it with its dataset"
             )
         return indices
 
@@ -219,11 +218,11 @@ class Dataset:
         if split is None:
             return Selection(names, self.firsts, subset=subset, keys=keys)
         if self.root is None:
-            raise ShardError(f"{self.address}: this store has no splits, but split={split!r} was asked for")
+            raise ShardError(f"{self.address}: split={split!r}, but this dataset has no splits. Leave out split=")
         parts = read_split(self.root, split, names)
         excluded = self._rows_of(parts.excluded)
         if parts.unknown:
-            log.warning("%s: `exclude` names what is not there: %s", self.address, listed(parts.unknown))
+            log.warning("%s: not found, but named by `exclude`: %s", self.address, listed(parts.unknown))
         shards = parts.shards if in_order else sorted(parts.shards)
         return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset, keys=keys)
 
@@ -247,5 +246,5 @@ class Dataset:
                 places = [place for place, key in enumerate(keys_here) if key in wanted]
                 found[name] = np.array(places, dtype=np.int64)
                 if lost := wanted.difference(keys_here):
-                    log.warning("%s: `exclude` names what is not in %s: %s", self.address, name, listed(lost))
+                    log.warning("%s: not found in %s, but named by `exclude`: %s", self.address, name, listed(lost))
         return found

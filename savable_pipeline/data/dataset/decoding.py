@@ -106,16 +106,16 @@ def _array(data: bytes) -> NDArray[Any]:
     file = io.BytesIO(data)
     version = npy.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"an npy file of version {version[0]}.{version[1]}; 1.0 and 2.0 are read")
+        raise ValueError(f"npy version {version[0]}.{version[1]}, but only 1.0 and 2.0 are supported. Save it again")
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject:
-        raise ValueError("an npy file of Python objects, which are never unpickled")
+        raise ValueError("npy file of Python objects, which are never unpickled. Save it as numbers or strings")
     count = 1
     for length in shape:
         count *= length
     if count * dtype.itemsize != len(data) - file.tell():
-        raise ValueError(f"an npy file of {len(data) - file.tell()} bytes, where {shape} of {dtype} was announced")
+        raise ValueError(f"npy file with {len(data) - file.tell()} bytes for shape {shape} of {dtype}. Save it again")
     flat = np.frombuffer(data, dtype, count, file.tell()) if count else np.empty(0, dtype)
     return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
 
@@ -127,9 +127,9 @@ def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
         stored = [each for each in inside if each.compress_type == zipfile.ZIP_STORED]
         deflated = [each for each in inside if each.compress_type == zipfile.ZIP_DEFLATED]
         if len(stored) + len(deflated) < len(inside) or sum(each.file_size for each in stored) > len(data):
-            raise ValueError("an npz file that NumPy does not write: of another compression, or of arrays that overlap")
+            raise ValueError("npz file with overlapping arrays or unknown compression. Save it by np.savez")
         if (total := sum(each.file_size for each in deflated)) > most:
-            raise ValueError(f"an npz file of {total:,} bytes of compressed arrays; at most {most:,} are read: {MORE}")
+            raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {most:,}. {MORE}")
         return {each.filename.removesuffix(".npy"): _array(_inflated(archive, each)) for each in inside}
 
 
@@ -143,14 +143,14 @@ def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
     """A field that `dataset.yaml` names: the bytes of a part, or a value inside its JSON. Raises KeyError."""
     options = fields.get(name)
     if options is None:
-        raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'none; it has no field_map'}")
+        raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'no field_map'}")
     for part, *path in options:
         if part in sample:
             value: Any = decoded_json(sample[part]) if path else sample[part]
             for step in path:
                 value = value[int(step)] if isinstance(value, list) else value[step]
             return value
-    raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(sample)}")
+    raise KeyError(f"field {name!r} is in {[part for part, *_ in options]}, but the sample has {list(sample)}")
 
 
 def has_alpha(image: Image.Image) -> bool:
@@ -232,12 +232,12 @@ def image_region(
     given = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
     left, upper, right, lower = _numbers("box", given, 4)
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
-        raise ValueError(f"box={given} is empty or reaches beyond the image of {width} × {height} pixels")
+        raise ValueError(f"box={given} is empty or exceeds the image of {width} × {height} pixels")
     left, upper, right, lower = stored_box((left, upper, right, lower), (width, height), orientation)
     if at_least is not None:
         wide, high = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
         if not min(wide, high) > 0:
-            raise ValueError(f"at_least={(wide, high)}: a width and a height above 0, in pixels")
+            raise ValueError(f"at_least={(wide, high)}: expected a width and a height above 0, in pixels")
         needed = turned_size((wide, high), orientation)
         across, down = _drafted(image, _scale((right - left, lower - upper), needed))
         left, upper, right, lower = left * across, upper * down, right * across, lower * down
@@ -257,7 +257,7 @@ def _numbers(name: str, given: Any, count: int) -> list[float]:
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{name}={given!r}: {count} numbers, in pixels")
+        raise ValueError(f"{name}={given!r}: expected {count} numbers, in pixels")
     return numbers
 
 

@@ -59,14 +59,14 @@ class ExcludeFile:
         self.numbers = frozenset(found)
         if unknown.count:
             log.warning(
-                "%s: exclude=%s names %d samples that are not there: %s",
+                "%s: exclude=%s names %d unknown samples: %s",
                 dataset.address,
                 self.path,
                 unknown.count,
                 unknown.listed(),
             )
         if unnamed:
-            log.warning("exclude=%s: %d lines name no key, only a shard: they exclude nothing", self.path, len(unnamed))
+            log.warning("exclude=%s: %d lines name a shard without a key and exclude nothing", self.path, len(unnamed))
 
     @property
     def digest(self) -> str:
@@ -81,8 +81,7 @@ class ExcludeFile:
         self._looked_at, stamp = now, self._stamp_now()
         if stamp != self._stamp and _digest(self._read()) != self._content:
             raise SavableError(
-                f"exclude={self.path} changed while the run goes on, whose processes must agree on it: save, and load "
-                'the state with allow={"exclude"}; to add samples later, write another file and begin with that'
+                f'exclude={self.path} changed during the run. Save the state and load it with allow={{"exclude"}}'
             )
         self._stamp = stamp
 
@@ -99,9 +98,7 @@ class ExcludeFile:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: OSError) -> SavableError:
-        return SavableError(
-            f"exclude={self.path}: {error.strerror}; without the file, samples that must not be given might be"
-        )
+        return SavableError(f"exclude={self.path}: {error.strerror}. Restore the file to keep its samples out")
 
 
 def _digest(data: bytes) -> str:
@@ -157,11 +154,11 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f'exclude={path}, line {number}: no JSON ({error}); a line is a key, or JSON with "shard" and "key"'
+            f'exclude={path}, line {number}: invalid JSON ({error}). Write a key, or JSON with "shard" and "key"'
         ) from error
     shard, key = found.get("shard"), found.get("key")
     if not isinstance(shard, str | None) or not isinstance(key, str | None):
-        raise ValueError(f'exclude={path}, line {number}: "shard" and "key" must be texts: {line[:100]}')
+        raise ValueError(f'exclude={path}, line {number}: "shard" and "key" must be strings: {line[:100]}')
     return shard, key
 
 

@@ -56,12 +56,12 @@ class KeyIndex:
         begin = view[:_BEGIN]
         known = begin[:8] == _MAGIC and len(begin) == _BEGIN
         if not known or xxh3_64_intdigest(begin[16:]) != int.from_bytes(begin[8:16], "little"):
-            raise ShardError(f"{path}: not an index of keys, or damaged; remove it and start again")
+            raise ShardError(f"{path}: not an index of keys, or damaged. Remove it and start again")
         found, count, first, second, digest = _HEADER.unpack(begin[16:])
         if found != manifest or len(view) != _BEGIN + 24 * count:
-            raise ShardError(f"{path}: an index of the keys of other shards, or cut short; remove it and start again")
+            raise ShardError(f"{path}: truncated, or an index of the keys of other shards. Remove it and start again")
         if not self._file.is_mapped and xxh3_64_intdigest(view[_BEGIN:]) != digest:
-            raise ShardError(f"{path}: the index of keys is damaged; remove it and start again")
+            raise ShardError(f"{path}: the index of keys is damaged. Remove it and start again")
         self._count = count
         self.twice: tuple[int, int] | None = None if first == _NONE else (first, second)
         self._high, self._low, self._places = (
@@ -99,7 +99,7 @@ class KeyIndex:
         places = self._places[at]
         numbers = places & np.uint64((1 << _CHECK) - 1)
         if (numbers >= self._count).any() or (_checked(self._low[at], numbers) != places).any():
-            raise ShardError(f"{self.path}: the index of keys is damaged; remove it and start again")
+            raise ShardError(f"{self.path}: the index of keys is damaged. Remove it and start again")
         return numbers.astype(np.int64)
 
 

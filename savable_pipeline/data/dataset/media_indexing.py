@@ -78,8 +78,7 @@ def refuse_remote(files: Shards) -> None:
     """Raises `ShardError` for files behind a URL."""
     if is_remote(files):
         raise ShardError(
-            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload the table "
-            f"that it writes to {META} beside the shards"
+            f"{files}: `savable index --media` reads local files. Run it there, and upload its table to {META}"
         )
 
 

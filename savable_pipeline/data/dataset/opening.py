@@ -80,7 +80,7 @@ def with_settings(source: Source, settings: Mapping[str, Any]) -> tuple[Kind, di
     for name in given:
         if name not in kind.settings:
             others = listed([n for n, each in STORES.items() if name in each.settings and "-" not in n])
-            raise ValueError(f"{source.files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
+            raise ValueError(f"{source.files}: {name}= does not apply to {kind.name} files, only to {others}")
     return _variant(kind, given), given
 
 
@@ -103,7 +103,7 @@ def dataset_of(
 
     store = open_store(on_error != "raise", unlistable)
     for setting in [] if store.root is None else unused_settings(store.root):
-        log.warning("%s: `%s` in %s/dataset.yaml is applied by Energon only", store.address, setting, META)
+        log.warning("%s: only Energon applies `%s` of %s/dataset.yaml", store.address, setting, META)
     missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
     for text in (store.left_out(), missing):
         if text:
@@ -324,7 +324,7 @@ class _Opened:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:
             raise ShardError(
-                f"{dataset.address}: other shards than when another process opened it; start again",
+                f"{dataset.address}: the shards changed since another process opened them. Start again",
                 reason="changed shard",
             )
         return dataset

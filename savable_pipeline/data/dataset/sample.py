@@ -479,8 +479,7 @@ class JoinedParts(msgspec.Struct, eq=False):
             raise self.fault
         if any(extension.lower() == own.lower() for own in self.own.extensions(shard, row)):
             raise ShardError(
-                f"the sample has a part {extension!r} of its own, which is also the name of a joined one: give the "
-                "store another name in custom.Join",
+                f"the sample has a part {extension!r}, as the joined store has. Rename the store in custom.Join",
                 reason="joined part of the same name",
             )
         other = self.others[name]

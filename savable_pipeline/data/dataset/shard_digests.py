@@ -116,8 +116,8 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
         raise _differing(dataset, known)
     begun = count(known)
     log.warning(
-        "%s: %d shards were added since this run began, from %s on: it goes on without them. To read them, start "
-        'again and load the state with allow={"shards"}',
+        "%s: %d shards were added since this run started, from %s on, and are not read. To read them, restart and load "
+        'the state with allow={"shards"}',
         dataset.address,
         len(dataset.entries) - begun,
         dataset.entries.names[begun],
@@ -133,7 +133,7 @@ def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
         dataset.known_media = dataset.known_media.untabled()
     elif known != before:
         raise ShardError(
-            f"{dataset.address}: the table of media was removed or changed since this run began: start again",
+            f"{dataset.address}: the table of media was removed or changed during the run. Start again",
             reason="other media table",
         )
     return dataset
@@ -141,9 +141,8 @@ def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
 
 def _differing(dataset: Dataset, known: Summary) -> ShardError:
     return ShardError(
-        f"{dataset.address}: other shards than the {count(known):,} that this run began with: "
-        f"{difference(known, dataset.entries)}. Put back what it began with, and move new shards away; "
-        'or start again: a state goes on with new shards that come after all old ones (allow={"shards"})',
+        f"{dataset.address}: other shards than the {count(known):,} of this run. Restore them and move new ones away\n"
+        f'{difference(known, dataset.entries)}\nShards that sort after all old ones may join: allow={{"shards"}}',
         reason="changed shard",
     )
 

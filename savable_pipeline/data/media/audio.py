@@ -57,7 +57,7 @@ class Audio(MediaStream):
         self._ended: int | None = None  # the sample at which the last range met the end of what can be decoded
         if not 0 < self.rate <= _MOST_HZ or self.channels <= 0:
             self.close()
-            raise MediaError(f"{name}: a sound of {self.channels} channels at {self.rate} Hz")
+            raise MediaError(f"{name}: unsupported audio: {self.channels} channels at {self.rate} Hz")
 
     def samples(
         self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
@@ -82,13 +82,13 @@ class Audio(MediaStream):
         """
         start_s, stop = float(start_s), self._duration if stop_s is None else Fraction(float(stop_s))
         if not 0 <= start_s <= stop:
-            raise ValueError(f"{self.name}: a range from {start_s} to {stop_s} s")
+            raise ValueError(f"{self.name}: invalid range from {start_s} to {stop_s} s")
         if rate is not None and rate <= 0:
-            raise ValueError(f"a rate of {rate} Hz")
+            raise ValueError(f"rate must be above 0 Hz, not {rate}")
         wanted = rate or self.rate
         count = round((stop - Fraction(start_s)) * wanted)
         if count * self.channels > _MOST_SAMPLES:
-            raise ValueError(f"{self.name}: {count} samples at once; take shorter ranges")
+            raise ValueError(f"{self.name}: {count} samples at once. Read shorter ranges")
         first = round(Fraction(start_s) * self.rate)
         more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
         decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
@@ -121,7 +121,7 @@ class Audio(MediaStream):
             if expected is not None and abs(place - expected) <= _GAP_S * self.rate:
                 place = expected  # one after the other, whatever a coarse clock says
             elif expected is not None and self._is_counted:  # a damaged frame was left out
-                raise MediaError(f"{self.name}: its sound is damaged at {expected / self.rate:.3f} s")
+                raise MediaError(f"{self.name}: damaged audio at {expected / self.rate:.3f} s")
             if place >= first + count:
                 break
             block = self._floats(frame)
@@ -132,7 +132,7 @@ class Audio(MediaStream):
         else:
             self._ended = expected
             if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
-                raise MediaError(f"{self.name}: its sound is damaged: {fault}")
+                raise MediaError(f"{self.name}: damaged audio: {fault}")
             if count:
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
@@ -157,14 +157,14 @@ class Audio(MediaStream):
     def _floats(self, frame: Any) -> NDArray[np.float32]:
         """A frame as float32 (channels, samples)."""
         if frame.layout.nb_channels != self.channels or frame.sample_rate != self.rate:
-            raise MediaError(f"{self.name}: its sound changes from {self.channels} channels at {self.rate} Hz")
+            raise MediaError(f"{self.name}: its audio changes from {self.channels} channels at {self.rate} Hz")
         if frame.format.is_planar and self.channels > _MOST_PLANES:
             frame = self._packed(frame)
         data: NDArray[Any] = frame.to_ndarray()
         if not frame.format.is_planar:
             data = data.reshape(-1, self.channels).T
         if self.codec.startswith("pcm_f") and not np.isfinite(data).all():
-            raise MediaError(f"{self.name}: at {float(self._time(frame.pts)):.3f} s are samples that are no numbers")
+            raise MediaError(f"{self.name}: NaN or infinite audio at {float(self._time(frame.pts)):.3f} s")
         if data.dtype == np.uint8:
             data = (data - 128.0) / 128
         elif data.dtype.kind == "i":

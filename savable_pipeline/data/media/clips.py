@@ -93,11 +93,9 @@ class Clips:
             if (value is None and name == "length_s") or (value is not None and not 0 < value < math.inf):
                 raise ValueError(f"Clips: {name} must be a number above 0, not {value!r}")
         if self.fps is not None and not round(self.length_s * self.fps):
-            raise ValueError(f"Clips: {self.length_s} s at {self.fps} frames a second are less than a frame")
+            raise ValueError(f"Clips: {self.length_s} s at {self.fps} frames a second is less than one frame")
         if self.count is not None and (self.stride_s is not None or not isinstance(self.count, int) or self.count < 1):
-            raise ValueError(
-                f"Clips: count={self.count!r} and stride_s={self.stride_s!r}; give a count of at least 1, or stride_s"
-            )
+            raise ValueError(f"Clips: pass count= of at least 1, or stride_s, not {self.count!r} and {self.stride_s!r}")
         if self.align not in ("exact", "keyframe"):
             raise ValueError(f'Clips: align must be "exact" or "keyframe", not {self.align!r}')
         if self.size is not None and not _is_size(self.size):
@@ -147,7 +145,7 @@ class Clips:
             MediaError: As `of`; or a medium is damaged.
         """
         if self.stride_s is not None or (self.count or 1) > 1:
-            raise ValueError("Clips.one gives one clip at random: without stride_s, and without a count above 1")
+            raise ValueError("Clips.one returns one random clip. Leave out stride_s and count")
         clip: Clip = next(self.of(video, rng, audio=audio, rate=rate))
         return clip
 
@@ -187,17 +185,17 @@ class _Media:
     def __init__(self, clips: Clips, video: Video | None, audio: Audio | None, rate: int | None) -> None:
         whole = audio if video is None else video
         if whole is None:
-            raise ValueError("Clips: neither a video nor a sound is given")
+            raise ValueError("Clips: neither video nor audio. Pass one or both")
         if video is not None and clips.fps is None:
-            raise ValueError("Clips: clips of a video need fps=, frames to take of each second")
+            raise ValueError("Clips: clips of a video need fps=, the frames to take per second")
         self._clips, self._video, self._audio = clips, video, audio
         self._rate = rate or (audio.rate if audio is not None else 0)
         self._samples = round(clips.length_s * self._rate)
         if audio is not None and self._samples < 1:
-            raise ValueError(f"Clips: {clips.length_s} s at {self._rate} Hz are less than a sample")
+            raise ValueError(f"Clips: {clips.length_s} s at {self._rate} Hz is less than one sample")
         self._duration = whole.duration_s
         if not 0 < self._duration < math.inf:
-            raise MediaError(f"{whole.name}: it lasts {self._duration} s, of which there is no clip")
+            raise MediaError(f"{whole.name}: no clip fits in its {self._duration} s")
         self._room = max(0.0, self._duration - clips.length_s)  # a clip can begin from 0 to here
 
     @property

@@ -41,7 +41,7 @@ _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CRC_AT = 22
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
 _NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
-_NOT_HERE = "is not read here; convert it, as by `ffmpeg -i FILE FILE.flac`"
+_NOT_HERE = "is not supported. Convert it, for example by `ffmpeg -i FILE FILE.flac`"
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
@@ -153,7 +153,7 @@ def pyav() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ImportError("audio and video need PyAV: pip install 'savable_pipeline[media]'") from error
+        raise ImportError("audio and video need PyAV. Run `pip install av`") from error
     return av
 
 
@@ -165,9 +165,9 @@ def media_errors(name: str, doing: str) -> Iterator[None]:
         yield
     except error_type as error:
         reason = error.strerror or type(error).__name__
-        raise MediaError(f"{name}: {doing}: {reason}; the bytes are damaged, or no media that is read") from error
+        raise MediaError(f"{name}: {doing}: {reason}. The bytes are damaged or of an unsupported format") from error
     except (UnicodeDecodeError, OverflowError) as error:
-        raise MediaError(f"{name}: {doing}: {error}; the header is damaged") from error
+        raise MediaError(f"{name}: {doing}: {error}. The header is damaged") from error
 
 
 def open_container(file: BinaryIO, name: str) -> Any:
@@ -330,7 +330,7 @@ class MediaStream:
         if stream is None or stream.codec_context is None:
             found = ", ".join(one.type for one in self._container.streams) or "nothing"
             self.close()
-            raise MediaError(f"{self.name}: no {self.kind} that can be decoded; it has {found}")
+            raise MediaError(f"{self.name}: no {self.kind} that can be decoded (streams: {found})")
         for other in self._container.streams:
             if other is not stream:
                 other.discard = type(other.discard).all
@@ -354,19 +354,18 @@ class MediaStream:
             told = header_duration(self._container, self._stream, self._file, origin)[0]
             self._end = self._packets_end() if told is None else told + origin - self._origin
             if self._end < 0:
-                raise MediaError(f"{self.name}: its range begins {-float(self._end):.3f} s behind the end of the file")
+                raise MediaError(f"{self.name}: its range starts {-float(self._end):.3f} s after the end of the file")
         return self._end
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
         """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
         told, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
-        begin, by = self._origin - origin_of(self._container), "its header: it was cut short"
+        begin, by = self._origin - origin_of(self._container), "its header (it was cut short)"
         if told is None and self._end is not None and not self._whole:
             told, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
         if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
             raise MediaError(
-                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, though it lasts "
-                f"{float(told - begin):.3f} s by {by}"
+                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, not {float(told - begin):.3f} s by {by}"
             )
 
     def close(self) -> None:
@@ -421,7 +420,7 @@ class MediaStream:
         frames = self._from_start()
         first = next(frames, None)
         if first is None:
-            raise MediaError(f"{self.name}: not one frame of its {self.kind} can be decoded")
+            raise MediaError(f"{self.name}: no frame of its {self.kind} can be decoded")
         return itertools.chain((first,), frames)
 
     @property
@@ -474,8 +473,7 @@ class MediaStream:
         times = self._packet_times()
         if not times:
             raise MediaError(
-                f"{self.name}: its {self.kind} has no times, as raw {self.codec} has none. Put it into a container: "
-                "ffmpeg -i FILE -c copy FILE.mkv"
+                f"{self.name}: its {self.kind} (raw {self.codec}) has no times. Run ffmpeg -i FILE -c copy FILE.mkv"
             )
         rate = getattr(self._stream, "average_rate", None)  # of video, whose last packet may have no length
         return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
@@ -493,5 +491,5 @@ def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
         if frame.pts is None:
             frame.pts = frame.dts
         if frame.pts is None or frame.is_corrupt:
-            raise MediaError(f"{name}: a frame of its {kind} is damaged, or without a time")
+            raise MediaError(f"{name}: a frame of its {kind} is damaged or has no time")
         yield frame

@@ -44,7 +44,7 @@ class ImageFrames(Video):
             with open_image(self._images.read(self._names[0])) as first:
                 self.size = first.size
         except (ValueError, OSError, zipfile.BadZipFile, IndexError) as error:
-            raise MediaError(f"{name}: no archive of images: {error}. Write it again") from error
+            raise MediaError(f"{name}: not an archive of images ({error}). Write it again") from error
 
     @property
     def fps(self) -> float:
@@ -101,5 +101,5 @@ class ImageFrames(Video):
             raise MediaError(f"{self.name}: its frame {index} cannot be decoded: {error}") from error
         if size is None and shown.size != self.size:
             found, first = (f"{width} × {height} pixels" for width, height in (shown.size, self.size))
-            raise MediaError(f"{self.name}: a frame of {found} in a video of {first}: give size=, or leave it out")
+            raise MediaError(f"{self.name}: a frame of {found} in a video of {first}. Pass size=, or drop it")
         return np.array(shown if size is None else shown.resize(size)).transpose(2, 0, 1)

@@ -70,7 +70,7 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
     with open_container(file, name) as container:
         video, audio = first_stream(container, "video"), first_stream(container, "audio")
         if video is None and audio is None:
-            raise MediaError(f"{name}: neither video nor sound in it")
+            raise MediaError(f"{name}: neither a video nor an audio stream in it")
         with media_errors(name, "its header cannot be read"):
             duration, _ = header_duration(container, video or audio, file, origin_of(container))
         begin_s, end_s = seconds_of(file)

@@ -107,7 +107,7 @@ class MediaTable:
             place, part = rows.part_of(number)
             with contextlib.suppress(ImportError):
                 if headers(store, shard, rows.first_row + place, part) != _info_of(rows.rows[number]):
-                    raise _unfit(self.path, f"{name} was rewritten since, or is read otherwise by this release of PyAV")
+                    raise _unfit(self.path, f"{name} was rewritten, or PyAV reads it differently now")
 
     def _opened(self, shard: int) -> _ShardMedia:
         number = int(self._numbers[shard])
@@ -116,7 +116,7 @@ class MediaTable:
                 return _ShardMedia(self._index.blob(number).copy(), int(self._index.shards.samples[number]))
         except (ValueError, IndexError, UnicodeDecodeError):  # msgspec's errors are ValueErrors
             pass
-        raise _unfit(self.path, f"what it says of {self._index.shards.names[number]} is damaged")
+        raise _unfit(self.path, f"its entry of {self._index.shards.names[number]} is damaged")
 
 
 class _ShardMedia:
@@ -222,17 +222,16 @@ def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
     same = (then.sizes[numbers] == shards.sizes) & (then.samples[numbers] == shards.samples)
     other = np.flatnonzero(~(same & (then.digests[numbers] == shards.digests)))
     if len(other):
-        raise ValueError(f"{shards.names[int(other[0])]} was rewritten since")
+        raise ValueError(f"{shards.names[int(other[0])]} was rewritten")
     unread = next((number for number in numbers.tolist() if number in then.faults), None) if then.faults else None
     if unread is not None:
-        raise ValueError(f"{then.names[unread]} could not be read then")
+        raise ValueError(f"{then.names[unread]} could not be read at that time")
     return numbers
 
 
 def _unfit(path: Path, why: str) -> ShardError:
     return ShardError(
-        f"{path}: this table of media is not of the shards that there are now: {why}; run `savable index --media` "
-        "again, or remove the table: then headers are read instead",
+        f"{path}: not the table of media of these shards ({why}). Run `savable index --media`, or remove the table",
         reason="other media table",
     )
 
@@ -263,9 +262,7 @@ class KnownMedia:
         with self._store.open(shard, row, part) as file:
             read = media_info(file, name, part)
         if known == BROKEN:  # by another release of PyAV: a run may not see both
-            raise MediaError(
-                f"{name}: its headers could not be read when `savable index --media` was run: run it again"
-            )
+            raise MediaError(f"{name}: its headers could not be read by `savable index --media`. Run it again")
         return read
 
 

@@ -56,7 +56,7 @@ class Video(MediaStream):
         self.size = shown_size(self._container, self._stream, file)
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
-            raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
+            raise MediaError(f"{name}: unsupported frames of {self.size[0]} × {self.size[1]} pixels")
         fps = file.fps if isinstance(file, RangeFile) else None
         self._listed_fps = None if fps is None else Fraction(fps)  # of an episode, whose row lists each frame
         self._shown: Any = None  # the frame decoded last,
@@ -182,7 +182,7 @@ class Video(MediaStream):
     def _frames_at(self, ticks: list[int], size: tuple[int, int] | None) -> NDArray[np.uint8]:
         width, height = self.size if size is None else size
         if not (width > 0 and height > 0):
-            raise ValueError(f"a size of {width} × {height}; it must be at least 1 × 1")
+            raise ValueError(f"size must be at least 1 × 1, not {width} × {height}")
         # No memory of a batch: what is held for a later one, in a shuffle buffer or a pack, would keep all of that.
         frames = np.empty((len(ticks), 3, height, width), np.uint8)
         filled: Any = None  # the frame that was converted last, and its place
@@ -209,7 +209,7 @@ class Video(MediaStream):
             self._check_end(self._time(self._shown.pts + lasts), self._time(ticks))
         if (rate := self._listed_fps) and self._time(ticks) - self._time(self._shown.pts) > 1 / rate:
             listed = f"{round(self._duration * rate)} frames, and the video has {len(self._frame_ticks)}"
-            raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or leave the episode out")
+            raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or drop the episode")
         return self._shown
 
     def _is_far(self, ticks: int) -> bool:
@@ -236,10 +236,7 @@ class Video(MediaStream):
         self._coming = next(self._decoder, None)
         if self._coming is not None and self._coming.pts < frame.pts:  # as where files were joined
             begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))
-            raise MediaError(
-                f"{self.name}: times of its frames go back, from {begin:.3f} to {end:.3f} s, so that none can be told "
-                "by its time: write it anew"
-            )
+            raise MediaError(f"{self.name}: frame times go back from {begin:.3f} to {end:.3f} s. Encode it again")
         self._shown = frame
 
 
@@ -270,10 +267,7 @@ def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
 def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
     """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
     if frame.format.name.startswith("gray") and frame.format.components[0].bits > 8:
-        raise MediaError(
-            f"{name}: a frame of {frame.format.name}, such as depth, of which 8 bits lose the rest. Decode "
-            "sample.open(part) with PyAV"
-        )
+        raise MediaError(f"{name}: {frame.format.name} has over 8 bits. Decode sample.open(part) with PyAV")
     turns = round(frame.rotation / 90) % 4
     width, height = pixels or (None, None)
     if turns % 2:
@@ -282,7 +276,7 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple
         turned = np.rot90(rows, turns)
         if turned.shape != out.shape[1:]:
             found, said = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
-            raise MediaError(f"{name}: a frame of {found} in a video of {said}: give size=, or leave the video out")
+            raise MediaError(f"{name}: a frame of {found} in a video of {said}. Pass size=, or drop it")
         out[channel] = turned
 
 

@@ -45,8 +45,7 @@ def own_folder(path: Path) -> Path:
             path.chmod(0o700)
     except OSError as error:
         raise RemoteError(
-            f"{path}: {error.strerror}; the cache of remote shards cannot be there: give another folder as cache= or "
-            "SAVABLE_CACHE"
+            f"{path}: {error.strerror}. Set another folder for the cache of remote shards by cache= or SAVABLE_CACHE"
         ) from error
     return path
 
@@ -82,9 +81,8 @@ def _check(path: Path, found: os.stat_result, is_right: bool) -> None:
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a device")
     raise RemoteError(
-        f"{path}: {kind} of {_name(found.st_uid)}, where the cache of remote shards has nothing but files and folders "
-        f"of {_name(os.geteuid())}: see who put it there and remove it, or give another folder as cache= or "
-        "SAVABLE_CACHE"
+        f"{path}: {kind} of {_name(found.st_uid)}, but the cache may only have files and folders of "
+        f"{_name(os.geteuid())}. Remove it, or set another folder by cache= or SAVABLE_CACHE"
     )
 
 

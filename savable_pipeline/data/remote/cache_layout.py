@@ -97,9 +97,8 @@ class IndexParts:
             rows = self._index.rows_from(get, shards)
         except ShardError as error:
             raise RemoteError(
-                f"{root}/{self.name}: {_FAULTS.get(error.reason, error)}. It is damaged, or was replaced while this "
-                "run reads by it. The loader's state is whole: save it and start again; the run goes on by the index "
-                "that is there then"
+                f"{root}/{self.name}: {_FAULTS.get(error.reason, error)}. The index is damaged or was replaced in the "
+                "run. The loader's state is whole: save it and start again with the new index"
             ) from error
         for offset, raw in rows:
             write(self._file.fileno(), raw, offset)

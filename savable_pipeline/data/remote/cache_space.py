@@ -41,8 +41,7 @@ def cache_folder(given: str | os.PathLike[str] | None) -> Path:
     cache = user_cache()
     if cache is None:
         raise ValueError(
-            "no place for the cache of remote shards: this user has no home folder; give cache=, or set SAVABLE_CACHE "
-            "or XDG_CACHE_HOME"
+            "this user has no home folder for the cache of remote shards. Pass cache=, or set SAVABLE_CACHE"
         )
     return own_folder((cache / "savable_pipeline" / "shards").absolute() / str(os.geteuid()))
 

@@ -323,8 +323,7 @@ class Downloads:
             right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
             if not right or (version and cached.pin(shard, version) != version):
                 raise ShardError(
-                    f"{root}/{entry.name}: its samples lie elsewhere than when it was indexed, or it has another "
-                    "version; the shard was rewritten since: start again to index it, or put the old shard back",
+                    f"{root}/{entry.name}: the shard was rewritten after indexing. Start again, or restore the old one",
                     reason="changed shard",
                 )
         except ShardError as error:
@@ -412,7 +411,7 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return error
     except OSError as error:
         return RemoteError(
-            f"{error.filename or 'the cache'}: {error.strerror or error}; see SAVABLE_CACHE in docs/operations.md"
+            f"{error.filename or 'the cache'}: {error.strerror or error}. Check the disk, or set SAVABLE_CACHE"
         )
     except Exception as error:
         return RemoteError(f"the download failed: {type(error).__name__}: {error}")

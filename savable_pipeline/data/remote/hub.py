@@ -112,8 +112,7 @@ class Hub:
         found = get_hf_file_metadata(url, timeout=self._timeout_s)
         if found.etag and len(found.etag) == len(content) and found.etag != content:
             raise ShardError(
-                f"{root}/{name}: the Hub gives other content ({found.etag}) than it lists for this commit ({content}); "
-                "see that HF_ENDPOINT names the Hub, or a mirror that is whole",
+                f"{root}/{name}: the Hub sent {found.etag}, but lists {content}. Check the mirror in HF_ENDPOINT",
                 reason="changed shard",
             )
         target = urljoin(url, found.location)
@@ -137,7 +136,7 @@ class Hub:
             try:
                 return ask()
             except OfflineModeIsEnabled as error:
-                raise RemoteError(f"{address}: HF_HUB_OFFLINE is set, and this is not in the cache") from error
+                raise RemoteError(f"{address}: not cached, and HF_HUB_OFFLINE is set. Unset it") from error
             except HfHubHTTPError as error:
                 pause_s = _pause_of(error)
                 if pause_s is None:
@@ -145,11 +144,11 @@ class Hub:
                 waited += pause_s
                 if waited > _LONGEST_WAITS_S:
                     raise RemoteError(
-                        f"{address}: the Hub answers 429, too many requests, and to come again in {pause_s:g} s, after "
-                        f"{waited - pause_s:g} s of waiting: set HF_TOKEN, with which it answers more, or download the "
-                        "dataset once. The loader's state is whole: save it or continue"
+                        f"{address}: the Hub answers 429, too many requests, after {waited - pause_s:g} s of waiting. "
+                        "Set HF_TOKEN for a higher limit, or download the dataset\n"
+                        "The loader's state is whole: save it or continue"
                     ) from error
-                log.warning("%s: the Hub answers 429, too many requests: this node waits for %g s", address, pause_s)
+                log.warning("%s: the Hub answers 429, too many requests. This node waits for %g s", address, pause_s)
                 self._hold_all(pause_s)
 
     def _wait(self) -> None:
@@ -213,33 +212,27 @@ def _fault(address: str, error: Any) -> Exception:
     page, status = f"{constants.ENDPOINT}/datasets/{named.repo}", error.response.status_code
     if isinstance(error, errors.GatedRepoError):
         return RemoteError(
-            f"{address}: who reads it must have accepted its terms: do so at {page}, and set HF_TOKEN to a token of "
-            f"that account ({status})"
+            f"{address}: its terms are not accepted ({status}). Accept them at {page}, and set HF_TOKEN to your token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ShardError(
-            f"{address}: the dataset has no revision {named.revision!r} (any more); {page}/tree/main lists its "
-            "branches and tags",
+            f"{address}: the dataset has no revision {named.revision!r}. See {page}/tree/main for branches and tags",
             reason=NOT_THERE,
         )
     if isinstance(error, errors.EntryNotFoundError):
         return _not_there(address)
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return ShardError(
-            f"{address}: no such dataset at {page}, or a private one: see how it is spelled; of a private one set "
-            f"HF_TOKEN to a token that may read it ({status})",
+            f"{address}: no such dataset, or a private one ({status}). Check {page}, and set HF_TOKEN if it is private",
             reason=NOT_THERE,
         )
     if status == 403:
-        return RemoteError(
-            f"{address}: the Hub refuses it (403): accept the terms at {page} where it has some, and set HF_TOKEN to a "
-            "token that may read it"
-        )
+        return RemoteError(f"{address}: the Hub refuses access (403). Accept the terms at {page}, and set HF_TOKEN")
     return error  # type: ignore[no-any-return]
 
 
 def _not_there(address: str) -> ShardError:
-    return ShardError(f"{address}: nothing of this name in the dataset at this commit", reason=NOT_THERE)
+    return ShardError(f"{address}: not found in the dataset at this commit", reason=NOT_THERE)
 
 
 def _origin(url: str) -> tuple[str, str | None, int]:

@@ -100,7 +100,7 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
 
 def _ended(text: str) -> bytes:
     if "\0" in text:
-        raise ShardError(f"an object is called {text!r}: a name has no zero byte; rename it")
+        raise ShardError(f"the object name {text!r} has a zero byte. Rename it")
     return text.encode() + b"\0"
 
 

@@ -115,9 +115,8 @@ def _known_names(root: str, form: FileFormat, metadata: Path, own: Version | Non
     names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.kind.suffixes))
     if not names:
         raise ShardError(
-            f"{root}: a web server cannot be listed, and there is neither {form.index_name} nor "
-            f"{META}/{METADATA_FILES[0]}; name the shards, as in {root}/{{000..099}}{form.kind.suffixes[0]}, or write "
-            "the index by `savable index` where they lie"
+            f"{root}: no {form.index_name} or {META}/{METADATA_FILES[0]} there, and web servers cannot be listed. Name "
+            f"the shards, as in {root}/{{000..099}}{form.kind.suffixes[0]}, or upload the index of `savable index`"
         )
     return names
 
@@ -127,7 +126,7 @@ def _check_names(found: RemoteShards) -> None:
     text = ShardNames.of(found.names).text
     for name in found.names if _ODD_NAME.search(text) else ():
         if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
-            raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
+            raise ShardError(f"{found.root}: the shard {name!r} is outside the dataset. Rename it")
 
 
 def _download_metadata(root: str, local: Path, names: Sequence[str], session: Session, *, whole: bool) -> None:
@@ -146,7 +145,7 @@ def _download_files(root: str, local: Path, names: Sequence[str], session: Sessi
     for name in names:
         path, stat = f"{META}/{name}", stats.get(f"{META}/{name}", (0, ""))
         if stat[0] > PIECE:
-            raise ShardError(f"{root}/{path}: {stat[0]} bytes, where {PIECE} are the most it may have")
+            raise ShardError(f"{root}/{path}: {stat[0]} bytes, more than the limit of {PIECE}")
         _copy(root, path, stat, local / path, session)
 
 
@@ -179,7 +178,7 @@ def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> V
             session.call("whole", root, form.index_name, size, str(fresh))
         version = _installed(folder, fresh, form, pin)
     except (ShardError, ValueError) as error:
-        log.warning("%s/%s: %s; making another", root, form.index_name, error)
+        log.warning("%s/%s: %s. It is rebuilt", root, form.index_name, error)
         return None
     for path in folder.glob("made-*.json"):  # of the index before
         path.unlink(missing_ok=True)
@@ -371,8 +370,7 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
     """Raises `ShardError` if an object is another than the one with this stamp."""
     if stamp != found:
         raise ShardError(
-            f"{url}: it was replaced since it was looked at first ({stamp} then, {found} now); leave it as it is "
-            "meanwhile, and start again",
+            f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )
 

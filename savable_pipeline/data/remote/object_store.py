@@ -67,6 +67,12 @@ _FINAL = (
 )
 # In errors of obstore's that are of no class for it: about a listing, and 400 for a token that has expired.
 _REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
+_FROM_MACHINE = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")  # credentials
+_CREDENTIALS = {
+    "s3": ("AWS", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
+    "gs": ("Google Cloud", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": ("Azure", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 _REQUEST = 1 << 20  # bytes of a request that is long enough to make little of its latency
 _AT_ONCE_S = 2.0
@@ -141,8 +147,8 @@ def check_endpoint(root: str, timeout_s: float) -> None:
         target = _redirect_of(url, timeout_s)
         if target is not None and _host(target) != _host(url):
             raise RemoteError(
-                f"{root}: {clean_address(endpoint)} redirects to {clean_address(target)}, and the requests would take "
-                "their credentials there; give the address of the server itself as AWS_ENDPOINT_URL"
+                f"{root}: {clean_address(endpoint)} redirects to {clean_address(target)}, which would get your "
+                "credentials. Set AWS_ENDPOINT_URL to the server itself"
             )
 
 
@@ -234,7 +240,7 @@ class ObjectStore:
         try:
             self._retried(f"{root}/{name}", lambda: obstore.put(self._store(root), name, path, chunk_size=_UPLOAD_PART))
         except ShardError as error:
-            raise RemoteError(f"{root}/{name}: it cannot be written: no such bucket or container") from error
+            raise RemoteError(f"{root}/{name}: no such bucket or container. Check its name, or create it") from error
 
     def erase(self, root: str, names: list[str]) -> None:
         """Remove objects, those that are there."""
@@ -282,8 +288,7 @@ class ObjectStore:
             version = _version(found.meta)
         if found.meta["size"] != size:
             raise ShardError(
-                f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
-                "since: start again to index it, or put the old shard back",
+                f"{root}/{name}: {found.meta['size']} bytes, but {size} when indexed. Start again, or restore it",
                 reason="changed shard",
             )
         if pin and version != pin:
@@ -308,7 +313,7 @@ class ObjectStore:
             if not isinstance(error, _MISSING) and not _is_final(error):
                 raise
             self._hub.forget(root, name)  # the signature has expired, above all
-            raise WrongAnswerError(f"the store refuses the address that the Hub gave: {short_error(error)}") from error
+            raise WrongAnswerError(f"the store rejects the URL of the Hub: {short_error(error)}") from error
 
     def _whole(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
         """A store that is one object, whose address is taken as it is written."""
@@ -354,18 +359,18 @@ class ObjectStore:
             except _MISSING as error:
                 raise ShardError(f"{url}: no such object on the server", reason="missing shard") from error
             except Exception as error:
+                missing = _missing_setting(url, error)
                 if _is_final(error):
-                    raise RemoteError(
-                        f"{url}: {short_error(error)}; see that the address and the credentials are right"
-                    ) from error
+                    fault = missing or f"{short_error(error)}. Check the address and the credentials"
+                    raise RemoteError(f"{url}: {fault}") from error
                 if progress() != before:
                     begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
                 spent = time.monotonic() - begin
                 if spent + wait_s > self._retry_s:
+                    fault = missing or f"{short_error(error)}. Check the server, or raise SAVABLE_RETRY_S"
                     raise RemoteError(
-                        f"{url}: tried {tries} times in {spent:.1f} s, the last time: {short_error(error)}. See that "
-                        "the server is up and can be reached; SAVABLE_RETRY_S sets for how many seconds to try. The "
-                        "loader's state is whole: save it or continue"
+                        f"{url}: {tries} tries in {spent:.1f} s failed: {fault}\n"
+                        "The loader's state is whole: save it or continue"
                     ) from error
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -388,8 +393,19 @@ def _credentials() -> dict[str, Any]:
     except Exception as error:  # of boto3, any
         if not profile:
             return {}
-        fault = f"AWS_PROFILE is {profile!r}, and its credentials cannot be read: {short_error(error)}"
-        raise RemoteError(f"{fault}. Install boto3, and see that the profile is there and logged in") from error
+        fault = f"no credentials for AWS_PROFILE={profile!r}: {short_error(error)}"
+        raise RemoteError(f"{fault}. Install boto3, and log in to the profile") from error
+
+
+def _missing_setting(url: str, error: Exception) -> str:
+    """What this machine or server lacks, and what to do; "" where the error does not show it."""
+    text = str(error)
+    if "Range request not supported" in text:
+        return "the server does not support range requests. Copy the files to a disk or another server"
+    name, variables = _CREDENTIALS.get(url.partition("://")[0], ("", ""))
+    if name and _FROM_MACHINE.search(text):  # asked last, where nothing else has credentials
+        return f"no {name} credentials found. Set {variables}"
+    return ""
 
 
 def _is_final(error: Exception) -> bool:
@@ -416,14 +432,12 @@ def _wrong(found: Any, url: str, sent: str) -> Exception:
     if encoding in (None, "", "identity"):
         return WrongAnswerError(f"the server sent {sent}")
     return RemoteError(
-        f"{url}: the server sent {sent}, as {encoding}: it compresses what it sends (Content-Encoding), so that no "
-        "range of bytes can be asked for; have it send these files as they are"
+        f"{url}: the server sent {sent}, compressed as {encoding}. Have it send files without Content-Encoding"
     )
 
 
 def _other_version(root: str, name: str) -> ShardError:
     return ShardError(
-        f"{root}/{name}: the server has another version than when it was first read; the shard was rewritten since: "
-        "start again to index it, or put the old shard back",
+        f"{root}/{name}: the shard was rewritten on the server. Start again to index it, or restore the old shard",
         reason="changed shard",
     )

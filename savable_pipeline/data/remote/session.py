@@ -64,7 +64,7 @@ class Downloader:
 
     def __init__(self, cache: Path, limit: int) -> None:
         if importlib.util.find_spec("obstore") is None:  # finds it without importing it
-            raise RemoteError("shards behind a URL need obstore: pip install 'savable_pipeline[cloud]'")
+            raise RemoteError("remote shards need obstore. Run `pip install obstore`")
         self.ended = self._was_stopped = False
         self._ticket = 0
         self._answers: dict[int, Any] = {}
@@ -126,9 +126,7 @@ class Downloader:
         self.ended = True
         self._child.kill()  # one that was stopped amid a message has not ended
         stopped = f", since it had been stopped for {self._patience_s:g} s" if self._was_stopped else ""
-        return RemoteError(
-            f"the process that downloads remote shards ended with code {self._child.process.wait()}{stopped}"
-        )
+        return RemoteError(f"the process that downloads shards ended with code {self._child.process.wait()}{stopped}")
 
     def close(self) -> None:
         """Ends the process; in a fork of its owner, only closes what was inherited."""
@@ -243,7 +241,7 @@ class Session:
         if stat is None:
             return None
         if stat[0] > limit:
-            raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {limit} are the most it may have")
+            raise ShardError(f"{root}/{name}: {stat[0]} bytes, more than the limit of {limit}")
         if (root, name) not in self._contents:
             self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
         return self._contents[root, name]

@@ -78,7 +78,7 @@ class ShardCache:
         self._file = open_own(folder / "flags", "r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
         if len(self._map) != flags_bytes(self.layout) or self._map[: len(_FORMAT)] != _FORMAT:
-            raise ValueError(f"{folder}/flags: of another release, or damaged")
+            raise ValueError(f"{folder}/flags: damaged, or of another release")
         shards, rows = len(self.shards), self.rows
         self.evictions = memoryview(self._map)[len(_FORMAT) : _HEAD].cast("Q")  # uint64 (1,)
         self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
@@ -230,8 +230,7 @@ class ShardCache:
         if shard not in self._dropped:
             self._dropped.add(shard)
             log.warning(
-                "%s: bytes %d to %d are not those that were downloaded: a crash, the disk or another program has "
-                "changed them. They are downloaded again, as is what else of this file is so",
+                "%s: bytes %d to %d were changed by a crash, the disk or a program. They are downloaded again",
                 self.path(shard),
                 start,
                 past - 1,
@@ -295,9 +294,9 @@ def create_flags(folder: Path) -> None:
             return
         if is_held(folder):
             raise ShardError(
-                f"{folder}: this cache is damaged, or of another release; end the runs that read from it, and remove it"
+                f"{folder}: the cache is damaged or of another release. End the runs that use it, and remove it"
             )
-        log.warning("%s: the cache is of another release, or damaged: what it had is downloaded again", folder)
+        log.warning("%s: the cache is damaged or of another release. Its files are downloaded again", folder)
     for shard in cached_files(folder):  # nothing tells what is in them
         shard.unlink()
     with replacing(path) as new:
@@ -321,8 +320,7 @@ def _allocate(file: BinaryIO, size: int) -> None:
 def disk_error(error: OSError) -> RemoteError:
     """The error for a cache that cannot be written."""
     return RemoteError(
-        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
-        "as cache= or SAVABLE_CACHE"
+        f"the cache of remote shards: {error}. Free space there, or set another folder by cache= or SAVABLE_CACHE"
     )
 
 

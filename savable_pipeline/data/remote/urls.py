@@ -85,7 +85,7 @@ def find_remote(shards: Shards, session: Session, kind: ShardKind = TAR_FILES, *
             continue
         objects = _listed(folder, session, kind)
         if not objects:
-            raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
+            raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
         wanted = "**" if pattern is None else pattern
         matching = {
             f"{folder}/{name}": (size, stamp if stamps else "")
@@ -119,7 +119,7 @@ def _listed_behind(specs: list[str], session: Session, kind: ShardKind) -> Remot
         session.listing(root)
     listing = session.read(root, kind.listing) if len(specs) == 1 else None
     if listing is None:
-        raise ShardError(f"{root}/{kind.listing}: not there; name the one folder that it lies in", reason=NOT_THERE)
+        raise ShardError(f"{root}/{kind.listing}: not found. Name the one folder that has it", reason=NOT_THERE)
     if root.startswith("http"):
         there = session.stats(root, sorted({name for several in kind.names(root, listing) for name in several}))
     else:
@@ -148,7 +148,7 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 def _common_root(urls: list[str]) -> str:
     places = {(urlsplit(url).scheme, urlsplit(url).netloc) for url in urls}
     if len(places) > 1:
-        raise ShardError(f"{urls[0]}: the shards of one reader lie in one bucket or on one server, not {len(places)}")
+        raise ShardError(f"{urls[0]}: shards of {len(places)} buckets or servers. Use one reader for each")
     scheme, netloc = places.pop()
     return f"{scheme}://{netloc}{posixpath.commonpath([posixpath.dirname(urlsplit(url).path) for url in urls])}".rstrip(
         "/"
@@ -158,7 +158,7 @@ def _common_root(urls: list[str]) -> str:
 def _check_readable(spec: str, kind: ShardKind) -> None:
     """Raises `ShardError` for a name that says that the file is compressed."""
     if spec.endswith(kind.refused):
-        raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+        raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset. {kind.cure}")
 
 
 def _listed(root: str, session: Session, kind: ShardKind) -> Listing:
@@ -167,8 +167,8 @@ def _listed(root: str, session: Session, kind: ShardKind) -> Listing:
         return Listing.of([])
     found = session.listing(root).only(lambda name: _is_shard(name, kind))
     if not found:
-        copied = f"; what else lies there is read from a copy: `{HubAddress.of(root).download}`" if is_hub(root) else ""
-        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix{copied}")
+        copied = f". Read other files from a copy: `{HubAddress.of(root).download}`" if is_hub(root) else ""
+        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object has this prefix{copied}")
     return found
 
 
@@ -189,8 +189,7 @@ def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Sess
         shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ShardError(
-            f"{root}: {len(found)} splits or configurations lie there, which are not one dataset: name the files of "
-            f"one behind this address, /{shown}{more}; or a list of several"
+            f"{root}: {len(found)} splits or configurations. Name the files of one, or list several\n/{shown}{more}"
         )
 
 

@@ -84,7 +84,7 @@ class WholeFile:
         """Raise `ShardError` if the view has changed."""
         if not self.is_unchanged():
             raise ShardError(
-                f"{self.path}: it was overwritten while this run read from it. Start again from a state before that",
+                f"{self.path}: it was overwritten while this run read it. Resume from an earlier state",
                 reason="changed shard",
             )
 
@@ -150,7 +150,7 @@ class ByteSource:
 
     def fileno(self) -> int:
         """The descriptor of a file on a disk. Raises OSError for any other source."""
-        raise OSError(f"{self.name}: no file on a disk")
+        raise OSError(f"{self.name}: not a file on a disk")
 
 
 class LocalFile(ByteSource):
@@ -173,7 +173,7 @@ class LocalFile(ByteSource):
         """The bytes by a descriptor of its own. Raises OSError where another file has taken its place."""
         with open(self._path, "rb", opener=regular_file) as file:
             if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
-                raise OSError(f"{self._path}: it was replaced while it was read; start again")
+                raise OSError(f"{self._path}: it was replaced while it was read. Start again")
             return os.pread(file.fileno(), size, offset)
 
     def beside(self, suffix: str, name: str = "") -> Path | None:

@@ -260,7 +260,7 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
     outside = shards.names.first_outside()
     if outside is not None:
-        raise ShardError(f"{path}: the index is damaged: it names {outside!r}, which lies outside of the dataset")
+        raise ShardError(f"{path}: the index is damaged: {outside!r} is outside the dataset")
     return header, identity, shards, numbers[4], counts, end
 
 
@@ -456,8 +456,8 @@ class IndexedFiles:
 
     def damaged(self, shard: str) -> ShardError:
         """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
-        cure = f"remove {self.index_path} and start again"
+        cure = f"Remove {self.index_path} and start again"
         if self.remote is not None:
             self.index_path.unlink(missing_ok=True)
-            cure = "start again: it is downloaded, or made, again then"
-        return ShardError(f"{self.address}: the index of {shard} is damaged; {cure}", reason="damaged index")
+            cure = "Start again to rebuild it"
+        return ShardError(f"{self.address}: the index of {shard} is damaged. {cure}", reason="damaged index")

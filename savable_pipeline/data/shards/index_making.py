@@ -298,5 +298,5 @@ def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Ite
     with contextlib.closing(coming) as answers:
         for name, answer in answers:
             if answer is None:
-                raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")
+                raise ShardError(f"{root / name}: the process that indexed it died, perhaps out of memory")
             yield msgspec.msgpack.decode(answer, type=ShardTable)

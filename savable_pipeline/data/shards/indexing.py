@@ -88,10 +88,8 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
                     raise
                 faults.append(f"{path}: {error.strerror}")
                 log.warning("%s: %s; the index cannot be written there", path, error.strerror)
-    cache = "this user has no home folder: " if user_cache() is None else ""
-    raise ShardError(
-        f"{fault}: {'; '.join(faults)}; {cache}make room, or set XDG_CACHE_HOME to a folder that can be written"
-    )
+    cache = "This user has no home folder. " if user_cache() is None else ""
+    raise ShardError(f"{fault}: {'; '.join(faults)}. {cache}Free space, or set XDG_CACHE_HOME to a writable folder")
 
 
 class _Mark(msgspec.Struct, array_like=True):
@@ -310,8 +308,8 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
     """Raises `ShardError` if files that were indexed are gone from the folder or prefix `address`."""
     if gone:
         raise ShardError(
-            f"{address}: {len(gone)} shards that were indexed are gone, such as {min(gone)}. Put them back; or resume "
-            f'without their samples by on_error="skip", or run `savable index {address}` before a new run',
+            f"{address}: {len(gone)} indexed shards are gone, such as {min(gone)}. Restore them, pass "
+            f'on_error="skip", or run `savable index {address}` before a new run',
             reason="missing shard",
         )
 
@@ -330,7 +328,7 @@ def check_faults(address: str, index: ShardIndex, names: Collection[str] | None,
             continue
         if not tolerant:
             raise ShardError(f"{address}/{faults[number]}")
-        log.warning("%s/%s; going on with the samples before it", address, faults[number])
+        log.warning("%s/%s. Only the samples before it are used", address, faults[number])
 
 
 class _FilesNow:
@@ -377,5 +375,5 @@ def _fresh(path: Path, now: _FilesNow, tolerant: bool) -> ShardIndex | None:
     except (OSError, ValueError, KeyError):
         return None
     except ShardError as error:
-        log.warning("%s; making a new one", error)
+        log.warning("%s. It is rebuilt", error)
         return None

@@ -70,7 +70,7 @@ def read_counts(root: Path) -> dict[str, int] | None:
     counts = _convert(path, _load(path).get("shard_counts"), dict[str, int], "`shard_counts`, samples by shard")
     outside = next((name for name in counts if not is_inside(name)), None)
     if outside is not None:
-        raise ShardError(f"{path}: the shard {outside!r} lies outside of the dataset; name shards relative to {root}")
+        raise ShardError(f"{path}: the shard {outside!r} is outside the dataset. Use names relative to {root}")
     return counts
 
 
@@ -84,18 +84,18 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
     """The split `name` of a dataset with the shards `known`. Raises `ShardError`, also if it names another shard."""
     path = _first(root, "split_config", _SPLITS)
     if path is None:
-        raise ShardError(f"{root / META}: no split.yaml or split.json, but split={name!r} was asked for")
+        raise ShardError(f"{root / META}: split={name!r}, but there is no split.yaml. Leave out split=")
     loaded = _load(path)
     parts = _split_parts(path, loaded)
     if name not in parts:
-        raise ShardError(f"{path}: no split {name!r}; there are {', '.join(map(repr, parts)) or 'none'}")
+        raise ShardError(f"{path}: no split {name!r}. Use one of {', '.join(map(repr, parts)) or 'none'}")
     shards = set(known)
     patterns = _convert(path, parts[name], list[str], f"a list of shards as split {name!r}")
     excludes = _convert(path, loaded.get("exclude") or [], list[str], "a list as `exclude`")
     named = dict.fromkeys(_expand(path, patterns))
     missing = [shard for shard in named if shard not in shards]
     if missing:
-        raise ShardError(f"{path}: split {name!r} names {len(missing)} shards that are not there, such as {missing[0]}")
+        raise ShardError(f"{path}: split {name!r} names {len(missing)} missing shards, such as {missing[0]}")
     left_out = set(_expand(path, excludes))
     excluded: dict[str, set[str]] = {}
     unknown = []
@@ -113,8 +113,8 @@ def read_field_map(root: Path) -> FieldMap:
     path, settings = root / META / _FIELDS, _settings(root)
     if unused := unused_settings(root):
         raise ShardError(
-            f"{path}: `{unused[0]}` is applied by Energon only, so the samples have no fields here: read their parts, "
-            'such as sample["jpg"], or write a field_map in its place'
+            f"{path}: only Energon applies `{unused[0]}`, so samples have no fields. Read parts, such as "
+            'sample["jpg"], or write a field_map',
         )
     field_map = settings.get("field_map") or {}
     fields = _convert(path, field_map, dict[str, str], "`field_map`, a part for each field")
@@ -148,7 +148,7 @@ def _named(root: Path, key: str) -> str | None:
 def _field_path(path: Path, place: str) -> FieldPath:
     match = _FIELD.fullmatch(place.strip())
     if match is None:
-        raise ShardError(f"{path}: `field_map` has {place!r}; expected a part, such as jpg, or json[caption]")
+        raise ShardError(f"{path}: `field_map` has {place!r}. Name a part, such as jpg or json[caption]")
     return (match[1], *re.findall(r"\[([^\[\]]+)\]", match[2]))
 
 
@@ -171,10 +171,7 @@ def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
             raise ShardError(f"{path}: {error}") from error
         total += len(names)
         if total > _MOST_NAMES:
-            raise ShardError(
-                f"{path}: up to {pattern!r} the entries stand for more than {_MOST_NAMES:,} names; name the "
-                "shards that there are"
-            )
+            raise ShardError(f"{path}: more than {_MOST_NAMES:,} names up to {pattern!r}. Name only existing shards")
         yield from names
 
 
@@ -191,7 +188,7 @@ def _first(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
 def _load(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LIMIT:
-            raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LIMIT} are read")
+            raise ShardError(f"{path}: {path.stat().st_size} bytes, more than the limit of {_LIMIT}")
         raw = path.read_bytes()
         loaded = msgspec.json.decode(raw) if path.suffix == ".json" else _yaml(raw)
     except OSError as error:
@@ -199,7 +196,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ShardError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise ShardError(f"{path}: expected names with values, found {type(loaded).__name__}")
+        raise ShardError(f"{path}: expected a mapping, found {type(loaded).__name__}")
     return loaded
 
 

@@ -106,13 +106,12 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
         image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=formats)
     except UnidentifiedImageError:
         size = f"{len(data)} bytes" if isinstance(data, bytes) else "the bytes of a file"
-        raise UnidentifiedImageError(f"{size} that are no image of {', '.join(formats)}") from None
+        raise UnidentifiedImageError(f"{size}: not an image of {', '.join(formats)}") from None
     if image.mode not in DEEP_MODES and (how := _how_narrowed(image)):
         image.info[NARROWED] = how
     if image.width * image.height > LARGEST_PIXELS:
         raise Image.DecompressionBombError(
-            f"too large an image: {image.width:,} × {image.height:,}, more than {LARGEST_PIXELS:,} pixels; decode the "
-            "bytes of the part yourself if it is meant"
+            f"image of {image.width:,} × {image.height:,} pixels, over {LARGEST_PIXELS:,}. Decode its bytes yourself"
         )
     return image
 
@@ -141,11 +140,10 @@ def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
     narrowed = image.info.get(NARROWED, "v >> 8")
     if image.mode == "F" or narrowed != "v >> 8":
         kind = "floats" if image.mode == "F" else "colours of 16 bits in PPM"
-        raise ValueError(f"an image of {kind}, which 8 bits cannot hold. Decode the bytes of the part, and scale them")
+        raise ValueError(f"an image of {kind}, which 8 bits cannot hold. Decode and scale the bytes yourself")
     if bits is None:
         raise ValueError(
-            "an image of 16 bits a channel, of which 8 bits would lose half. Use bits=8 for v >> 8, or "
-            "sample.image() without mode= for all bits of a gray one"
+            "an image of 16 bits per channel. Pass bits=8 for v >> 8, or use sample.image() without mode= if gray"
         )
     if NARROWED in image.info:
         return image
@@ -154,7 +152,7 @@ def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
 
     values = np.asarray(image)
     if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
-        raise ValueError("an image of 32 bits a channel. Use sample.image() without mode=, and scale it")
+        raise ValueError("an image of 32 bits per channel. Use sample.image() without mode=, and scale it")
     return fromarray((values >> 8).astype(np.uint8))
 
 

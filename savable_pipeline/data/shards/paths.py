@@ -105,7 +105,7 @@ TAR_FILES = ShardKind(
     (".tar",),
     (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
     ("a compressed tar", "compressed tars"),
-    "`savable convert` re-packs",
+    "Run `savable convert`",
 )
 
 
@@ -146,7 +146,7 @@ def find_shards(
         return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
     paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
     if kind is TAR_FILES and len(paths) == 1 and (instead := instead_of_file(paths[0])):
-        raise ShardError(f"{paths[0]}: no tar; {instead}", reason=NO_SHARD)
+        raise ShardError(f"{paths[0]}: not a tar. {instead}", reason=NO_SHARD)
     if len(set(paths)) < len(paths):
         twice = Counter(paths).most_common(1)[0][0]
         raise ShardError(f"{twice}: the same shard is named twice")
@@ -160,10 +160,10 @@ def _listed_below(specs: list[str], kind: ShardKind, missing_too: bool) -> tuple
         listing = read_regular(root / kind.listing, LARGEST_INDEX) if len(specs) == 1 else b""
     except OSError as error:
         raise ShardError(
-            f"{root / kind.listing}: {error.strerror}; name the one folder that it lies in", reason=NOT_THERE
+            f"{root / kind.listing}: {error.strerror}. Name the one folder that has it", reason=NOT_THERE
         ) from error
     if len(specs) > 1:
-        raise ShardError(f"{root} and {len(specs) - 1} more: each folder with {kind.listing} needs a reader of its own")
+        raise ShardError(f"{root} and {len(specs) - 1} more: read each folder with {kind.listing} by itself")
     return root, kind.names_in(str(root), listing, partial(_is_file, root), missing_too)
 
 
@@ -186,17 +186,16 @@ def is_remote(shards: Shards) -> bool:
     specs = spelled_out(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
-        raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
+        raise ShardError(f"{clean_address(remote[0])}: mixed with local shards. Read remote and local ones separately")
     for spec in remote:
         if spec.split("://")[0] not in SCHEMES:
-            raise ShardError(f"{clean_address(spec)}: not a URL of {', '.join(SCHEMES)}, where shards are read from")
+            raise ShardError(f"{clean_address(spec)}: unsupported URL. Use one of {', '.join(SCHEMES)}")
         if has_user(spec):
             raise ShardError(
-                f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
-                "logs: give the servers of s3, gs and az their credentials in the environment"
+                f"{clean_address(spec)}: a user or password in a URL would appear in logs. Use environment variables"
             )
         if "?" in spec and spec.startswith("http"):
-            raise ShardError(f"{clean_address(spec)}: a URL with a query names one object; shards need plain addresses")
+            raise ShardError(f"{clean_address(spec)}: a URL with a query is of one object. Pass a plain address")
     return bool(remote)
 
 
@@ -205,7 +204,7 @@ def _spelled_out(spec: str) -> str:
         return spec
     if spec.startswith("pipe:"):
         instead = _instead_of_pipe(spec)
-        raise ShardError(clean_address(f"{spec}: pipe: cannot be read at an offset; write {instead} instead"))
+        raise ShardError(clean_address(f"{spec}: pipe: cannot be read at an offset. Write {instead} instead"))
     if is_hub(spec):
         HubAddress.of(spec)
     spec = os.path.expandvars(spec)
@@ -224,7 +223,7 @@ def _path_of_url(spec: str) -> str:
     if address.startswith("//"):
         host, slash, path = address[2:].partition("/")
         if host not in ("", "localhost"):
-            raise ShardError(f"{spec}: names a file of the machine {host!r}; a path from / on begins with file:///")
+            raise ShardError(f"{spec}: names a file of the machine {host!r}. Start local paths with file:///")
         address = slash + path
     return unquote(address)
 
@@ -237,9 +236,7 @@ def _instead_of_pipe(spec: str) -> str:
 def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:
     if "://" in spec:
         url = clean_address(spec)
-        raise ShardError(
-            f"{url}: this is a URL, where files are expected; shards behind one are indexed by `savable index {url}`"
-        )
+        raise ShardError(f"{url}: expected files, not a URL. Index remote shards by `savable index {url}`")
     paths: list[Path] = []
     for pattern in expand_braces(spec):
         path = Path(pattern).absolute()
@@ -253,13 +250,14 @@ def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[
         elif path.is_file() or (missing_too and path.name.endswith(kind.suffixes)):
             paths.append(path)
         else:
-            why = "; the environment has no such variable" if "$" in pattern else ""
-            if not why and kind is TAR_FILES and not path.suffix:
-                why = into_folder(pattern)
-            raise ShardError(f"{pattern}: no such shard or folder{why}", reason=NOT_THERE)
+            here = "" if path == Path(pattern) else f" (current folder: {Path.cwd()})"
+            why = "The environment has no such variable" if "$" in pattern else "Check the path"
+            if "$" not in pattern and kind is TAR_FILES and not path.suffix:
+                why += into_folder(pattern)
+            raise ShardError(f"{pattern}: no such file or folder{here}. {why}", reason=NOT_THERE)
     for path in paths:
         if path.name.endswith(kind.refused):
-            raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+            raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset. {kind.cure}")
     return paths
 
 
@@ -283,22 +281,22 @@ def _files_below(
         visited(here.as_posix())
         for name in folders:
             if (root / here / name).is_symlink():
-                log.warning("%s: a link to a folder is left out: name it beside the folder it lies in", here / name)
+                log.warning("%s: a link to a folder is skipped. Name it as well to read it", here / name)
         wanted = [name for name in files if name.endswith(kind.suffixes) and name[0] != "." and not kind.left_out(name)]
         prefix = "" if here == Path() else f"{here.as_posix()}/"
         names += [prefix + name for name in wanted]
         compressed += [name for name in files if name.endswith(kind.refused)]
         lance = lance or (folder if any(name.endswith(LANCE) for name in files) else "")
     if not names:
-        instead = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
+        instead = f", but {len(compressed)} {kind.compressed[1]}. {kind.cure}" if compressed else ""
         if lance:
-            instead += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
+            instead += f". {lance} is of Lance, which is not read here: {LANCE_CURE}"
         instead = instead or instead_of_folder(root) or (into_folder(root) if kind is TAR_FILES else "")
         raise ShardError(
             f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{instead}", reason=NO_SHARD
         )
     if compressed:
-        log.warning("%s: %d %s are left out: %s them", root, len(compressed), kind.compressed[1], kind.cure)
+        log.warning("%s: %d %s are skipped. %s", root, len(compressed), kind.compressed[1], kind.cure)
     return sorted(names)
 
 
@@ -306,8 +304,7 @@ def _unlistable(error: OSError) -> ShardError:
     if is_out_of_handles(error):
         raise error
     return ShardError(
-        f"{error.filename}: {error.strerror}: the folder cannot be listed, so its shards are not known; permit it, or "
-        "move it out of the dataset",
+        f"{error.filename}: {error.strerror}: this folder cannot be listed. Permit it, or move it elsewhere",
         reason="unlistable folder",
     )
 
@@ -357,19 +354,19 @@ def instead_of_folder(folder: Path) -> str:
             holds_files = True
             reader = _READERS.get(os.path.splitext(name)[1])  # noqa: PTH122  # a Path per name is slow
             if reader is not None:
-                return f"; {name} is there, which {reader} reads"
-    return f"; `savable convert {shlex.quote(str(folder))} DST` makes a dataset of its files" if holds_files else ""
+                return f". {name} is there: read it by {reader}"
+    return f". Convert its files by `savable convert {shlex.quote(str(folder))} DST`" if holds_files else ""
 
 
 def into_folder(folder: str | Path) -> str:
     """The command that fills a folder for tars, which is empty or missing."""
-    return f"; `savable convert SRC {shlex.quote(str(folder))}` writes shards there of the files or the table SRC"
+    return f"\nTo write shards there: `savable convert SRC {shlex.quote(str(folder))}`"
 
 
 def instead_of_file(path: Path) -> str:
     """The command that makes tars of the folder of a picture or a text; "" for any other file."""
     if path.name.lower().endswith(_PARTS):
-        return f"`savable convert {shlex.quote(str(path.parent))} DST` makes a dataset of its folder"
+        return f"Convert its folder by `savable convert {shlex.quote(str(path.parent))} DST`"
     return ""
 
 
@@ -386,8 +383,7 @@ class HubAddress(NamedTuple):
         found = _ADDRESS.fullmatch(url)
         if found is None:
             raise ShardError(
-                f"{url}: of the Hub, datasets are read: hf://datasets/ORG/NAME, with @REVISION and /PATH behind it "
-                "where they are wanted"
+                f"{url}: not a dataset of the Hub. Write hf://datasets/ORG/NAME, with @REVISION and /PATH if needed"
             )
         return cls(found["repo"], unquote(found["revision"] or "main"), (found["path"] or "").strip("/"))
 

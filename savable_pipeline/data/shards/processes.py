@@ -172,5 +172,5 @@ def each_shard_by(engine: Engine) -> EachShard:
 def _scanned(scan: _Scan) -> bytes:
     size = (scan.root / scan.name).stat().st_size
     if size != scan.size:
-        raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")
+        raise OSError(f"{scan.root / scan.name} has {size} bytes here, and {scan.size} where the command runs")
     return msgspec.msgpack.encode(do(scan.task, scan.root, scan.name))

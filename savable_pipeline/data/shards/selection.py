@@ -35,9 +35,7 @@ def check_subset(reader: str, subset: Subset | None) -> None:
         return
     shares = all(isinstance(share, float | int) and not isinstance(share, bool) for share in (low, high))
     if not shares or type(subset) is int or not 0 <= low < high <= 1:  # type: ignore[operator]
-        raise ValueError(
-            f"{reader}: subset must be a share (0.1), a range of shares (0.1, 0.3), or a count (1000): {subset!r}"
-        )
+        raise ValueError(f"{reader}: subset={subset!r}. Pass a fraction (0.1), a range (0.1, 0.3) or a count (1000)")
 
 
 class Selection:
@@ -69,7 +67,7 @@ class Selection:
         self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
-            raise ShardError("the split and the subset leave no sample")
+            raise ShardError("split= and subset= leave no sample. Pass a larger subset=")
         self._rows_of = functools.lru_cache(_SHARDS_KEPT)(self._selected_rows)
 
     def _left(self, shards: list[str] | None) -> NDArray[np.int64]:

@@ -66,11 +66,11 @@ class ShardNames(Sequence[str]):
             try:
                 encoded.append(name.encode() + b"\0")
             except UnicodeEncodeError:
-                raise ShardError(f"a shard is called {name!r}, which is no UTF-8; rename it") from None
+                raise ShardError(f"the shard name {name!r} is not UTF-8. Rename it") from None
         text = b"".join(encoded)
         if text.count(0) > len(encoded):
             wrong = next(name for name in encoded if name.count(0) > 1)
-            raise ShardError(f"a shard is called {wrong[:-1]!r}: a name has no zero byte; rename it")
+            raise ShardError(f"the shard name {wrong[:-1]!r} has a zero byte. Rename it")
         return cls(text, np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))))
 
     def __len__(self) -> int:
@@ -197,4 +197,4 @@ def check_utf8(shard: str, name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ShardError(f"{shard}: the name {name!r} is no UTF-8; rename it and write the shard again") from None
+        raise ShardError(f"{shard}: the name {name!r} is not UTF-8. Rename it and write the shard again") from None

@@ -106,8 +106,8 @@ def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[E
             sample = Extent(key)
         if extension in sample.extensions:
             raise ShardError(
-                f"{path}: sample {key!r} has the extension {extension!r} twice, the second time in the header at "
-                f"byte {member.header}; rename one of the two members and write the shard again"
+                f"{path}: sample {key!r} has the extension {extension!r} twice, again at byte {member.header}. Rename "
+                "one of the two and write the shard again"
             )
         sample.members.append(member)
         sample.extensions.append(extension)
@@ -151,8 +151,8 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
         payload = offset + BLOCK
         if payload + size > end_of_file:
             raise ShardError(
-                f"{path}: truncated: the member whose header is at byte {offset} needs {size} bytes from {payload} "
-                f"on, the file ends at {end_of_file}; copy or write the shard again"
+                f"{path}: truncated: the member at byte {offset} ends at byte {payload + size}, the file at "
+                f"{end_of_file}. Copy or write the shard again"
             )
         offset = payload + padded(size)
         if kind in _EXTENDING:
@@ -167,7 +167,7 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
                 everywhere.update(_pax_records(path, payload, block))
             continue
         if kind == _SPARSE or "GNU.sparse" in fields:
-            raise ShardError(f"{path}: the member at byte {start} is a sparse file; write the shard without --sparse")
+            raise ShardError(f"{path}: the member at byte {start} is a sparse file. Write the shard without --sparse")
         link = ""
         if kind in (_HARD, _SYMBOLIC):
             link = fields.get("linkpath") or long_link or _text(header[157:257])
@@ -183,14 +183,12 @@ def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
     """
     if end_of_file - offset < _SHORTEST_END:
         raise ShardError(
-            f"{path}: truncated: it ends at byte {end_of_file} without the blocks of zeros that end a tar, so samples "
-            "may be missing; copy or write the shard again"
+            f"{path}: truncated: it ends at byte {end_of_file} without a tar's final zeros. Copy or write it again"
         )
     left = end_of_file - offset
     if left > _LONGEST_END or os.pread(fd, left, offset).strip(b"\0"):
         raise ShardError(
-            f"{path}: zeros at byte {offset}, where a header or the end of the tar should be, but {left} bytes more "
-            "follow: zero-filled, or two tars in one file; copy or write the shard again"
+            f"{path}: zeros at byte {offset}, but {left} bytes follow: zero-filled, or two tars in one. Copy it again"
         )
 
 
@@ -210,8 +208,8 @@ def _sum(raw: bytes) -> int:
 
 def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
     if offset == 0 and compression_of(header):
-        return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
-    return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
+        return ShardError(f"{path}: a compressed tar cannot be read at an offset. Re-pack it by `savable convert`")
+    return ShardError(f"{path}: no tar header at byte {offset}: {found}. The shard is damaged or not a tar")
 
 
 def _number(path: str, offset: int, header: bytes, where: slice) -> int:
@@ -221,7 +219,7 @@ def _number(path: str, offset: int, header: bytes, where: slice) -> int:
         return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
     digits = raw.lstrip(b" ").split(b"\0", 1)[0].rstrip(b" ") or b"0"
     if digits.strip(b"01234567"):  # int() would take a sign or an underscore too
-        raise _no_header(path, offset, header, f"{raw!r} is no octal number")
+        raise _no_header(path, offset, header, f"{raw!r} is not an octal number")
     return int(digits, 8)
 
 
@@ -237,7 +235,7 @@ def _header_name(header: bytes) -> str:
 
 def _extended(path: str, fd: int, payload: int, size: int) -> bytes:
     if size > _EXTENDED_LIMIT:
-        raise ShardError(f"{path}: the extended header at byte {payload} claims {size} bytes; the shard is damaged")
+        raise ShardError(f"{path}: the extended header at byte {payload} claims {size} bytes. The shard is damaged")
     return os.pread(fd, size, payload)
 
 
@@ -250,7 +248,7 @@ def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
     while position < len(block) and block[position] != 0:
         length, _, _ = block[position : position + 20].partition(b" ")
         if not length.isdigit() or not len(length) + 1 < int(length) <= len(block) - position:
-            raise ShardError(f"{path}: the PAX record at byte {offset + position} has no right length")
+            raise ShardError(f"{path}: the PAX record at byte {offset + position} has a wrong length")
         record = block[position + len(length) + 1 : position + int(length) - 1]
         name, _, value = record.partition(b"=")
         if name in _PLACING or name.startswith(b"GNU.sparse."):

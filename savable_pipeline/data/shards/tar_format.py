@@ -354,8 +354,7 @@ def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
     zeros = size - found.end
     if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
         log.warning(
-            "%s: its %d samples take %d of %d bytes; is the rest meant to be left out? A sample's files are named "
-            "KEY.EXTENSION",
+            "%s: its %d samples take %d of %d bytes. The rest is skipped: name files KEY.EXTENSION to read it",
             path,
             len(found.starts),
             found.in_samples,
@@ -363,7 +362,7 @@ def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
         )
     elif zeros > _USUAL_END and not any(size % record == 0 and zeros < record + 2 * BLOCK for record in _RECORDS):
         log.warning(
-            "%s: %d bytes of zeros at its end, where tars mostly have at most %d; was the end of the shard lost?",
+            "%s: %d bytes of zeros at its end, where tars mostly have at most %d. Check that its end is not lost",
             path,
             zeros,
             _USUAL_END,
@@ -456,7 +455,7 @@ def write_tar_idx(shard: Path, table: ShardTable) -> None:
     with contextlib.suppress(OSError):
         if path.exists() and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
             if path.read_bytes() != offsets:
-                log.warning("%s: other offsets than the shard's samples have; left as it is", path)
+                log.warning("%s: not the offsets of the shard's samples. The file is left as it is", path)
             return
         replace_file(path, [offsets])
 

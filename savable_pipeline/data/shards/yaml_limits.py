@@ -31,7 +31,7 @@ def constructed(construct: Callable[[], Any]) -> Any:
     try:
         return construct()
     except _CONSTRUCTOR_ERRORS as error:
-        raise ValueError(f"a value is not what its type says: {error}; quote it if it is a text") from error
+        raise ValueError(f"a value does not match its type: {error}. Quote it if it is a string") from error
 
 
 def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: Any = _LOADER) -> None:
@@ -54,9 +54,9 @@ def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: A
             sizes.update({} if named is None else {named: size})
         elif isinstance(event, yaml.AliasEvent):
             if not aliases:
-                raise ValueError(f"{_place(event)}: an alias; write the value itself")
+                raise ValueError(f"{_place(event)}: an alias. Write the value itself")
             if anchor in anchors:
-                raise ValueError(f"{_place(event)}: the alias *{anchor} lies in what it stands for")
+                raise ValueError(f"{_place(event)}: the alias *{anchor} contains itself")
             counts[-1] += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             counts[-1] += 1

@@ -78,7 +78,7 @@ class Validity:
         try:
             return bool(self._bits[row >> 3] >> (row & 7) & 1)
         except IndexError:
-            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+            raise BrokenColumnError(f"row {row} is outside its column") from None
 
     def nulls(self, count: int) -> NDArray[np.bool_]:
         """Which of the first `count` rows are null: bool (count,). Rows that have no bit are none."""
@@ -146,9 +146,9 @@ class BytesColumn:
         try:
             begin, end = self._offsets[row], self._offsets[row + 1]
         except IndexError:
-            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+            raise BrokenColumnError(f"row {row} is outside its column") from None
         if not 0 <= begin <= end <= len(self._data):
-            raise BrokenColumnError(f"row {row} is said to lie at the bytes {begin} to {end} of {len(self._data)}")
+            raise BrokenColumnError(f"row {row} spans bytes {begin} to {end} of {len(self._data)}")
         return begin, end
 
 
@@ -169,7 +169,7 @@ class NumberColumn:
         try:
             return as_part(self._values[row])
         except IndexError:
-            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+            raise BrokenColumnError(f"row {row} is outside its column") from None
 
     def array(self, row: int) -> NDArray[Any]:
         """The value of a row, which is not null: ()."""
@@ -206,7 +206,7 @@ class ValueColumn:
                 self._array.validate(full=True)
                 self._checked = True
             if not 0 <= row < len(self._array):
-                raise IndexError("outside of its column")
+                raise IndexError("outside its column")
             return make(self._array.slice(row, 1) if self._unread is None else self._unread.rows(self._array, row, 1))
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
@@ -356,9 +356,9 @@ class MediaListColumn:
                 else (self._offsets[row], self._offsets[row + 1])
             )
         except IndexError:
-            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+            raise BrokenColumnError(f"row {row} is outside its column") from None
         if not 0 <= begin <= end <= self._count:
-            raise BrokenColumnError(f"row {row} is said to be the elements {begin} to {end} of {self._count}")
+            raise BrokenColumnError(f"row {row} spans elements {begin} to {end} of {self._count}")
         return range(begin, end)
 
     def is_null(self, row: int) -> bool:

@@ -428,26 +428,25 @@ def data_files(files: T) -> T | list[Path]:
     folder = Path(files)
     if (folder / "dataset_dict.json").is_file():
         names = _split_names(_read_json(folder / "dataset_dict.json", _Splits).splits)
-        raise ShardError(f"{folder}: holds the splits {listed(names)}; read one of them, such as {folder / names[0]}")
+        raise ShardError(f"{folder}: {len(names)} splits, {listed(names)}. Read one, such as {folder / names[0]}")
     if (folder / "state.json").is_file():
         return _named_files(folder, _read_json(folder / "state.json", _State))
     if (folder / "dataset_info.json").is_file():
         names = _split_names(_read_json(folder / "dataset_info.json", _Splits).splits)
         if len(names) > 1:
             raise ShardError(
-                f"{folder}: holds the splits {listed(names)} side by side; name the files of one, such as "
-                f"'{folder}/*-{names[0]}*.arrow'"
+                f"{folder}: several splits, {listed(names)}. Name the files of one: '{folder}/*-{names[0]}*.arrow'"
             )
     return files
 
 
 def _named_files(folder: Path, state: _State) -> list[Path]:
     if state.indices:
-        raise ShardError(f"{folder}: its rows are chosen by a table of indices; save it after `flatten_indices()`")
+        raise ShardError(f"{folder}: an index table selects its rows. Save it after `flatten_indices()`")
     names = [file.filename for file in state.files]
     outside = next((name for name in names if not is_inside(name)), None)
     if outside is not None:
-        raise ShardError(f"{folder}/state.json: it names {outside!r}, which lies outside of the folder")
+        raise ShardError(f"{folder}/state.json: {outside!r} is outside the folder")
     return [folder / name for name in names]
 
 
@@ -458,7 +457,7 @@ def _split_names(splits: Any) -> list[str]:
 def _read_json(path: Path, kind: type[Any]) -> Any:
     try:
         if path.stat().st_size > _LARGEST_JSON:
-            raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LARGEST_JSON} are read")
+            raise ShardError(f"{path}: {path.stat().st_size} bytes, more than the limit of {_LARGEST_JSON}")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error

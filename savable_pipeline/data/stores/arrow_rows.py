@@ -99,7 +99,7 @@ class ArrowRows:
         try:
             return column.array(position)
         except TypeError as error:
-            return TypeError(f"the part {name!r} is no array of numbers: {error}. Read it by sample.json({name!r})")
+            return TypeError(f"the part {name!r} is not an array of numbers: {error}. Use sample.json({name!r})")
 
     def extensions(self, row: int) -> list[str]:
         """The names of the parts that a row has. Raises `NoBytesError`."""

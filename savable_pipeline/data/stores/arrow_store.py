@@ -246,7 +246,7 @@ class ArrowStore(ColumnarStore):
 
     def _check_size(self, size: int) -> None:
         if size > self.most_decoded:
-            raise ValueError(f"it decodes to {human_bytes(size)}: write smaller batches, or give more cache_bytes")
+            raise ValueError(f"it decodes to {human_bytes(size)}. Write smaller batches, or raise cache_bytes=")
 
     def _file(self, shard: int) -> _File:
         found = self._open.get(shard)

@@ -71,7 +71,7 @@ class DownloadedFiles(ShardFiles):
         except OSError as error:
             if is_out_of_handles(error):
                 raise
-            raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
+            raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 
     def is_right(self, shard: int, row: int, stop: int) -> bool:
         """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
@@ -102,15 +102,13 @@ class DownloadedFiles(ShardFiles):
         least = size + self._limit if tries else size
         if tries and not self._cached.is_current():
             raise RemoteError(
-                f"{self.name(shard)}: its folder in the cache, {self._cached.folder}, was removed while this process "
-                "read from it. Make a new loader, and remove a cache only while no run uses it"
+                f"{self.name(shard)}: its cache {self._cached.folder} was removed during the run. Make a new loader"
             )
         if least > self._limit:
-            lost = f"evicted, or damaged on its disk, {tries} times before it was read: " if tries else ""
+            lost = f"read in vain {tries} times (evicted or damaged). " if tries else ""
             raise RemoteError(
-                f"{self.name(shard)}: {lost}{size} bytes are read at once, and the cache of {self._limit} bytes is too "
-                "small for that and what else its processes read: set cache_bytes= or SAVABLE_CACHE_BYTES to at least "
-                f"{least}"
+                f"{self.name(shard)}: {lost}{size} bytes at once do not fit into the cache of {self._limit}. Set "
+                f"cache_bytes= or SAVABLE_CACHE_BYTES to at least {least}"
             )
 
     def fetch_rows(self, numbers: Rows) -> None:
@@ -234,8 +232,7 @@ class CachedBlocks(DownloadedFiles):
                 if self._looked_at and not self._indexed.is_as_indexed(shard, StoreFile(self, shard)):
                     self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
-                        f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
-                        "index it, or put the old file back",
+                        f"{self.name(shard)}: not as its index says. Start again to index it, or restore the old file",
                         reason="changed shard",
                     )
         except BaseException:

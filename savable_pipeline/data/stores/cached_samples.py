@@ -253,8 +253,7 @@ class LongSamples:
         if not blocks.guarded(shard, begin, head, lambda: index.lies_there(name, blocks[shard], row, 1)):
             self._cached.note_changed(int(self._found.numbers[shard]))
             raise ShardError(
-                f"{blocks.name(shard)}: its samples lie elsewhere than when it was indexed; the shard was rewritten "
-                "since: start again to index it, or put the old shard back",
+                f"{blocks.name(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
                 reason="changed shard",
             )
         if len(self._there) >= _ROWS_KEPT:

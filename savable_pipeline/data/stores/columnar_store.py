@@ -153,15 +153,13 @@ class ColumnarStore(GroupedStore):
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         absent = [name for name in (*wanted, *self.needed) if name not in known]
         if absent:
-            fault = f"no column {listed(absent)}; it has {listed(known)}. Ask for columns= that all files have"
+            fault = f"no column {listed(absent)}; it has {listed(known)}. Pass columns= that all files have"
             raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
         if twice is not None:  # either could be meant
             raise ShardError(
-                f"{self.where(shard)}: {counts[twice]} columns are named {twice!r}, so that it is not known which is "
-                "meant: write each under a name of its own (`table.rename_columns([...])` of pyarrow), or take others "
-                "with columns=",
+                f"{self.where(shard)}: {counts[twice]} columns are named {twice!r}. Rename them, or choose by columns=",
                 reason="columns of one name",
             )
 
@@ -199,8 +197,7 @@ class ColumnarStore(GroupedStore):
             raise self.damaged(shard, f"row group {group}", str(error)) from error
         except KeyError as error:  # pyarrow has no class for arrays of each type
             raise ShardError(
-                f"{self.where(shard)}: it has a column of a type that pyarrow does not read, such as interval[months]. "
-                "Leave it out with columns=",
+                f"{self.where(shard)}: pyarrow does not read a column's type, such as interval[months]. Pass columns=",
                 reason="unreadable column",
             ) from error
         if len(rows) != expected:

@@ -59,18 +59,18 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
     rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     if not any(header):
-        raise ValueError(f": expected a first line with the names of the columns, found {header}")
+        raise ValueError(f": expected a first line with column names, found {header}")
     header = named(header)
     twice = next((column for column, count in Counter(header).items() if count > 1), None)
     if twice is not None:
-        raise ValueError(f": {header.count(twice)} columns are named {twice!r}: give each a name of its own")
+        raise ValueError(f": {header.count(twice)} columns are named {twice!r}. Give each its own name")
     refuse_row("", (cell for cell in header if is_url(cell)))
     any_row = False
     for begin, _, _ in rows:
         any_row = True
         yield begin
     if not any_row:
-        raise ValueError(": no row below the names of its columns")
+        raise ValueError(": no row below the column names")
 
 
 def named(header: Row) -> Row:
@@ -87,8 +87,7 @@ def refuse_row(name: str, values: Iterable[str]) -> None:
     """Raises ValueError for a first line that is a row: it would be lost, and its cells be names of columns."""
     if value := next(iter(values), None):
         raise ValueError(
-            f"{name}: the first line should name the columns, but has {value!r}, as a row has; put a line such as "
-            "image,caption before it"
+            f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 NEEDED = {"zst", "rows"}  # kinds that need a package
-MORE = "if it is right so, give a larger unpacked_bytes"
+MORE = "Pass a larger unpacked_bytes= if that is right"
 UNPACKED_BYTES = 1 << 30  # that compressed bytes in memory may become, unless the option of this name says more
 _PIECE = 1 << 20  # bytes that are unpacked at a time
 _STEP, _ZST_STEP = 1 << 17, 1 << 10  # bytes of a file that are read for it; zstd makes at most 32 MiB of its own
@@ -26,12 +26,12 @@ class DamagedError(ValueError):
 
 def needed_package(kind: str) -> Any:
     """The package that a kind of compression, or "rows" of Arrow, needs. Raises ValueError if it is not here."""
-    package, extra = ("zstandard", "zstandard") if kind == "zst" else ("pyarrow", '"savable_pipeline[parquet]"')
+    package = "zstandard" if kind == "zst" else "pyarrow"
     try:
         return importlib.import_module(package)
     except ImportError:
         what = "rows in Arrow need" if kind == "rows" else "reading zstd needs"
-        raise ValueError(f"{what} the package {package}: pip install {extra}") from None
+        raise ValueError(f"{what} {package}. Run `pip install {package}`") from None
 
 
 class Unpacked(io.RawIOBase):
@@ -74,7 +74,7 @@ class Unpacked(io.RawIOBase):
                 self._in = self._in.lstrip(b"\0") or self._packed.read(self._step).lstrip(b"\0")  # padding
             if not self._in and not self._more:
                 if self._stream is not None:
-                    raise DamagedError("it ends within its compressed data: it was cut")
+                    raise DamagedError("its compressed data are cut short")
                 break
             found = self._unpack()
         if self._line_bytes is not None:
@@ -85,7 +85,7 @@ class Unpacked(io.RawIOBase):
         last = found.rfind(b"\n")
         self._line = self._line + len(found) if last < 0 else len(found) - last - 1
         if self._line > most:
-            raise DamagedError(f"a line of more than {most} bytes when decompressed; {MORE}")
+            raise DamagedError(f"a line of more than {most} bytes when decompressed. {MORE}")
 
     def _unpack(self) -> bytes:
         begins = self._stream is None
@@ -120,14 +120,14 @@ def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int |
     b'text'
     """
     if size is not None and size > most:
-        raise DamagedError(f"{size} bytes when decompressed; at most {most} are read: {MORE}")
+        raise DamagedError(f"{size} bytes when decompressed, more than {most}. {MORE}")
     file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()  # whose content is copied nowhere, unlike a list's
     while piece := file.chunk():
         content.write(piece)
         if size is not None and content.tell() > size:
             raise DamagedError(f"more than {size} bytes when decompressed, expected {size}")
         if content.tell() > most:
-            raise DamagedError(f"more than {most} bytes when decompressed; {MORE}")
+            raise DamagedError(f"more than {most} bytes when decompressed. {MORE}")
     if size is not None and content.tell() != size:
         raise DamagedError(f"{content.tell()} bytes when decompressed, expected {size}")
     return content.getvalue()

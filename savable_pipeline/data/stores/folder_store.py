@@ -169,7 +169,7 @@ def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, look
     """
     specs = spelled_out(files)
     if len(specs) != 1 or not Path(specs[0]).is_dir():
-        raise ShardError(f"{listed(specs)}: raw files are read as one folder: name it, or blend several by sp.blend")
+        raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
     for path in index_places(root, form.index_name) if not looked_at else ():
         if (index := _fresh(root, path, form)) is not None:
@@ -179,7 +179,7 @@ def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, look
         try:
             table = form.scan(root, ALL)
         except OSError as error:
-            raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read; permit it") from error
+            raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read. Permit it") from error
         known = _known(path, form)
         if known is None or not _stays(known, table, tolerant and not looked_at):
             write_index(path, [table], form.name)
@@ -513,7 +513,7 @@ class FolderStore(RecordStore):
         if classes is True and {name.lower() for name in top} <= SPLITS:
             raise ShardError(
                 f"{self.address}: no class has a folder here, only splits have ({listed(top)}). Read each split by "
-                "itself, and for the others give classes= the folder of the training split"
+                "itself, and pass the training split's folder as classes= to the others"
             )
         return names
 
@@ -558,8 +558,8 @@ class FolderStore(RecordStore):
             self.verify_given()
             self._forget()
             raise ShardError(
-                f"{self.root}/{self.path(number)}: {size} bytes when the folder was indexed, {stat.st_size} now, "
-                "written since; put the old file back, or start again, which indexes the folder again",
+                f"{self.root}/{self.path(number)}: {size} bytes when indexed, {stat.st_size} now. Restore the file, or "
+                "start again to index the folder",
                 reason="changed shard",
             )
 
@@ -567,7 +567,7 @@ class FolderStore(RecordStore):
         if isinstance(error, FileNotFoundError):
             self._forget()
         return ShardError(
-            f"{self.root}/{self.path(number)}: {error.strerror}; it was there when the folder was indexed",
+            f"{self.root}/{self.path(number)}: {error.strerror}. It was there when indexed: restore it, or start again",
             reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
         )
 
@@ -597,9 +597,9 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
             found = msgspec.json.decode(text) if text.lstrip().startswith("[") else text.splitlines()
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"classes={str(path)!r}: {error}. Give a folder, or a file of names, one a line"
+                f"classes={str(path)!r}: {error}. Pass a folder, or a file with one name a line"
             ) from error
     names: list[str] = [*found]
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"classes={classes!r}: not the names of folders, each once. Give them in their order")
+        raise ValueError(f"classes={classes!r}: pass the names of the folders in their order, each once")
     return names

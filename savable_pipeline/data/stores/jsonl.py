@@ -214,7 +214,7 @@ class JsonlStore(TextStore):
             if not isinstance(found, str | None):
                 kind = type(found).__name__
                 raise TypeError(
-                    f"the field {extension!r} is a {kind}, not text. Read it with sample.json()[{extension!r}]."
+                    f"the field {extension!r} is a {kind}, not text. Read it with sample.json()[{extension!r}]"
                 )
         return super().array(shard, row, extension)
 
@@ -253,7 +253,7 @@ class JsonlStore(TextStore):
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             place = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, place, f"no JSON: {error}", reason="malformed JSON") from error
+            raise self.damaged(shard, place, f"invalid JSON: {error}", reason="malformed JSON") from error
         fields = value if isinstance(value, dict) else {}
         self._last = line, fields
         return fields

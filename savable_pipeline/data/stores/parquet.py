@@ -40,7 +40,7 @@ _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _LARGEST_FOOTER = 1 << 29
 _MOST_ROWS = 1 << 40
 _SIGNATURE = 28  # bytes behind a footer that can be read, of a file with encrypted columns
-_NOT_ENCRYPTED = "write the file without encryption"
+_NOT_ENCRYPTED = "Write the file without encryption"
 _RATIO = 64  # times its bytes in the file, which a row group may decode to, whatever is the limit
 _DICTIONARY_HEAD = 32  # bytes, the first of a page of a dictionary, that say how many it has
 _IDLE_S = 10  # after which the child process ends
@@ -70,16 +70,12 @@ def read_footer(file: ByteSource) -> bytes:
     size = file.size
     tail = file.read_at(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
-        raise ParquetFooterError(f"an encrypted footer; {_NOT_ENCRYPTED}")
+        raise ParquetFooterError(f"an encrypted footer. {_NOT_ENCRYPTED}")
     if size < 12 or tail[4:] != _MAGIC:
-        raise ParquetFooterError(
-            "no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again"
-        )
+        raise ParquetFooterError("no Parquet footer at its end: cut short, or not Parquet. Copy the file again")
     length = int.from_bytes(tail[:4], "little")
     if not 0 < length <= min(size - 12, _LARGEST_FOOTER):
-        raise ParquetFooterError(
-            f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again"
-        )
+        raise ParquetFooterError(f"damaged at its end: a footer of {length} bytes in {size}. Copy the file again")
     return file.read_at(size - 8 - length, length)
 
 
@@ -135,10 +131,7 @@ def _groups_by_child(footer: bytes, size: int) -> _Groups:
                     raise ParquetFooterError(answer)
                 return answer
             child.kill()
-    raise ParquetFooterError(
-        "a footer that ended the process which read it, for pyarrow cannot read it; write the file again, without what "
-        "other programs added"
-    )
+    raise ParquetFooterError("pyarrow crashed on the footer. Write the file again, by pyarrow alone")
 
 
 def serve_groups(connection: Connection, footers: Iterator[tuple[bytes, int]]) -> None:
@@ -160,7 +153,7 @@ def _groups(footer: bytes, size: int) -> _Groups:
     try:
         metadata = parsed_footer(footer)
         if len(footer) - metadata.serialized_size == _SIGNATURE:  # pyarrow aborts when it is asked for such a column
-            raise ParquetFooterError(f"encrypted columns; {_NOT_ENCRYPTED}")
+            raise ParquetFooterError(f"encrypted columns. {_NOT_ENCRYPTED}")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
@@ -171,11 +164,11 @@ def _groups(footer: bytes, size: int) -> _Groups:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         line = encodable(str(error).partition("\n")[0])
-        raise ParquetFooterError(f"a damaged footer: {line}; copy the file again") from error
+        raise ParquetFooterError(f"a damaged footer: {line}. Copy the file again") from error
     if min([*rows, *sizes], default=0) < 0 or sum(rows) != metadata.num_rows or sum(rows) > _MOST_ROWS:
         fault = f"row groups of {sum(rows)} rows, but {metadata.num_rows} in the file"
     if fault:
-        raise ParquetFooterError(f"a footer that cannot be right: {fault}; copy the file again")
+        raise ParquetFooterError(f"a wrong footer: {fault}. Copy the file again")
     return rows, sizes
 
 
@@ -280,8 +273,8 @@ class ParquetStore(ColumnarStore):
                 yield batch
             if max(size, said) > most:
                 what = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
-                more = f"write smaller row groups, or give a larger {what}"
-                raise ValueError(f"it decodes to more than {human_bytes(most)}: {more}")
+                more = f"Write smaller row groups, or raise {what}="
+                raise ValueError(f"it decodes to more than {human_bytes(most)}. {more}")
 
         return rows, decoded()
 

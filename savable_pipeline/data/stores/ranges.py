@@ -130,13 +130,13 @@ class Ranges:
         number = bisect_left(names, name)
         fault = ""
         if "://" in path:
-            fault = "a URL, which no row may name: put the file beside the table"
+            fault = "a URL. Put the file beside the table"
         elif not is_inside(path):
-            fault = "a path that leads out of the table's folder: put the file below it"
+            fault = "a path that leads out of the table's folder. Put the file below it"
         elif number == len(names) or names[number] != name:
-            fault = "it is none of the dataset's files: put it there, or name the folder of both to the reader"
+            fault = "not a file of the dataset. Put it there, or read the folder of both"
         elif self._is_outside(number):
-            fault = "a link that leads out of the dataset's folder: put the file itself there, by `cp -L`"
+            fault = "a link that leads out of the dataset's folder. Put the file itself there, by `cp -L`"
         if fault:
             raise ShardError(
                 f"{self._store.where(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
@@ -274,9 +274,7 @@ class LeRobotStore(ParquetStore):
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         if settings.pop("columns", None) is not None:
-            raise ValueError(
-                f"{found.address}: leave out columns=: parts of an episode are read when they are asked for"
-            )
+            raise ValueError(f"{found.address}: columns= does not apply to episodes, whose parts are read on demand")
         settings["key"] = settings.get("key") or "episode_index"
         super().__init__(found, **settings)
         first = int(np.flatnonzero(self.entries.samples)[0])
@@ -311,8 +309,8 @@ class LeRobotStore(ParquetStore):
             for number, image in enumerate(images):
                 data, path = (image or {}).get("bytes"), (image or {}).get("path") or ""
                 if data is None:
-                    fault = f"frame {number} of {extension!r} has no bytes, only the path {path!r}"
-                    raise self.damaged(shard, f"row {row}", f"{fault}: write the images into the table")
+                    fault = f"frame {number} of {extension!r} has only the path {path!r}, no bytes"
+                    raise self.damaged(shard, f"row {row}", f"{fault}. Write the images into the table")
                 archive.writestr(zipfile.ZipInfo(f"{number:06d}{posixpath.splitext(path)[1]}"), data)
         return file.getvalue()
 
@@ -364,7 +362,7 @@ class LeRobotStore(ParquetStore):
         try:
             return msgspec.json.decode(self.value(shard, row, name) or b"", type=kind)
         except (KeyError, msgspec.DecodeError) as error:
-            raise self.damaged(shard, f"row {row}", f"{name!r} is no number: {error}") from error
+            raise self.damaged(shard, f"row {row}", f"{name!r} is not a number: {error}") from error
 
     def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
         """The path that a template gives for a row; which never is a template of Python, that could do more."""

@@ -47,7 +47,7 @@ _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mk
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
 _HEAD = 16
-INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
+INSTEAD = "Read it with its own library, and write its samples with sp.ShardWriter"
 RECORDS, ROWS, WHOLE = range(3)
 PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
@@ -235,7 +235,7 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
     try:
         return msgspec.json.decode(index, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not an index of {name} that can be read: {error}") from error
+        raise ValueError(f"not a readable index of {name}: {error}") from error
 
 
 def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
@@ -243,7 +243,7 @@ def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
     try:
         said = _said(kind, file, name)
         if said is None or said.fault:
-            raise ValueError(f"not named by an {INDEX}; copy the whole folder" if said is None else said.fault)
+            raise ValueError(f"not named by an {INDEX}. Copy the whole folder" if said is None else said.fault)
         return _table(kind, file, said)
     except ValueError as error:
         return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
@@ -275,16 +275,16 @@ def _said(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
 @functools.lru_cache(maxsize=1)
 def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
     if size > LARGEST_INDEX:
-        raise ValueError(f"{INDEX} has {size} bytes; at most {LARGEST_INDEX} are read")
+        raise ValueError(f"{INDEX} has {size} bytes, more than the limit of {LARGEST_INDEX}")
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
 def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
     """Entry and places of a file of which this is said. Raises ValueError."""
     if said.size not in (None, file.size):
-        raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
+        raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}. Copy it again")
     if not 0 <= said.samples < _MOST_RECORDS:
-        raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
+        raise ValueError(f"{said.samples} records by {INDEX}. Copy it again")
     what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(file, said.samples, kind.chunked)
     known = 0 if said.content is None else said.content + 1
     schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
@@ -314,12 +314,12 @@ def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Fi
             content.part(end - size, size)
             return ROWS, np.array([end - size, end], "<u8")
         if chunked and content.head(len(_FRAMED)) == _FRAMED:
-            raise ValueError(f"compression by batch is not read: {INSTEAD}")
+            raise ValueError(f"compression by batch is not supported. {INSTEAD}")
         if (there := content.uint32s(0, 1)[0]) != samples:
-            raise ValueError(f"holds {there} records, but {samples} by the index; copy it again")
+            raise ValueError(f"{there} records, but {samples} by the index. Copy it again")
         return RECORDS, np.frombuffer(content.part(4, 4 * (samples + 1)).read(), "<u4").astype("<u8")
     except RecordError as error:
-        raise ValueError("too short to hold records; copy it again") from error
+        raise ValueError("too short to hold records. Copy it again") from error
 
 
 def known_hash(hashes: Iterable[str]) -> str | None:
@@ -412,7 +412,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
     import pyarrow as pa  # imported here: it is needed for such chunks alone
 
     if (size := _decoded_bytes(data)) > most:
-        raise ValueError(f"rows in Arrow of {size} bytes; at most {most} are read: {MORE}")
+        raise ValueError(f"rows in Arrow of {size} bytes, more than {most}. {MORE}")
     try:
         source = pa.py_buffer(data)
         reader = pa.ipc.open_file(source) if data.startswith(_ARROW) else pa.ipc.open_stream(source)
@@ -421,7 +421,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise ValueError(f"damaged rows in Arrow: {error}") from error
     if table.num_rows != expected:
-        raise ValueError(f"holds {table.num_rows} records, but {expected} by the index")
+        raise ValueError(f"{table.num_rows} records, but {expected} by the index")
     return RecordTable(table)
 
 

@@ -149,8 +149,7 @@ class RecordFolderStore(GroupedStore):
             self._wrong[shard] = "" if algorithm is None else wrong_hash(hashes, algorithm, pieces)
         if self._wrong[shard]:
             raise ShardError(
-                f"{self.where(shard)}: damaged: {self._wrong[shard]}; copy it again, or leave its samples out with "
-                'on_error="skip"'
+                f'{self.where(shard)}: damaged: {self._wrong[shard]}. Copy it again, or pass on_error="skip"'
             )
 
     @cached_property
@@ -192,7 +191,7 @@ class RecordFolderStore(GroupedStore):
             )
         except ValueError as error:
             raise ShardError(
-                f'{self.where(shard)}: damaged: {error}; copy it again, or leave its samples out with on_error="skip"'
+                f'{self.where(shard)}: damaged: {error}. Copy it again, or pass on_error="skip"'
             ) from error
         return rows, rows.size
 
@@ -236,6 +235,6 @@ class RecordFolderStore(GroupedStore):
     def _broken_record(self, shard: int, row: int, error: RecordError) -> ShardError:
         reason, _, detail = str(error).partition(": ")
         return ShardError(
-            f'{self.where(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
+            f'{self.where(shard)}: row {row}: {reason}: {detail}. Write it again, or pass on_error="skip"',
             reason=reason,
         )

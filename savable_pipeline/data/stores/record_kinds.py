@@ -111,12 +111,12 @@ def _forms_of_shard(shard: _Shard) -> tuple[ListedFile, ...]:
 
 def _columns(shard: _Shard) -> MdsColumns:
     if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
-        raise ValueError(f"version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
+        raise ValueError(f"version {shard.version} of MDS, or damaged: names, encodings and sizes do not match")
     for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
         if encoding == "pkl":
-            raise ValueError(f"the column {name!r} holds pickles, and unpickling runs what they name: {INSTEAD}")
+            raise ValueError(f"the column {name!r} has pickles, which could run code. {INSTEAD}")
         if encoding.partition(":")[0] not in _COLUMNS:
-            raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not read: {INSTEAD}")
+            raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not supported. {INSTEAD}")
     return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
 
@@ -129,7 +129,7 @@ def _column(name: str, encoding: str, data: ByteSource) -> list[Value | Blob]:
     try:
         return [Value(name, _VALUES_OF_COLUMNS[kind](data.read()))]
     except (ValueError, IndexError, RecursionError, InvalidOperation) as error:
-        raise RecordError(f"damaged record: {name} is no {encoding}: {error}") from error
+        raise RecordError(f"damaged record: {name} is not {encoding}: {error}") from error
 
 
 def _array(name: str, settings: str, data: ByteSource) -> Blob:
@@ -152,7 +152,7 @@ def _array(name: str, settings: str, data: ByteSource) -> Blob:
     except RecordError:
         raise
     except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise RecordError(f"damaged record: {name} is no array: {error}") from error
+        raise RecordError(f"damaged record: {name} is not an array: {error}") from error
 
 
 _VALUES_OF_COLUMNS: dict[str, Callable[[bytes], Any]] = {
@@ -280,7 +280,7 @@ def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
     try:
         spec = _spec(json.loads(config.data_spec or "null"))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise ValueError(f"not an index of LitData that can be read: {error}") from error
+        raise ValueError(f"not a readable index of LitData: {error}") from error
     _check_config(config)
     tree = Tree(tuple(config.data_format), spec, "zst" if config.compression_level == "sample" else "")
     if len(tree.names()) != len(tree.formats):
@@ -329,18 +329,18 @@ def _check_config(config: _Config) -> None:
     }
     for what, is_refused in refused.items():
         if is_refused:
-            raise ValueError(f"{what} is not read: {INSTEAD}")
+            raise ValueError(f"{what} is not supported. {INSTEAD}")
     for kind in config.data_format:
         plain = kind.partition(":")[0]
         if plain in ("pickle", "graph"):
-            raise ValueError(f"the format {plain} holds pickles, and unpickling runs what they name: {INSTEAD}")
+            raise ValueError(f"the format {plain} has pickles, which could run code. {INSTEAD}")
         if plain not in _LEAVES:
-            raise ValueError(f"the format {kind!r} is not read: {INSTEAD}")
+            raise ValueError(f"the format {kind!r} is not supported. {INSTEAD}")
 
 
 def _json(data: bytes) -> Any:
     if data and data[0] <= _BINARY:
-        raise RecordError(f"binary JSON: a field in LitData's binary form of JSON, which is not read: {INSTEAD}")
+        raise RecordError(f"binary JSON: LitData's binary form of JSON is not supported. {INSTEAD}")
     return json.loads(data)
 
 
@@ -355,7 +355,7 @@ def _leaf(name: str, kind: str, data: ByteSource) -> list[Value | Blob]:
     except RecordError:
         raise
     except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise RecordError(f"damaged record: {name} is no {kind}: {error}") from error
+        raise RecordError(f"damaged record: {name} is not {kind}: {error}") from error
 
 
 def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> Blob:

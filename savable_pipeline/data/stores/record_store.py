@@ -340,10 +340,9 @@ class FileStore(RecordStore):
             try:
                 return found.decode()
             except UnicodeDecodeError:
-                fault = "holds bytes that are no UTF-8"
+                fault = "is not UTF-8"
         raise ShardError(
-            f"{self.where(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or "
-            "leave out key=, so that keys are FILE:ROW",
+            f"{self.where(shard)}: row {row}: {name!r} of key= {fault}. Give each row a key, or leave out key=",
             reason="no key",
         )
 
@@ -361,7 +360,6 @@ class FileStore(RecordStore):
     def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
         """The error for a file that does not hold at `where` what it should."""
         return ShardError(
-            f"{self.where(shard)}: {where}: {fault}; the file is damaged: put a good copy in its place, or "
-            'leave its samples out with on_error="skip"',
+            f'{self.where(shard)}: {where}: {fault}. The file is damaged: restore it, or pass on_error="skip"',
             reason=reason,
         )

@@ -231,7 +231,7 @@ def open_remote(
     with looked_up(files, form, session, counts=anew) as (found, folder, own):
         all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
         if all_below and form.splits and session.stat(found.root, form.splits) is not None:
-            raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
+            raise ShardError(f"{files}: several splits are there. Read one of them, such as {found.root}/train/")
         if anew:
             found = replace(found, sizes=asked(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
@@ -401,8 +401,7 @@ class _Making:
         to_scan = {found.names[n]: n for n in left if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
         if form.whole:
             log.warning(
-                "%s has no index of %d shards (%.3g GB): they are downloaded to make one; make it where they lie to "
-                "avoid that",
+                "%s has no index of %d shards (%.3g GB). They are downloaded to build it. Run `savable index` there",
                 found.root,
                 len(left),
                 size / 1e9,

@@ -167,15 +167,14 @@ class ShardFiles(dict[int, Descriptor], ABC):
             offset, missing = offset + len(more), missing - len(more)
         if missing:
             raise ShardError(
-                f"{self.path(shard)}: {missing} bytes at byte {offset} are missing; the file was cut short: put the "
-                "whole one back",
+                f"{self.path(shard)}: {missing} bytes at byte {offset} are missing. The file was cut short: restore it",
                 reason="changed shard",
             )
         return b"".join(parts)
 
     def unreadable(self, shard: int, error: OSError) -> ShardError:
         """The error for a shard that cannot be read."""
-        message = f"{self.path(shard)}: {error.strerror}; look after the disk or the network"
+        message = f"{self.path(shard)}: {error.strerror}. Check the disk or the network"
         return ShardError(message, reason="unreadable shard")
 
     def watch_view(self, number: int, path: Path) -> None:
@@ -270,7 +269,7 @@ class LocalFiles(ShardFiles):
             if is_out_of_handles(error):
                 raise
             raise ShardError(
-                f"{path}: {error.strerror}; it was there when the shards were indexed",
+                f"{path}: {error.strerror}. It was there when the shards were indexed: restore it",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
 
@@ -305,24 +304,23 @@ class LocalFiles(ShardFiles):
         size = int(found.entries.sizes[shard])
         if stat.st_size != size:
             raise ShardError(
-                f"{path}: {stat.st_size} bytes, but {size} when it was indexed; the shard was rewritten or cut short "
-                "since: start again or run `savable index` to index it, or put the old shard back",
+                f"{path}: {stat.st_size} bytes, but {size} when indexed. Start again to index it, or restore it",
                 reason="changed shard",
             )
         if shard not in self._checked:
             found.check_rows(shard)
             if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
                 beside = found.form.beside[1]
-                what = f"the shard, or its {beside}, was" if beside else "its samples lie elsewhere: the shard was"
+                what = f"the shard or its {beside} was" if beside else "the shard was"
                 raise ShardError(
-                    f"{path}: as large as when it was indexed, but {what} rewritten since; remove {found.index_path} "
-                    "and start again to index it, or put the old shard back",
+                    f"{path}: {what} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
+                    "start again, or restore the old shard",
                     reason="changed shard",
                 )
             self._checked.add(shard)
         if not self._pin(shard, stat, descriptor):
             raise ShardError(
-                f"{path}: it was replaced while this run read from it; put the old shard back, or start again",
+                f"{path}: it was replaced while this run read it. Restore the old shard, or start again",
                 reason="changed shard",
             )
 
@@ -337,7 +335,7 @@ class LocalFiles(ShardFiles):
         """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
         self._slots[slot] = None
         if self._changed or time.monotonic() >= self._look_at:
-            self._look(f", of which that of slot {slot} was not given")
+            self._look(f", but slot {slot} was not yielded")
 
     def verify_given(self) -> None:
         """See `ShardFiles.verify_given`."""
@@ -365,9 +363,8 @@ class LocalFiles(ShardFiles):
                 self._slots.pop(slot, None)
             return
         raise ShardError(
-            f"{self._changed[0]}: it was overwritten while this run read from it; the batches of the "
-            f"slots {_numbers(sorted(self._slots))} may hold bytes of both{not_given}. Put the old shard back, "
-            "and start again from a state before them",
+            f"{self._changed[0]}: it was overwritten while this run read it. Restore it, and resume from an earlier "
+            f"state\nThe slots {_numbers(sorted(self._slots))} may have bytes of both{not_given}",
             reason="changed shard",
         )
 
@@ -428,10 +425,8 @@ class LocalFiles(ShardFiles):
         if number not in self._told:
             self._told.add(number)
             log.warning(
-                "%s: its inode changed while this run read from it (ctime), but neither mode, owner and links nor size "
-                "and time of writing, and what was compared of its bytes is as it was indexed: it was moved or backed "
-                "up, or overwritten by a program that put the time of writing back. Compare it with its source, such "
-                "as by `rsync --checksum --dry-run`",
+                "%s: its inode changed during the run (ctime), but not its size, times or compared bytes. Compare it "
+                "with its source, for example by `rsync --checksum --dry-run`",
                 self._path_of(number),
             )
         return True

@@ -68,13 +68,13 @@ JSONL_FILES = ShardKind(
     (".jsonl", ".ndjson"),
     _PACKED,
     ("a compressed JSONL file", "compressed JSONL files"),
-    "`gzip -dk` or `zstd -d` unpacks",
+    "Run `gzip -dk` or `zstd -d`",
 )
 CSV_FILES = ShardKind(
     (".csv", ".tsv"),
     tuple(f".{name}.{packed}" for name in ("csv", "tsv") for packed in ("gz", "zst", "xz", "bz2")),
     ("a compressed table", "compressed tables"),
-    "`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks",
+    "Run `savable convert`, or `gzip -dk` or `zstd -d`",
 )
 JSON_FILES = ShardKind((".json",))
 PARQUET_FILES = ShardKind((".parquet", ".pq", ".parq"))
@@ -127,8 +127,8 @@ def _kind_of_info(info: bytes, folder: str) -> str:
     version = str(_object(info).get("codebase_version", ""))
     if version and not version.startswith("v3."):
         raise ShardError(
-            f"{folder} is LeRobot {version}, and v3.0 is read. Convert it by LeRobot's script "
-            "convert_dataset_v21_to_v30, or name the folder data in it to read its frames as rows"
+            f"{folder} is LeRobot {version}, but only v3.0 is supported. Run LeRobot's convert_dataset_v21_to_v30, or "
+            "read its folder data as rows"
         )
     return "lerobot" if version else ""
 
@@ -291,7 +291,7 @@ def at_commit(files: Shards, pinned: dict[str, bytes], session: Session) -> Shar
     if not any(map(is_hub, specs)):
         return files
     if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
-        raise RemoteError("hf:// needs huggingface_hub: pip install 'savable_pipeline[hub]'")
+        raise RemoteError("hf:// needs huggingface_hub. Run `pip install huggingface_hub`")
     fixed = [_fixed(HubAddress.of(spec), pinned, session) if is_hub(spec) else spec for spec in specs]
     return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
 
@@ -312,7 +312,7 @@ def _checked_kind(files: Shards, name: str, session: Session | None) -> str:
     spec, also = specs[0].rstrip("/"), STORES[name].also
     named = _kind_of_name(spec)
     if named not in ("", name) and (session or not Path(spec).is_dir()):
-        raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")
+        raise ShardError(f"{files}: a file of the kind {named}, not {name}. sp.read(…) reads any kind")
     if not also or "*" in spec or (session and named):
         return name
     return also if also == (stored_in(Path(spec)) if session is None else stored_behind(spec, session)) else name
@@ -327,9 +327,7 @@ def _kind_of(files: Shards, session: Session | None) -> str:
     if len(found) > 1 and "tokens" in found:  # `.bin` and `.npy` lie beside many things
         found.remove("tokens")
     if len(found) > 1:
-        raise ShardError(
-            f"{files}: holds files of several kinds, {listed(sorted(found))}; name those of one, by a glob"
-        )
+        raise ShardError(f"{files}: several kinds of files, {listed(sorted(found))}. Name those of one by a glob")
     return found.pop()
 
 
@@ -382,14 +380,11 @@ def _of_raw_files(folder: Path) -> set[str]:
     if tables and all(_kind_of_name(name) == "csv" or _stem(name).lower().endswith(_FOR_PEOPLE) for name in names):
         return {"csv"}
     for name in tables:
-        raise ShardError(
-            f"{folder} holds the table {name}, whose rows may be the samples: name it, {folder / name}, or move it "
-            "away to read each file as a part of a sample"
-        )
+        raise ShardError(f"{folder}: {name} may have the samples as rows. Read {folder / name}, or move it away")
     for name in names:
         (end, *others) = sorted(set(ends[_stem(name)]))
         if not others and (cure := CONTAINERS.get(end)):
-            raise ShardError(f"{folder} holds {name}, and {end} is not read here: {cure}")
+            raise ShardError(f"{folder}: {end} is not read here ({name}): {cure}")
     return {"folder"} if names else set()
 
 

@@ -187,8 +187,8 @@ class TableStore(TextStore):
     def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
         """The error for what is wrong with a row."""
         return ShardError(
-            f"{self.where(shard)}: row {row}, at byte {begin}: {error}; mend the row or the files that it names, "
-            'or leave its sample out with on_error="skip"',
+            f"{self.where(shard)}: row {row}, at byte {begin}: {error}. Fix the row or the files that it names, or "
+            'pass on_error="skip"',
             reason=str(error).partition(": ")[0],
         )
 
@@ -211,8 +211,8 @@ class TableStore(TextStore):
             raise RecordError(f"{A_URL}: {where}")
         if not root:
             raise ShardError(
-                f"{self.entries.names[shard]}: {where}, and files beside a URL are not read: copy them to a disk and "
-                "give --files-from FOLDER; with --no-files the fields stay what they are, text"
+                f"{self.entries.names[shard]}: {where}, but files of remote tables are not read. Copy them and pass "
+                "--files-from FOLDER, or pass --no-files to keep the fields as text"
             )
         path = PurePosixPath(name)
         if len(path.suffix) < 2:
@@ -220,12 +220,12 @@ class TableStore(TextStore):
         try:
             leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
-                raise RecordError(f"outside the source: {where}; --allow-outside takes it")
+                raise RecordError(f"outside the source: {where}. Pass --allow-outside to take it")
             status = patiently(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
-            raise RecordError(f"missing file: {where}, not in the folder of files_from= or else the table") from error
+            raise RecordError(f"missing file: {where}, not in the folder of files_from= or the table") from error
         if not stat.S_ISREG(status.st_mode):
             raise RecordError(f"not a regular file: {where}")
         suffix = path.suffix.removeprefix(".")
@@ -237,7 +237,7 @@ class TableStore(TextStore):
             descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
         except OSError as error:
             raise ShardError(
-                f"{path}: {error.strerror}; {self.where(shard)} names it", reason="missing file"
+                f"{path}: {error.strerror}, but {self.where(shard)} names it", reason="missing file"
             ) from error
         found = os.fdopen(descriptor, "rb")
         status = os.fstat(found.fileno())  # a file may be dated in the future, but its inode cannot
@@ -246,8 +246,7 @@ class TableStore(TextStore):
             if not self.found.tolerant:
                 self.found.index_path.unlink(missing_ok=True)
             raise ShardError(
-                f"{path}: written since {self.where(shard)}, which names it, was indexed; put the old file back, "
-                "or start again, which indexes the table again",
+                f"{path}: written since {self.where(shard)}, which names it, was indexed. Restore it, or start again",
                 reason="changed shard",
             )
         return found

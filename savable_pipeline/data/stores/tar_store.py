@@ -86,8 +86,8 @@ class TarRows:
         self.first_rows = index.shard_rows[found.numbers]  # int64 (shards,)
         if not found.firsts[-1]:
             fault = next(iter(found.entries.faults.values()), "")
-            why = fault or "a sample's files are named KEY.EXTENSION in the tar"
-            raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards; {why}")
+            why = fault or "Name a sample's files KEY.EXTENSION in the tar"
+            raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards. {why}")
 
     def rows(self, shards: Rows, places: Rows) -> Rows:
         """The rows in the index of the samples at these places of these shards."""
@@ -286,7 +286,7 @@ def key_at(path: str, descriptor: int, offset: int) -> str:
     first = next(members(path, descriptor, offset), None)
     parts = split_name(first.name) if first else None
     if parts is None:
-        raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
+        raise ShardError(f"{path}: no sample at byte {offset}, unlike when it was indexed")
     return parts[0]
 
 

@@ -114,13 +114,13 @@ def read_documents(idx: Path) -> Documents:
     with opened(idx) as file:
         head, idx_size = file.read_at(0, _HEAD.size), file.size
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise TokenFileError(f"{idx.name} is no Megatron index; write it again, or move it away and give dtype=")
+        raise TokenFileError(f"{idx.name} is not a Megatron index. Write it again, or move it away and pass dtype=")
     _, version, kind, sequences, documents = _HEAD.unpack(head)
     if version != 1 or not 0 < kind < 9:
-        raise TokenFileError(f"{idx.name}: version {version} and type {kind} are not known; write it again")
+        raise TokenFileError(f"{idx.name}: unknown version {version} or type {kind}. Write it again")
     needed = _HEAD.size + 12 * sequences + 8 * documents
     if idx_size not in (needed, needed + sequences):  # with a byte of mode for each sequence
-        raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}; copy it again")
+        raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}. Copy it again")
     raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
     arrays = [
@@ -163,12 +163,12 @@ def _of_array(file: ByteSource, size: int) -> TokenLayout:
         with _parsing:
             shape, fortran, dtype = read(head)
     except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
-        raise TokenFileError(f"no .npy file, or its header is damaged: {error}; write it again") from error
+        raise TokenFileError(f"not an .npy file, or its header is damaged: {error}. Write it again") from error
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:
-        raise TokenFileError(f"an array of type {dtype} and shape {shape}; tokens are little-endian numbers, in rows")
+        raise TokenFileError(f"array of {dtype} and shape {shape}: tokens must be little-endian numbers, in rows")
     tokens, begin = int(np.prod(shape, dtype=object)), head.tell()
     if begin + tokens * dtype.itemsize != size:
-        raise TokenFileError(f"{size} bytes, but its header says {begin + tokens * dtype.itemsize}; copy it again")
+        raise TokenFileError(f"{size} bytes, but its header says {begin + tokens * dtype.itemsize}. Copy it again")
     rows, row = (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
     return TokenLayout(ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row)
 
@@ -179,21 +179,21 @@ def _check(idx: str, found: Documents, size: int) -> None:
     for first in range(0, len(found.lengths), _CHECKED):
         lengths = found.lengths[first : first + _CHECKED].astype(np.int64)
         if int(lengths.min()) < 0:
-            raise TokenFileError(f"{idx}: a sequence of {lengths.min()} tokens; write it again")
+            raise TokenFileError(f"{idx}: a sequence of {lengths.min()} tokens. Write it again")
         begins = end + np.cumsum(lengths) * width - lengths * width
         wrong = np.flatnonzero(found.pointers[first : first + _CHECKED] != begins)
         if len(wrong):
             at = first + int(wrong[0])
             raise TokenFileError(
-                f"{idx}: sequence {at} is said to lie at byte {found.pointers[at]}, but the ones before it end at byte "
-                f"{begins[wrong[0]]}; write it again"
+                f"{idx}: sequence {at} starts at byte {found.pointers[at]}, but the last one ends at "
+                f"{begins[wrong[0]]}. Write it again"
             )
         end = int(begins[-1] + lengths[-1] * width)
     if end != size:
-        raise TokenFileError(f"{idx}: its sequences take {end} bytes, the .bin has {size}; copy both again")
+        raise TokenFileError(f"{idx}: its sequences take {end} bytes, the .bin has {size}. Copy both again")
     firsts = found.firsts
     if not len(firsts) or firsts[0] or firsts[-1] != len(found.lengths) or (np.diff(firsts) < 0).any():
-        raise TokenFileError(f"{idx}: its documents are not made of its {len(found.lengths)} sequences; write it again")
+        raise TokenFileError(f"{idx}: its documents do not cover its {len(found.lengths)} sequences. Write it again")
 
 
 TOKENS = FileFormat(
@@ -285,9 +285,7 @@ class TokenStore(FileStore):
             tokens = self.entries[shard].size // np.dtype(dtype).itemsize
             return TokenLayout(FLAT, TYPES.index(dtype), tokens=tokens)
         if not self._is_array(shard):
-            raise ValueError(
-                f"{self.where(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
-            )
+            raise ValueError(f"{self.where(shard)}: a flat file of tokens without .idx. Pass dtype=, their type")
         return layout
 
     def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
@@ -300,7 +298,7 @@ class TokenStore(FileStore):
         if fault:
             if not tolerant:
                 raise ShardError(f"{self.where(shard)}: {fault}")
-            log.warning("%s: %s; going on with the samples before the rest", self.where(shard), fault)
+            log.warning("%s: %s. Only the samples before it are used", self.where(shard), fault)
             entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
             if lost:
                 return entry
@@ -308,9 +306,7 @@ class TokenStore(FileStore):
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
         if layout.what == FLAT or (layout.what == ARRAY and not layout.row):
-            raise ValueError(
-                f"{self.where(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
-            )
+            raise ValueError(f"{self.where(shard)}: a flat file of tokens has no documents. Pass length= of windows")
         return entry
 
     def _is_array(self, shard: int) -> bool:
@@ -362,8 +358,7 @@ class TokenStore(FileStore):
                 self.files.watch_view(~shard, idx)
                 if digest_of(file) != self.entries.digests[shard]:
                     raise ShardError(
-                        f"{place}: it, or its .idx, was rewritten since it was indexed: start again to index it, or "
-                        "put the old file back",
+                        f"{place}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
                         reason="changed shard",
                     )
                 self._documents[shard] = with_handles(lambda: patiently(idx, partial(read_documents, idx)))
@@ -371,7 +366,7 @@ class TokenStore(FileStore):
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
             raise ShardError(
-                f"{error.filename or place}: {error.strerror}; it was there when the shards were indexed",
+                f"{error.filename or place}: {error.strerror}. It was there when indexed: restore it",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
         self._checked.add(shard)
@@ -383,6 +378,6 @@ def check_token_settings(length: int | None, stride: int | None, dtype: str | No
         if value is not None and value < 1:
             raise ValueError(f"TokenReader: {name} must be at least 1, not {value}")
     if stride is not None and length is None:
-        raise ValueError("TokenReader: stride is between windows; give their length= too")
+        raise ValueError("TokenReader: stride= needs length=, the tokens of a window")
     if dtype is not None and dtype not in TYPES[1:]:
         raise ValueError(f"TokenReader: dtype must be one of {', '.join(TYPES[1:])}, not {dtype!r}")

@@ -124,8 +124,7 @@ def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -
     while not is_there():
         if time.monotonic() > end:
             raise SavableError(
-                f"{path} was finished by another machine, and is not there for this one: source and "
-                "target must be storage that all nodes share"
+                f"{path}: finished by another machine, but not visible here. Use storage that all nodes share"
             )
         time.sleep(0.1)
         for folder in (path.parent, *others):  # listing a folder makes a network file system look again

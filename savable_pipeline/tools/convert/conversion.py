@@ -167,14 +167,14 @@ def convert(
 def _listed(name: str, texts: Iterable[str] | None) -> tuple[str, ...] | None:
     """Raises ValueError for one str, whose letters would be taken for the texts."""
     if isinstance(texts, str):
-        raise ValueError(f"{name} must be a list, not one str: give [{texts!r}]")
+        raise ValueError(f"{name} must be a list, not a str. Pass [{texts!r}]")
     return None if texts is None else tuple(texts)
 
 
 def _parts(only: Iterable[str] | None) -> tuple[str, ...]:
     names = _listed("only", only)
     if names == ():
-        raise ValueError("only names no part; expected extensions, such as jpg and txt, or None to keep all")
+        raise ValueError("only= names no part. Pass extensions, such as jpg and txt, or None for all")
     return names or ()
 
 
@@ -260,17 +260,16 @@ def check_reshard(source: ConversionSource, options: Options, reshard: bool, key
     chosen = bool(reshard or options.only or options.split or keys)
     if source.kind == "packed" and chosen:
         raise ValueError(
-            f"{source.path}: compressed tars are re-packed as they are; convert them first, then give the folder with "
-            "their plain ones and --reshard for other sizes, parts or keys"
+            f"{source.path}: compressed tars are re-packed as they are. Convert them first, then their plain tars with "
+            "--reshard"
         )
     if source.kind == "tars" and not reshard:
         raise ValueError(
-            f'{source.path}: tars are read as they are, with nothing to convert: sp.TarShardReader("{source.path}", '
-            "lane). To write their samples into shards of another size, of some parts or keys, or by split, give "
-            "--reshard"
+            f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
+            "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.kind != "tars":
-        raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
+        raise ValueError(f"{source.path} is {source.words}: --reshard is only for tars")
 
 
 def _check_repack(source: ConversionSource, options: Options, **more: object) -> None:
@@ -280,8 +279,8 @@ def _check_repack(source: ConversionSource, options: Options, **more: object) ->
     given += [name for name, value in more.items() if value is not None]
     if given:
         raise ValueError(
-            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out "
-            f"{', '.join(sorted(given))}; for other shards convert the folder with their plain ones, with --reshard"
+            f"{source.path}: compressed tars are re-packed one by one. Leave out {', '.join(sorted(given))}, or "
+            "convert their plain tars with --reshard"
         )
 
 
@@ -342,12 +341,12 @@ def _check_apart(source: Path | str, target: Path | str) -> None:
     if isinstance(source, str) and isinstance(target, str):
         inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
         if inner.startswith(outer) or outer.startswith(inner):
-            raise ValueError(f"{source} and {target} lie one within the other; convert to a URL beside the source")
+            raise ValueError(f"{target} and {source} must not contain each other. Convert to another URL")
     if isinstance(source, str) or isinstance(target, str):
         return
     here, there = source.resolve(), target.resolve()
     if source.is_dir() and (here == there or there in here.parents or here in there.parents):
-        raise ValueError(f"{source} and {target} lie one within the other; convert into a folder beside the source")
+        raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
 def _workers(found: Input) -> int:
@@ -359,15 +358,13 @@ def _refuse_other_shards(target: Target) -> None:
     """Raise `SavableError` if the folder or bucket has shards that `savable convert` did not write."""
     folder = target.folder
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a folder, or a name for a new one")
+        raise ValueError(f"{folder} is a file. Give a folder, or a name for a new one")
     if (folder / MANIFEST).exists():
         return
     here = (path.relative_to(folder).as_posix() for path in [*folder.rglob("*.tar"), *folder.glob(f"{META}/.info.*")])
     for name in [*here, *target.there]:
         if (name.endswith(".tar") or name.startswith(f"{META}/.info.")) and WORK not in name:
-            raise SavableError(
-                f"{folder} holds {Path(name).name} already, of another origin; convert into another folder"
-            )
+            raise SavableError(f"{folder} has {Path(name).name} of another origin. Convert into another folder")
 
 
 def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:

@@ -73,7 +73,7 @@ class Target:
 def target_at(path: Path | str) -> Iterator[Target]:
     """The target that a path or a URL names. Raises ValueError for a URL in a Path, or of another kind."""
     if isinstance(path, Path) and re.match("[a-z0-9]+:/", str(path)):
-        raise ValueError(f"{clean_address(str(path))}: a Path cannot hold a URL; give it as a str")
+        raise ValueError(f"{clean_address(str(path))}: a Path cannot hold a URL. Pass it as a str")
     if "://" not in str(path):
         yield Target(Path(path))
         return
@@ -88,10 +88,10 @@ def mirrored(url: str) -> Iterator[Target]:
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or not rest:
         raise ValueError(
-            f"{clean_address(url)}: shards can be written to a folder, or to {', '.join(f'{s}://' for s in SCHEMES)}"
+            f"{clean_address(url)}: unsupported target. Use a folder, or {', '.join(f'{s}://' for s in SCHEMES)}"
         )
     if has_user(url):
-        raise ValueError(f"{clean_address(url)}: a URL has no user or password in it: give these in the environment")
+        raise ValueError(f"{clean_address(url)}: a URL must not have a user or password. Use environment variables")
     bucket = Bucket(url)
     target = Target(cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}", bucket)
     target.folder.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"key_end must be 'first' or 'last', not {self.key_end!r}")
         if self.shard_bytes < 1 or (self.shard_samples is not None and self.shard_samples < 1):
             raise ValueError(
-                f"a shard must hold something: shard_bytes is {self.shard_bytes}, shard_samples {self.shard_samples}"
+                f"shard_bytes and shard_samples must be at least 1, not {self.shard_bytes} and {self.shard_samples}"
             )
         if self.split:
             _check_split(self.split)
@@ -47,10 +47,10 @@ def _check_split(split: tuple[tuple[str, str], ...]) -> None:
     names = [name for name, _ in split]
     for name, share in split:
         if not _SPLIT_NAME.fullmatch(name) or names.count(name) > 1 or not _DECIMAL.fullmatch(share):
-            raise ValueError(f"a split is a name of its own and its share, such as train=0.98, not {name}={share}")
+            raise ValueError(f"invalid split {name}={share}. Name each once with its share, such as train=0.98")
     total = sum(Fraction(share) for _, share in split)
     if total != 1:
-        raise ValueError(f"the shares of the splits must add up to 1, not {float(total):g}: {dict(split)}")
+        raise ValueError(f"the splits add up to {float(total):g}, not 1: {dict(split)}")
 
 
 @dataclass(frozen=True, slots=True)

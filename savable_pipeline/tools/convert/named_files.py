@@ -121,6 +121,5 @@ class RowColumns:
                 for column, count in sorted(self._named.items())
             )
             raise ValueError(
-                f"{dataset.address}: {counts}: give --files-from FOLDER, the folder that the files lie in; or take "
-                "other parts alone with --only"
+                f"{dataset.address}: {counts}. Pass --files-from FOLDER with the files, or --only for other parts"
             )

@@ -57,8 +57,7 @@ Parts: TypeAlias = Mapping[str, PartData]
 def changed(path: Path | str, found: str) -> SavableError:
     """The error for a file that is not what the plan was made from."""
     return SavableError(
-        f"{path}: {found}: it changed while it was converted; leave the input as it is while converting, and convert "
-        "into another folder"
+        f"{path}: {found}: it changed during the conversion. Do not change the input, and convert into another folder"
     )
 
 

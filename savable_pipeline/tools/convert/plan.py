@@ -160,7 +160,7 @@ def keep_parts(found: Input, only: tuple[str, ...]) -> None:
     there = {part.extension.lower() for sample in found.samples for part in sample.parts}
     unknown = wanted - there - {_plain(name) for name in there}
     if unknown:
-        raise ValueError(f"no sample has a part {listed(unknown)}; there are {listed(there)}")
+        raise ValueError(f"no sample has a part {listed(unknown)}. Use some of {listed(there)}")
     kept = []
     for sample in found.samples:
         parts = tuple(part for part in sample.parts if is_kept(part.extension, wanted))
@@ -186,12 +186,12 @@ def keep_keys(found: Input, keys: Iterable[str]) -> None:
     """Leave the samples with these keys. Raises ValueError for keys that no sample has, and for none."""
     wanted = set(keys)
     if not wanted:
-        raise ValueError("no key is given: name the samples to keep, or give None to keep all")
+        raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
     found.samples = [sample for sample in found.samples if sample.key in wanted]
     found.rejected = [reject for reject in found.rejected if not reject.key or reject.key in wanted]
     missing = wanted - {sample.key for sample in found.samples} - {reject.key for reject in found.rejected}
     if missing:
-        raise ValueError(f"no sample has one of {len(missing)} of the keys: {listed(missing)}")
+        raise ValueError(f"no sample has {len(missing)} of the keys, such as {listed(missing)}")
 
 
 def split_samples(samples: list[Files], split: tuple[tuple[str, str], ...]) -> dict[str, list[Files]]:

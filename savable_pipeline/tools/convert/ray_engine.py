@@ -78,8 +78,7 @@ class RayEngine:
             raise
         except exceptions.RayError as error:
             raise WorkerError(
-                f"{name}: Ray gave it up after {_RETRIES} retries: {error}; see to the nodes (too little memory?), and "
-                "run the same command again to go on"
+                f"{name}: Ray gave up after {_RETRIES} retries: {error}. Check the nodes' memory, and run it again"
             ) from error
 
 
@@ -87,7 +86,7 @@ def _imported() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError("the engine ray needs Ray: pip install 'savable_pipeline[ray]', on every node") from error
+        raise ValueError("the engine ray needs Ray. Run `pip install ray` on every node") from error
     return ray
 
 
@@ -100,7 +99,7 @@ def _connect(ray: Any) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except OSError as error:
         raise ValueError(
-            f"no Ray cluster at {address}: `ray start --head` begins one on this machine, and RAY_ADDRESS names another"
+            f"no Ray cluster at {address}. Start one by `ray start --head`, or set RAY_ADDRESS to another"
         ) from error
 
 
@@ -121,10 +120,10 @@ def _on_node(function: Callable[[J], R], job: J, expected: dict[str, str]) -> R:
     """A job, in a process on a node. Raises `SavableError` for a node that is not as the others."""
     node = socket.gethostname()
     if _versions() != expected:
-        raise SavableError(f"node {node} has {_versions()}, and who converts has {expected}: install the same on both")
+        raise SavableError(f"node {node} has {_versions()}, this machine {expected}. Install the same on both")
     try:
         return function(job)
     except RemoteError as error:
         raise RemoteError(f"node {node}: {error}") from error
     except OSError as error:
-        raise SavableError(f"node {node}: {error}; source and target must be storage that all nodes share") from error
+        raise SavableError(f"node {node}: {error}. Use storage that all nodes share") from error

@@ -69,7 +69,7 @@ def read_source(reading: Reading) -> Input:
     except DamagedError as error:
         raise ValueError(f"{reading.path}: damaged: {error}") from error
     if not found.samples and not found.rejected:
-        raise ValueError(f"{reading.path} holds no samples: {reading.source.words} was expected to")
+        raise ValueError(f"{reading.path} has no samples, though it is {reading.source.words}")
     return found
 
 
@@ -88,17 +88,15 @@ def _check_options(reading: Reading) -> None:
     if not records and kind not in ROWS and reading.files_from:
         raise ValueError(f"{reading.path} is {reading.source.words}: a folder of files is for records and rows")
     if reading.files_from and not reading.files_from.is_dir():
-        raise ValueError(f"{reading.files_from}: no such folder, in which the files are that {reading.path} names")
+        raise ValueError(f"{reading.files_from}: no such folder. Pass the one with the files of {reading.path}")
     if options.key_field and not records and kind not in ("mds", "litdata"):
         raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
     if options.allow_outside and not records and kind != "folder":
-        raise ValueError(
-            f"{reading.path} is {reading.source.words}: allow_outside is for files that links or records name"
-        )
+        raise ValueError(f"{reading.path} is {reading.source.words}: allow_outside is for links and named files")
     if kind != "folder" and options.classes:
-        raise ValueError(f"{reading.path} is no folder of files: classes are the names of folders in one")
+        raise ValueError(f"{reading.path} is not a folder of files: classes are the names of folders in one")
     if kind != "folder" and options.key_end == "last":
-        raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
+        raise ValueError(f"{reading.path} is not a folder of files: key_end is for the names of files in one")
 
 
 def _read(reading: Reading) -> Input:
@@ -125,7 +123,7 @@ def _table(reading: Reading) -> Input:
         with opened(path, most) as packed, plain.open("wb") as target:
             shutil.copyfileobj(packed, target, 1 << 20)
         if kind == "json" and (size := plain.stat().st_size) > most:  # it is read as a whole
-            raise DamagedError(f"a list of {size} bytes when decompressed; at most {most} are read: {MORE}")
+            raise DamagedError(f"a list of {size} bytes when decompressed, more than {most}. {MORE}")
     try:
         found = read_table(plain, name_of(path), kind, reading.options, files_from, reading.target / WORK)
     except ShardError as error:
@@ -146,7 +144,7 @@ def _check_text(reading: Reading) -> None:
 
 TEXT_FIELDS = ("caption", "text")
 _SHARED = 1.1  # times the bytes of the files
-_NO_FILES = "With --no-files they stay what they are, text"
+_NO_FILES = "Download them first, for example with img2dataset, or pass --no-files to keep them as text"
 
 
 def read_folder(root: Path, options: Options, work: Path) -> Input:
@@ -237,10 +235,7 @@ def _name_columns(found: Input, store: CsvStore, name: str) -> None:
     """Take the columns that name files. Raises ValueError if there is none, and a column holds URLs."""
     fields, found.warnings, urls = file_columns(store, name)
     if urls:
-        raise ValueError(
-            f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
-            f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
-        )
+        raise ValueError(f"{name}: the column {urls!r} has URLs, not files. {_NO_FILES}")
     store.name_files(fields)
     found.reader = with_settings(found.reader, file_fields=tuple(fields))
 
@@ -329,10 +324,7 @@ def _refuse_urls(name: str, found: Input) -> None:
     named = next((reject.detail for reject in found.rejected if reject.reason == A_URL), None)
     if found.samples or named is None:
         return
-    raise ValueError(
-        f"{name}: its records name URLs, not files, such as {named}; download them first, into tars that are read as "
-        f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
-    )
+    raise ValueError(f"{name}: its records name URLs, not files, such as {named}. {_NO_FILES}")
 
 
 def read_records(path: Path | str, key_field: str | None, unpacked_bytes: int) -> Input:
@@ -375,7 +367,7 @@ def _add_record(
                 raise RecordError(f"duplicate key: {key!r} is the key of a record before it")
         parts = tuple(Part(extension, name, blob.size) for extension, blob in parts_of(fields).items())
         if not parts:
-            raise RecordError("no field: a record without any")
+            raise RecordError("no field: the record is empty")
         if fault := parts_fault(key, [(part.extension, name, part.size, "") for part in parts])[0]:
             raise RecordError(fault)
     except RecordError as error:

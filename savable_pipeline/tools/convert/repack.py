@@ -72,7 +72,7 @@ def repack(
     names = [_plain_name(path.relative_to(base).as_posix()) for path in tars]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"{source}: two tars would become {twice}; convert them into two folders")
+        raise ValueError(f"{source}: two tars would become {twice}. Convert them into two folders")
     manifest = Manifest(
         version=VERSION,
         samples=len(tars),
@@ -179,8 +179,7 @@ def _repack_one(job: _TarJob) -> _Repacked:
     if job.there is not None:
         if job.there != size or not filecmp.cmp(aside, job.target / job.name, shallow=False):
             raise SavableError(
-                f"{job.target}/{job.name} was made of another {job.path.name}: it was changed since, at the same size. "
-                "Convert into another folder, or remove this one"
+                f"{job.target}/{job.name} is of an older {job.path.name} of the same size. Convert into another folder"
             )
         return _Repacked()
     if job.bucket is None:

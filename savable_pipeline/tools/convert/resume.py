@@ -48,8 +48,8 @@ def _check_unchanged(folder: Path, plan: Plan, shards: Iterable[PlannedShard], t
     if changed:
         told = "; ".join(filter(None, [listed(changed), _two_sources(plan.manifest, there)]))
         raise SavableError(
-            f"{folder} holds another conversion: {len(changed)} files hold other bytes than were converted, at "
-            f"the same size: {told}. Convert into another folder, or remove this one"
+            f"{folder} has another conversion: {len(changed)} files changed at the same size. Convert into another "
+            f"folder, or remove this one\n{told}"
         )
     here = msgspec.structs.replace(there, source_id=plan.manifest.source_id, source=plan.manifest.source)
     if here != there:
@@ -133,9 +133,9 @@ def read_manifest(target: Path) -> Manifest | None:
     except msgspec.DecodeError as error:
         fault = str(error)
     if fault or there.version != VERSION:
-        fault = fault or f"it has the number {there.version}, and {VERSION} is read"
+        fault = fault or f"its version is {there.version}, not {VERSION}"
         raise SavableError(
-            f"{path}: not a manifest of this version: {fault}; convert into another folder, or remove this one"
+            f"{path}: not a manifest of this version: {fault}. Convert into another folder, or remove this one"
         )
     return there
 
@@ -143,12 +143,16 @@ def read_manifest(target: Path) -> Manifest | None:
 def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
     """Raise `SavableError` that lists what differs, unless both are the same conversion."""
     old, new = _flat(there), _flat(here)
-    differences = [f"{name} {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
+    differences = [
+        f"{name}: other files" if name == "input" else f"{name}: {old[name]!r} there, {new[name]!r} here"
+        for name in new
+        if old[name] != new[name]
+    ]
     if differences:
         differences = [text for text in (_two_sources(here, there), *differences) if text]
         raise SavableError(
-            f"{target} holds another conversion: {'; '.join(differences)}. Give the same input and options "
-            "to go on with it, or another folder, or remove this one"
+            f"{target} has another conversion. Give the same input and options to resume it, or another folder\n"
+            + "\n".join(differences)
         )
 
 
@@ -162,7 +166,7 @@ def _two_sources(here: Manifest, there: Manifest) -> str:
     """Which source was converted, and which is to be, where they lie at two places; else ""."""
     if not there.source_id or there.source_id == here.source_id:
         return ""
-    return f"source {there.source or 'not noted'!r} there, {here.source!r} here"
+    return f"source: {there.source or 'not noted'!r} there, {here.source!r} here"
 
 
 def to_go_on(target: Target, manifest: Manifest, shards: Iterable[str]) -> Manifest | None:
@@ -178,8 +182,7 @@ def to_go_on(target: Target, manifest: Manifest, shards: Iterable[str]) -> Manif
         return there
     if there is not None and there.done:
         raise SavableError(
-            f"{target.folder} holds this conversion already, and all of it: nothing was written. To write it again, "
-            "remove it, or convert to another URL"
+            f"{target.folder} has this whole conversion. Remove it to write it again, or convert to another URL"
         )
     if target.bucket is not None:
         target.begin_again(target.bucket, shards)

@@ -106,8 +106,7 @@ def room_on(folder: Path) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise SavableError(
-            f"{folder}: {error.strerror}: the disk is full, or the quota used up; what is finished there is safe: make "
-            "room and start again to go on with it"
+            f"{folder}: {error.strerror}: disk or quota is full. Free space and start again to continue"
         ) from error
 
 

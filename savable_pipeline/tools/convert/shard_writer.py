@@ -48,7 +48,7 @@ def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
     """
     key = sample.get("__key__")
     if not isinstance(key, str) or not key:
-        raise ValueError(f"a sample needs a key: {{'__key__': 'cat/0001', …}}, but its '__key__' is {key!r}")
+        raise ValueError(f"a sample needs a '__key__' such as 'cat/0001', not {key!r}")
     parts: dict[str, bytes] = {}
     for extension, value in sample.items():
         if not (extension.startswith("__") and extension.endswith("__")):
@@ -57,7 +57,7 @@ def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
                 raise ValueError(f"sample {key!r}: {fault}")
             parts[extension] = part_bytes(key, extension, value)
     if len({extension.lower() for extension in parts}) < len(parts) or not parts:
-        raise ValueError(f"sample {key!r} needs a part, and no two that differ in case alone: {list(parts)}")
+        raise ValueError(f"sample {key!r} needs parts, whose names differ in more than case: {list(parts)}")
     return key, parts
 
 
@@ -78,9 +78,8 @@ def part_bytes(key: str, extension: str, value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value).encode()
     raise TypeError(
-        f"sample {key!r}: the part {extension!r} is of the type {type(value).__name__}: give bytes, a str, an int, a "
-        "numpy array for npy, or for json what JSON holds; encode images and tensors yourself, so that equal samples "
-        "are equal bytes"
+        f"sample {key!r}: the part {extension!r} has the type {type(value).__name__}. Pass bytes, str, int, a numpy "
+        "array for npy or JSON values, and encode images and tensors yourself"
     )
 
 
@@ -167,19 +166,19 @@ class ShardWriter:
             ...     writer.write({"__key__": "a/b", "cls": 3})
         """
         if self._ended:
-            raise ValueError(f"{self._folder}: this writer {self._ended}; open another to go on")
+            raise ValueError(f"{self._folder}: this writer {self._ended}. Open another to continue")
         key, parts = sample_parts(sample)
         if self._begun_with and key == self._begun_with:
             raise ValueError(
-                f"{self._folder}: sample {key!r} is safe already, the first of {self.written}: go on behind them, "
-                "with `samples[writer.written:]`, or remove the folder to write all anew"
+                f"{self._folder}: sample {key!r} is the first of {self.written} written ones. Continue with "
+                "`samples[writer.written:]`, or remove the folder"
             )
         size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
         try:
             with room_on(self._folder):
                 shard = self._shard_for(size)
                 if key == shard.last_key:
-                    raise ValueError(f"the sample before has the key {key!r} too: readers would take both for one")
+                    raise ValueError(f"two samples in a row have the key {key!r}. Give each its own")
                 shard.add(key, parts)
                 self._begun_with = ""
         except (OSError, SavableError):
@@ -256,7 +255,7 @@ class ShardWriter:
         except BlockingIOError as error:
             os.close(lock)
             raise SavableError(
-                f"{self._folder}: another writer is at {self._prefix}*.tar; give each process its part=(i, n)"
+                f"{self._folder}: another writer is at {self._prefix}*.tar. Give each process its part=(i, n)"
             ) from error
         return lock
 
@@ -264,7 +263,7 @@ class ShardWriter:
         """Raises `SavableError` for shards of another origin."""
         written = any(self._work.glob("*settings.json"))
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):
-            raise SavableError(f"{self._folder} holds shards of another origin; write into another folder")
+            raise SavableError(f"{self._folder} has shards of another origin. Write into another folder")
 
     def _settle(self) -> None:
         """Leave the settings in the folder. Raises `SavableError` if it was begun with others."""
@@ -273,8 +272,8 @@ class ShardWriter:
             there = msgspec.json.decode(path.read_bytes(), type=_Settings)
             if _parts(there) != _parts(ours) or (there.part == ours.part and there != ours):
                 raise SavableError(
-                    f"{self._folder} was begun with other settings: {_told(there)}, here {_told(ours)}; give the same "
-                    "to go on, or another folder"
+                    f"{self._folder} was started with other settings. Pass the same, or another folder\n"
+                    f"{_told(there)}, here {_told(ours)}"
                 )
         replace_file(self._work / f"{self._prefix}settings.json", [msgspec.json.encode(ours)], sync=True)
 
@@ -295,7 +294,7 @@ class ShardWriter:
             entries.append(self._entry(name, known))
         there = len(list(self._folder.glob(f"{self._prefix}[0-9]*.tar")))
         if there > len(entries):
-            raise SavableError(f"{self._folder / name} is gone, and later shards are there; put it back")
+            raise SavableError(f"{self._folder / name} is gone, but later shards are there. Restore it")
         return entries
 
     def _first_key(self) -> str:
@@ -312,15 +311,15 @@ class ShardWriter:
         except (OSError, ValueError, SavableError, IndexError):
             entry = known.get(name) or TARS.scan(self._folder, name).entry
         if entry.fault or entry.size != (self._folder / name).stat().st_size:
-            raise SavableError(f"{self._folder / name}: not as it was written: {entry.fault or 'another size'}")
+            raise SavableError(f"{self._folder / name}: changed since it was written: {entry.fault or 'another size'}")
         return entry
 
 
 def _check(max_bytes: int, max_samples: int | None, part: tuple[int, int] | None) -> None:
     if max_bytes < 1 or (max_samples is not None and max_samples < 1):
-        raise ValueError(f"a shard must hold something: max_bytes is {max_bytes}, max_samples {max_samples}")
+        raise ValueError(f"max_bytes and max_samples must be at least 1, not {max_bytes} and {max_samples}")
     if part is not None and not 0 <= part[0] < part[1] <= 99_999:
-        raise ValueError(f"part is (i, n) with i from 0 to n - 1, not {part}")
+        raise ValueError(f"part={part}: expected (i, n) with i from 0 to n - 1")
 
 
 def _parts(settings: _Settings) -> int:

@@ -179,9 +179,10 @@ def recognize(path: Path | str, kind: str | None = None) -> ConversionSource:
         return ConversionSource(path, _behind_url(path, kind))
     path = Path(path)
     if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
-        raise ValueError(f"{path}: a Path cannot hold a URL; give it as a str")
+        raise ValueError(f"{path}: a Path cannot hold a URL. Pass it as a str")
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        here = "" if path.is_absolute() else f" (current folder: {Path.cwd()})"
+        raise ValueError(f"{path}: no such file or folder{here}. Check the path")
     if kind is not None:
         return ConversionSource(path, kind)
     return ConversionSource(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
@@ -195,11 +196,11 @@ def _behind_url(url: str, kind: str | None) -> str:
         close_objects()
     if found not in BEHIND_URLS:
         raise ValueError(
-            f"{url}: {WORDS[found]}: not read behind a URL: copy it to a disk, and convert that; what is read there: "
-            f"{', '.join(WORDS[each] for each in BEHIND_URLS)}"
+            f"{url}: {WORDS[found]} cannot be read remotely. Copy it to a disk, and convert that\n"
+            f"Read remotely: {', '.join(WORDS[each] for each in BEHIND_URLS)}"
         )
     if found not in STORED and any(c in url for c in _PATTERN):
-        raise ValueError(f"{url}: {WORDS[found]} is converted one by one: name one of them")
+        raise ValueError(f"{url}: {WORDS[found]} is converted one by one. Name one of them")
     return found
 
 
@@ -224,14 +225,13 @@ def _below_url(url: str) -> str:
     add_names(marks, (name for name in names if not any(map(is_hidden, name.split("/")))))
     if not marks.names or url.startswith("http"):
         raise ValueError(
-            f"{url}: nothing is found there; a web server cannot be listed: name the files, as in "
-            f"{url.rstrip('/')}/{{000..099}}.tar"
+            f"{url}: nothing found. Check it, or name the files of a web server: {url.rstrip('/')}/{{000..099}}.tar"
         )
     folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
     _refuse_several(url, [folder for folder in folders if kind_behind(f"{url.rstrip('/')}/{folder}", session)])
     found = _of_names(url, marks)
     if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
-        raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")
+        raise ValueError(f"{url}: several JSONL files. Convert them one by one: {listed(marks.names)}")
     return found or "folder"
 
 
@@ -250,9 +250,8 @@ def _of_file(path: Path | str) -> str:
     if suffix in CONTAINERS:
         raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
     raise ValueError(
-        f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
-        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a "
-        f"URL, end one whose name has a dot with /). For anything else: {OTHER}"
+        f"{path}: unknown format. To convert it, {OTHER}\nKnown: a folder of files, .jsonl, .json, .csv and .tsv (also "
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar, .tar.gz, folders of MDS and LitData (URLs end with /)"
     )
 
 
@@ -271,8 +270,7 @@ def _of_json(path: Path | str) -> str:
     if len(lines) > 1 and all(line.startswith(b"{") and line.endswith(b"}") for line in lines[:2]):
         return "jsonl"
     raise ValueError(
-        f"{path}: expected a list of objects, [{{…}}, {{…}}], or an object a line; write the list of samples that it "
-        "holds into a file of its own, and convert that"
+        f"{path}: expected a list of objects, [{{…}}, {{…}}], or an object a line. Write its samples into such a file"
     )
 
 
@@ -298,8 +296,8 @@ def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
     packed = [name for name in marks.names if name.lower().endswith(PACKED)]
     if packed and marks.others:
         raise ValueError(
-            f"{path} holds compressed tars ({listed(packed)}) and other files ({listed(marks.others)}): move the tars "
-            "into a folder of their own, or convert them one by one"
+            f"{path}: compressed tars ({listed(packed)}) beside other files ({listed(marks.others)}). Move the tars "
+            "into their own folder, or convert them one by one"
         )
     if packed:
         return "packed"
@@ -312,7 +310,7 @@ def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
 
 def _refuse_several(path: Path | str, below: list[str]) -> None:
     if below:
-        raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(below)}")
+        raise ValueError(f"{path} has several datasets. Convert them one by one: {listed(below)}")
 
 
 def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -> None:
@@ -322,47 +320,41 @@ def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -
     if others:
         table = next(name for name in marks.names if name.lower().endswith(suffixes))
         raise ValueError(
-            f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
-            f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
-            "add --files-from FOLDER for structs of bytes and path, else write them as JSONL and convert that"
+            f"{path} has {table} and other files ({listed(others)}). Pass --as {kind} for the rows alone, or --as "
+            "folder for each file as a part\nWhere rows name the files, add --files-from FOLDER, or write them as JSONL"
         )
 
 
 def _refuse_capitals(path: Path | str, marks: FolderMarks) -> None:
     unseen = [name for name in marks.names if is_tar(name) and not name.endswith(TAR_ENDINGS)]
     if unseen:
-        raise ValueError(
-            f"{path} holds tars that are not read in place, since readers look for .tar: rename {listed(unseen)}"
-        )
+        raise ValueError(f"{path}: readers read tars named .tar. Rename {listed(unseen)}")
 
 
 def _of_index(path: Path | str, kind: str) -> str:
     if kind in ("mds", "litdata"):
         return kind
-    raise ValueError(
-        f"{path}: an index of Mosaic Streaming with shards of the format {kind}, where mds is read: {OTHER}"
-    )
+    raise ValueError(f"{path}: Mosaic Streaming shards of the format {kind}, not mds. To convert them, {OTHER}")
 
 
 def _refuse_lone(path: Path, marks: FolderMarks) -> None:
     """Refuse a folder that holds a table of its files, or files with many samples each, as samples of one part."""
-    anyway = "or take each file for a part of a sample with --as folder"
+    anyway = "or pass --as folder for each file as a part"
     for name in marks.lone:
         suffix = _table_suffix(name)
         is_array = suffix == ".json" and marks.count(".json") <= _FEW and _is_array(path / name)
         if suffix in TABLES or is_array:
             raise ValueError(
-                f"{path} holds the table {name}, whose lines may be the samples: convert it by its own name, "
-                f"`savable convert {path / name} DST`, {anyway}"
+                f"{path}: the lines of {name} may be the samples. Run `savable convert {path / name} DST`, {anyway}"
             )
         if suffix in CONTAINERS:
-            raise ValueError(f"{path} holds {name}, and {suffix} is not read here: {CONTAINERS[suffix]}; {anyway}")
+            raise ValueError(f"{path} has {name}, and {suffix} is not read here: {CONTAINERS[suffix]}, {anyway}")
         if _CHUNK.fullmatch(name):
-            raise ValueError(f"{path} holds chunks of LitData ({name}) without their index.json: put it beside them")
+            raise ValueError(f"{path}: chunks of LitData ({name}) without index.json. Put it beside them")
     for name in marks.token_files[:_FEW]:
         with (path / name).open("rb") as file:
             if file.read(len(_MEGATRON)) == _MEGATRON:
-                raise ValueError(f"{path} holds token files of Megatron ({name}), not samples: {OTHER}; {anyway}")
+                raise ValueError(f"{path} has Megatron token files ({name}), not samples: {OTHER}, {anyway}")
 
 
 def _table_suffix(name: str) -> str:

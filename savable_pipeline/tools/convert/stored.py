@@ -127,7 +127,7 @@ class StoreReader:
         except ShardError as error:
             if error.reason != "changed shard":
                 raise
-            raise changed(part.path, str(error).partition("; ")[0]) from error
+            raise changed(part.path, str(error).partition(". ")[0]) from error
         if size != part.size:
             raise changed(part.path, f"expected {part.size} bytes, found {size}")
         return data

@@ -70,8 +70,7 @@ def _write_in_workers(jobs: list[ShardJob], work: Path, workers: int, progress: 
         for _, answer in answers:
             if answer is None:
                 raise WorkerError(
-                    "a process that writes shards was killed, perhaps since memory ran out; give fewer --workers and "
-                    "run the same command again to go on"
+                    "a writer process was killed, perhaps out of memory. Run the command again with fewer --workers"
                 )
             found = pickle.loads(answer.removeprefix(NOTE))
             if isinstance(found, Exception):

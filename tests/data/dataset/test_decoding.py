@@ -102,14 +102,14 @@ def test_objects_are_refused_and_not_unpickled() -> None:
 def test_an_array_that_announces_more_than_is_there_allocates_nothing() -> None:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)})
-    with pytest.raises(ValueError, match=r"8 bytes, where \(1125899906842624,\) of float64 was announced"):
+    with pytest.raises(ValueError, match=r"8 bytes for shape \(1125899906842624,\) of float64"):
         decoded_part("npy", header.getvalue() + bytes(8))
 
 
 def test_an_archive_that_inflates_to_too_much_is_refused() -> None:
     archive = io.BytesIO()
     np.savez_compressed(archive, a=np.zeros(2000))
-    with pytest.raises(ValueError, match="at most 10,000 are read"):
+    with pytest.raises(ValueError, match="more than 10,000"):
         decoded_part("npz", archive.getvalue(), 10_000)
 
 
@@ -118,7 +118,7 @@ def test_an_archive_of_a_compression_that_inflates_all_at_once_is_refused(kind: 
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", kind) as file:
         file.writestr("a.npy", saved(np.zeros(2000)))
-    with pytest.raises(ValueError, match="an npz file that NumPy does not write: of another compression"):
+    with pytest.raises(ValueError, match="npz file with overlapping arrays or unknown compression"):
         decoded_part("npz", archive.getvalue())
 
 
@@ -140,7 +140,10 @@ def test_a_compressed_part_is_read_as_text_and_json_by_its_ending(tmp_path: Path
     write_tar(tmp_path / "a.tar", [*parts, ("a.no.gz", b"text")])
     sample = next(sp.TarShardReader(tmp_path, sp.Lane()))
     assert (sample.text("txt.gz"), sample.json("json.gz"), sample["txt.gz"]) == ("ü!", {"id": 1}, packed)
-    for part, told in (("cut.gz", "cannot be decompressed: it ends within"), ("no.gz", "cannot be decompressed")):
+    for part, told in (
+        ("cut.gz", "cannot be decompressed: its compressed data are cut short"),
+        ("no.gz", "cannot be decompressed"),
+    ):
         with pytest.raises(ValueError, match=f"the part {part} {told}"):
             sample.text(part)
 

@@ -70,7 +70,7 @@ def test_a_copy_of_shards_that_changed_is_an_error(make_shards: MakeShards) -> N
     write_tar(folder / "0001.tar", [("new.json", b"{}")])
     assert len(pickle.loads(pickled)) == 5  # as in the process that opened it
     write_tar(folder / "00.tar", [("new.json", b"{}")])
-    with pytest.raises(sp.ShardError, match="other shards than when another process opened it"):
+    with pytest.raises(sp.ShardError, match="the shards changed since another process opened them"):
         pickle.loads(pickled)
 
 

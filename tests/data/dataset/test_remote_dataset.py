@@ -158,7 +158,7 @@ def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
 def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
     beyond = np.array([(10**6, 0)], REF)
     for place in (str(local), f"{server.url}/shards"):
-        with pytest.raises(sp.CheckpointMismatchError, match=f"{place}: a ref names sample 1000000, but there are 118"):
+        with pytest.raises(sp.CheckpointMismatchError, match=f"{place}: the state names sample 1000000 of 118"):
             open_any(place).open_samples(beyond)
 
 
@@ -365,7 +365,7 @@ def test_a_server_that_stays_down_is_an_error_that_names_it_and_the_run_goes_on_
         first = batches(loader, 3)
         server.fault = lambda path, number: "503"
         with pytest.raises(
-            RemoteError, match=r"http://127.*/shards/000.\.tar: tried ([2-9]|\d\d+) times .*503.*SAVABLE_RETRY_S"
+            RemoteError, match=r"http://127.*/shards/000.\.tar: ([2-9]|\d\d+) tries .*503.*SAVABLE_RETRY_S"
         ):
             for _ in range(STEPS):
                 first.append(next(loader))
@@ -394,7 +394,7 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
 
     def death(self: Downloader, *request: Any) -> Any:
         self.ended = True
-        raise RemoteError("the process that downloads remote shards ended with code -9")
+        raise RemoteError("the process that downloads shards ended with code -9")
 
     monkeypatch.setattr(Downloader, "submit", death)
     with pytest.raises(RemoteError, match="ended with code -9"):
@@ -414,7 +414,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
     assert [sample.json()["id"] for sample in samples] == [*range(100)]
     server.fault = lambda path, number: "503"
     evict(dataset, 0)
-    with pytest.raises(RemoteError, match="tried"):
+    with pytest.raises(RemoteError, match=r"\d+ tries in"):
         samples[0].json()
 
 
@@ -463,7 +463,7 @@ def test_a_disk_without_room_for_the_flags_of_a_cache_is_an_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RemoteError, match="No space left on device; see that its disk has room"):
+    with pytest.raises(RemoteError, match=r"No space left on device. Free space there"):
         open_any(f"{server.url}/shards/")
 
 
@@ -543,10 +543,10 @@ def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexe
     rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
     evict(before, 0)
     other = open_any(f"{server.url}/shards/")
-    with pytest.raises(sp.ShardError, match="another version"):
+    with pytest.raises(sp.ShardError, match="rewritten on the server"):
         first_ids(other)
     assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
-    with pytest.raises(sp.ShardError, match="another version"):
+    with pytest.raises(sp.ShardError, match="rewritten on the server"):
         sample.json()
 
 
@@ -562,7 +562,7 @@ def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
         expected[shard] = [*range(5 + shard)]
         for cached in (tmp_path / "cache").rglob("*.tar"):
             cached.unlink()
-        with pytest.raises(sp.ShardError, match=rf"{shard:04d}.tar: .* when it was indexed"):
+        with pytest.raises(sp.ShardError, match=rf"{shard:04d}.tar: .* when indexed"):
             first_ids(open_any(f"{server.url}/shards/"))
         assert first_ids(open_any(f"{server.url}/shards/")) == [*itertools.chain(*expected)]
 
@@ -575,7 +575,7 @@ def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_inde
     raw[148:156] = b"%06o\0 " % (sum(raw[:148]) + 8 * 32 + sum(raw[156:512]))
     (local / "0000.tar").write_bytes(raw)
     dataset = open_any(f"{server.url}/shards/")
-    with pytest.raises(sp.ShardError, match=r"0000\.tar: its samples lie elsewhere than when it was indexed"):
+    with pytest.raises(sp.ShardError, match=r"0000\.tar: the shard was rewritten after indexing"):
         dataset.open_samples(all_refs(dataset)[:1])[0].json()
     for _ in range(2):
         dataset = open_any(f"{server.url}/shards/")
@@ -601,7 +601,7 @@ def test_a_shard_that_is_gone_from_an_indexed_bucket_is_an_error_and_counted_whe
 ) -> None:
     use_as_s3(server, monkeypatch)
     (local / "0001.tar").unlink()
-    with pytest.raises(sp.ShardError, match=r"1 shards that were indexed are gone, such as 0001\.tar"):
+    with pytest.raises(sp.ShardError, match=r"1 indexed shards are gone, such as 0001\.tar"):
         open_any("s3://shards/")
     dataset = open_any("s3://shards/", on_error="skip")
     assert dataset.count == sum(SIZES)

@@ -175,5 +175,5 @@ def test_a_damaged_list_of_shards_is_an_error(damaged: Any) -> None:
 
 def test_a_name_with_a_zero_byte_or_that_is_no_text_is_an_error() -> None:
     for name in ["a\0b", "\ud800"]:
-        with pytest.raises(sp.ShardError, match=r"is called .*; rename it"):
+        with pytest.raises(sp.ShardError, match=r"the shard name .*\. Rename it"):
             ShardList.of([ShardEntry(name, 0, 1, 1)])

@@ -173,7 +173,7 @@ def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
 def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() -> None:
     data = noise_and_silence("mp3", "libmp3lame", {})
     with (
-        pytest.raises(MediaError, match=r"its audio ends at .* it was cut short"),
+        pytest.raises(MediaError, match=r"its audio ends at .* \(it was cut short\)"),
         audio(data[: len(data) // 2]) as found,
     ):
         found.samples()
@@ -234,7 +234,7 @@ def test_samples_that_are_no_numbers_are_a_fault(wrong: float) -> None:
         assert np.isfinite(found.samples()).all()
     data[40_000:40_004] = np.float32(wrong).tobytes()
     with (
-        pytest.raises(MediaError, match=r"the part: at 0\.\d+ s are samples that are no numbers"),
+        pytest.raises(MediaError, match=r"the part: NaN or infinite audio at 0\.\d+ s"),
         audio(bytes(data)) as found,
     ):
         found.samples()
@@ -251,9 +251,9 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
         found.samples()
     with audio(data) as found:
         for start, stop in ((-1.0, 1.0), (1.0, 0.5)):
-            with pytest.raises(ValueError, match="a range from"):
+            with pytest.raises(ValueError, match="invalid range from"):
                 found.samples(start, stop)
-        with pytest.raises(ValueError, match="a rate of 0 Hz"):
+        with pytest.raises(ValueError, match="rate must be above 0 Hz"):
             found.samples(rate=0)
 
 
@@ -261,7 +261,7 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
 def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
     data = bytearray(audio_bytes(0.1, container="wav"))
     data[24:28] = rate.to_bytes(4, "little")
-    with pytest.raises(MediaError, match=f"a sound of 1 channels at {rate} Hz"):
+    with pytest.raises(MediaError, match=f"unsupported audio: 1 channels at {rate} Hz"):
         Audio(io.BytesIO(data), "a.wav")
 
 
@@ -311,6 +311,6 @@ def windows_media() -> bytes:
     ],
 )
 def test_a_format_that_is_not_read_is_named_and_not_called_damaged(make: Any, kind: str) -> None:
-    with pytest.raises(MediaError, match=f"the part: {kind} is not read here; convert it") as error:
+    with pytest.raises(MediaError, match=f"the part: {kind} is not supported. Convert it") as error:
         audio(make())
     assert "damaged" not in str(error.value)

@@ -91,7 +91,7 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
     with video(data, begin_s=3.0, end_s=4.1) as found:  # as much as rounded times may be late
         assert numbers(found.frames([0.0, 1.05])) == [30, 39]
     for begin_s, end_s in ((3.0, 5.0), (7.0, 8.0), (7.0, None)):
-        with pytest.raises(MediaError, match=r"a range from .*, but the file ends at 4\.000 s"):
+        with pytest.raises(MediaError, match=r"invalid range from .*, but the file ends at 4\.000 s"):
             video(data, begin_s=begin_s, end_s=end_s)  # type: ignore[arg-type]
 
 
@@ -178,7 +178,7 @@ def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> Non
     data = b"".join(video_bytes(12, container="mpegts", b_frames=0) for _ in range(2))
     with (
         video(data) as found,
-        pytest.raises(MediaError, match=r"the part: times of its frames go back, from 0\.917 to"),
+        pytest.raises(MediaError, match=r"the part: frame times go back from 0\.917 to"),
     ):
         found.frames([1.0])
     assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
@@ -191,7 +191,7 @@ def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> 
     )
     with (
         video(data) as found,
-        pytest.raises(MediaError, match="32 × 24 pixels in a video of 64 × 48 pixels: give size="),
+        pytest.raises(MediaError, match=r"32 × 24 pixels in a video of 64 × 48 pixels\. Pass size="),
     ):
         for number in range(13):
             found.frames([number / 12])

@@ -122,7 +122,7 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
         index.write_bytes(whole if change == "version" else zeros)
         if change == "rows":
             os.utime(index, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the server takes it for the same
-        with pytest.raises(RemoteError, match=rf"{INDEX_NAME}: .* replaced while this run reads by it"):
+        with pytest.raises(RemoteError, match=rf"{INDEX_NAME}: .* replaced in the run"):
             given.extend(digest(batch) for batch in loader)
         state = loader.state_dict()
     index.write_bytes(whole)

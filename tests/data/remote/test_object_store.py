@@ -5,8 +5,13 @@ What somebody waits for begins at once and first; what is fetched ahead begins w
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -59,9 +64,48 @@ def test_a_server_that_is_down_for_thirty_seconds_is_waited_for(clock: Clock, mo
 
 
 def test_a_server_that_stays_down_is_an_error_within_two_minutes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RemoteError, match=r"tried \d+ times in 1\d\d\.\d s.*connection refused"):
+    with pytest.raises(RemoteError, match=r"\d+ tries in 1\d\d\.\d s failed.*connection refused"):
         server(clock, monkeypatch, up_at=1e9).listing("http://127.0.0.1:1/")
     assert 100 < clock.now <= 120
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server that answers each request with this status and four bytes, whatever range is asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"data")
+
+        do_PUT = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_without_credentials_the_error_names_the_variables_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with answering(403) as url:  # as machines answer that have no role
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
+        with pytest.raises(RemoteError, match=r"^s3://bucket/: no AWS credentials found\. Set AWS_ACCESS_KEY_ID"):
+            ObjectStore(1.0).listing("s3://bucket/")
+
+
+def test_a_server_that_ignores_ranges_is_named_as_the_cause() -> None:
+    with answering(200) as url, pytest.raises(RemoteError, match="the server does not support range requests"):
+        ObjectStore(1.0).copy(url, "a.tar", 1, 3, 4, lambda data, offset: None)
 
 
 def pace_of(bytes_per_s: float, seconds: float = 10.0, step_s: float = 0.1) -> Pace:

@@ -114,7 +114,7 @@ def test_what_machines_indexed_is_pinned_here(
     index(files, "far", ToyEngine(tmp_path / "elsewhere"))
     dataset, path = open_any(files), tmp_path / "www" / name
     path.write_bytes(path.read_bytes().replace(b"caption", b"CAPTION").replace(b"xxx", b"yyy"))
-    with pytest.raises(sp.ShardError, match=r"the server has another version than when it was first read"):
+    with pytest.raises(sp.ShardError, match=r"the shard was rewritten on the server"):
         for shard, row in zip(*(found.tolist() for found in dataset.locate(np.arange(dataset.count))), strict=True):
             for extension in dataset.store.extensions(shard, row):
                 dataset.read(shard, row, extension)
@@ -129,7 +129,7 @@ def test_a_file_that_grows_meanwhile_and_one_that_fails_are_told_by_name(
     close_scratch()
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
     server.fault = lambda path, number: "503" if path.endswith("000002.tar") else None
-    with pytest.raises(RemoteError, match=r"s3://tar/000002\.tar: tried"):
+    with pytest.raises(RemoteError, match=r"s3://tar/000002\.tar: \d+ tries"):
         index("s3://tar/", "far", ToyEngine(tmp_path / "elsewhere"))
     server.fault = lambda path, number: None
     assert index("s3://tar/", "far", ToyEngine(tmp_path / "elsewhere")) == index("s3://tar/", "here")

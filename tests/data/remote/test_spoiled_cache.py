@@ -103,7 +103,7 @@ def read_or_again(kind: str) -> tuple[Samples, int]:
     try:
         return read(kind), 0
     except sp.ShardError as error:
-        assert "is damaged; start again: it is downloaded" in str(error)
+        assert "is damaged. Start again to rebuild it" in str(error)
         return read(kind), 1
 
 
@@ -180,7 +180,7 @@ def test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fe
     dataset = open_any(f"s3://{kind}/")
     for _ in range(2):
         assert samples_of(dataset) == expected[kind]
-    (message,) = (message for message in caplog.messages if "not those that were downloaded" in message)
+    (message,) = (message for message in caplog.messages if "were changed by a crash, the disk or a program" in message)
     assert message.startswith(f"{path}: bytes ")
     begin, _, end = message.split()[2:5]
     assert any(int(begin) <= at <= int(end) for at in flips)
@@ -201,7 +201,7 @@ def test_a_cache_of_an_older_release_is_made_again_and_says_so_in_one_line(
     for _ in range(2):
         assert read("indexed") == expected["indexed"]
     (line,) = caplog.messages
-    assert line == f"{flags.parent}: the cache is of another release, or damaged: what it had is downloaded again"
+    assert line == f"{flags.parent}: the cache is damaged or of another release. Its files are downloaded again"
 
 
 @pytest.mark.parametrize(("kind", "disk"), [("indexed", 0), ("indexed", 50_000), ("jsonl", 150_000)])
@@ -222,7 +222,7 @@ def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
                 assert samples_of(dataset, [number]) == [expected[kind][number]]
                 right += 1
             except RemoteError as error:
-                assert "No space left on device; see that its disk has room" in str(error)
+                assert "No space left on device. Free space there" in str(error)
     assert right == 0 if not disk else right > 15
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8 + 1))  # which has a downloading process of its own
     assert read(kind) == expected[kind]
@@ -233,7 +233,7 @@ def test_a_cache_smaller_than_what_is_read_at_once_is_an_error_that_names_the_le
 ) -> None:
     longest = max(range(36), key=lambda number: len(expected["indexed"][number][1]["bin"]))
     dataset = open_any("s3://indexed/", cache=(None, 5000))
-    with pytest.raises(RemoteError, match=r"set cache_bytes= or SAVABLE_CACHE_BYTES to at least [0-9]+$") as error:
+    with pytest.raises(RemoteError, match=r"Set cache_bytes= or SAVABLE_CACHE_BYTES to at least [0-9]+$") as error:
         samples_of(dataset, [longest])
     least = int(str(error.value).rpartition(" ")[2])
     assert 20_000 < least < 40_000
@@ -253,7 +253,7 @@ def read_at_random(kind: str, expected: Samples, seed: int, limit: int) -> None:
                 if samples_of(dataset, order) != [expected[number] for number in order]:
                     os._exit(7)
         except RemoteError as error:  # it is replaced, but not while a dataset is opened, nor again and again
-            if "the process that downloads remote shards ended with code -9" not in str(error):
+            if "the process that downloads shards ended with code -9" not in str(error):
                 raise
 
 
@@ -313,5 +313,5 @@ def test_a_cache_that_is_removed_between_two_loaders_of_a_process_is_made_again(
     if by_another:
         shutil.copytree(tmp_path / "fresh", tmp_path / "cache")
     assert samples_of(open_any("s3://indexed/")) == expected["indexed"]
-    with pytest.raises(RemoteError, match=r"was removed while this process read from it\. Make a new loader"):
+    with pytest.raises(RemoteError, match=r"was removed during the run\. Make a new loader"):
         samples_of(first)

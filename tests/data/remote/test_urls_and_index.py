@@ -63,8 +63,8 @@ def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        (["s3://b/a.tar", "/c.tar"], "need a reader each"),
-        ("ftp://h/a.tar", "not a URL of s3, gs, az, http, https, hf,"),
+        (["s3://b/a.tar", "/c.tar"], "Read remote and local ones separately"),
+        ("ftp://h/a.tar", "unsupported URL. Use one of s3, gs, az, http, https, hf"),
         ("https://h/a.tar?token=1", "a URL with a query"),
     ],
 )
@@ -77,8 +77,8 @@ def test_what_cannot_be_read_is_an_error(shards: Any, message: str) -> None:
     ("shards", "message"),
     [
         (["s3://b/a.tar", "s3://b/{a,c}.tar"], "s3://b/a.tar: the same shard is named twice"),
-        (["s3://b/a.tar", "s3://c/a.tar"], "lie in one bucket"),
-        (["http://h/a/", "http://h/b/"], "a web server cannot be listed"),
+        (["s3://b/a.tar", "s3://c/a.tar"], "Use one reader for each"),
+        (["http://h/a/", "http://h/b/"], "web servers cannot be listed"),
         ("s3://b/p/z*.tar", "no shard matches"),
     ],
 )
@@ -89,7 +89,7 @@ def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> No
 
 def test_without_obstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
+    with pytest.raises(RemoteError, match=r"pip install obstore"):
         open_any("s3://b/p/", cache=(tmp_path, None))
 
 
@@ -213,7 +213,7 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
 
 
 def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:
-    with pytest.raises(sp.ShardError, match=r"neither .nv-meta/savable.index nor .nv-meta/.info.json; name the shards"):
+    with pytest.raises(sp.ShardError, match=r"no .nv-meta/savable.index or .nv-meta/.info.json .* Name the shards"):
         open_any(f"{server.url}/shards/")
     info = tmp_path / "shards" / ".nv-meta" / ".info.json"
     info.parent.mkdir()
@@ -223,10 +223,10 @@ def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(ser
     assert open_any(f"{server.url}/shards/").count == 12
     (tmp_path / "shards" / INDEX_NAME).unlink()
     info.write_text(json.dumps({"shard_counts": {"../../../0001.tar": 4}}))
-    with pytest.raises(sp.ShardError, match="lies outside of the dataset"):
+    with pytest.raises(sp.ShardError, match="is outside the dataset"):
         open_any(f"{server.url}/shards/")
     info.write_text("[]")
-    with pytest.raises(sp.ShardError, match=r".info.json: expected names with values, found list"):
+    with pytest.raises(sp.ShardError, match=r".info.json: expected a mapping, found list"):
         open_any(f"{server.url}/shards/")
 
 

@@ -86,8 +86,8 @@ def listed_by_energon(root: Path) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], object], Any]] = {
     "added": (added, [*ALL, "c/3.tar"]),
     "replaced": (replaced, ["a/0.tar", "another", "x" * 20_000, "b/2.tar"]),
-    "removed": (lambda root: (root / "b/2.tar").unlink(), "1 shards that were indexed are gone, such as b/2.tar"),
-    "moved": (lambda root: (root / "b").rename(root / "d"), "1 shards that were indexed are gone"),
+    "removed": (lambda root: (root / "b/2.tar").unlink(), "1 indexed shards are gone, such as b/2.tar"),
+    "moved": (lambda root: (root / "b").rename(root / "d"), "1 indexed shards are gone"),
     "in Energon's list": (listed_by_energon, "z.tar: No such file"),
     "the index damaged": (lambda root: os.truncate(root / INDEX_NAME, 50), ALL),
     "the mark damaged": (lambda root: os.truncate(root / MARK, 9), ALL),
@@ -113,7 +113,7 @@ def test_a_shard_overwritten_in_its_place_is_an_error_once_and_indexed_at_the_ne
         other = root.parent / "other.tar"
         write_tar(other, [("1.txt", b"another"), ("2.txt", b"x" * 20_000)])
         file.write(other.read_bytes())
-    with pytest.raises(sp.ShardError, match=r"a/1\.tar: .*start again or run `savable index`"):
+    with pytest.raises(sp.ShardError, match=r"a/1\.tar: .*Start again to index it"):
         texts(root)
     assert not (root / MARK).exists()
     assert texts(root) == ["a/0.tar", "another", "x" * 20_000, "b/2.tar"]

@@ -235,7 +235,7 @@ def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None
         with caplog.at_level(logging.WARNING):
             assert contents(root, open_index(root, NAMES)) == expected
         assert path.read_bytes() == whole
-    assert "making a new one" in caplog.text
+    assert "It is rebuilt" in caplog.text
 
 
 def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None:
@@ -321,7 +321,7 @@ def test_a_tolerant_index_has_what_stands_before_the_damage(mixed: Any) -> None:
     assert contents(root, index)["c.tar"] == expected["c.tar"][:1]
     entries = {entry.name: entry for entry in index.shards}
     assert (entries["z.tar"].samples, entries["z.tar"].fault) == (0, "z.tar: No such file or directory")
-    assert entries["c.tar"].fault.startswith("c.tar: truncated: the member whose header is at byte")
+    assert entries["c.tar"].fault.startswith("c.tar: truncated: the member at byte")
 
 
 def test_a_tolerant_index_keeps_what_it_knows_of_shards_that_change_or_go(mixed: Any, scanned: list[str]) -> None:
@@ -393,7 +393,7 @@ def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: An
     open_index(root, NAMES)
     assert (root / "a.tar.idx").read_bytes() == bytes(8)
     assert len((root / "c.tar.idx").read_bytes()) == 32
-    assert "a.tar.idx: other offsets" in caplog.text
+    assert "a.tar.idx: not the offsets" in caplog.text
 
 
 def test_the_hash_of_a_shard_changes_with_names_and_places_not_with_contents(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_a_shard_whose_own_name_is_no_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_url_is_an_error_that_says_how_it_is_indexed() -> None:
-    with pytest.raises(ShardError, match=r"s3://b/x\.tar: this is a URL, .*`savable index s3://b/x\.tar`"):
+    with pytest.raises(ShardError, match=r"s3://b/x\.tar: expected files, not a URL\. .*`savable index s3://b/x\.tar`"):
         index_files("s3://b/x.tar", TARS)
 
 
@@ -471,7 +471,7 @@ def test_a_user_without_a_home_indexes_beside_the_shards(tmp_path: Path, monkeyp
     assert open_index(tmp_path, ["a.tar"]).shards[0].samples == 1
     (tmp_path / INDEX_NAME).unlink()
     full_below(monkeypatch, tmp_path)
-    with pytest.raises(ShardError, match="this user has no home folder: make room, or set XDG_CACHE_HOME"):
+    with pytest.raises(ShardError, match=r"This user has no home folder\. Free space, or set XDG_CACHE_HOME"):
         open_index(tmp_path, ["a.tar"])
 
 

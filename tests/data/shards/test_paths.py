@@ -74,9 +74,9 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "message", "reason"),
     [
-        ("missing", "no such shard or folder", "no such path"),
+        ("missing", "no such file or folder", "no such path"),
         ("b/*.jpg", "no file matches", "no such path"),
-        ("{0..3}.tar", "no such shard or folder", "no such path"),
+        ("{0..3}.tar", "no such file or folder", "no such path"),
         ("empty", "no .tar file in this folder", "no shard"),
         ("s3://bucket/x.tar", "URL", "damaged shard"),
     ],
@@ -96,21 +96,21 @@ def test_a_shard_named_twice_is_an_error(root: Path) -> None:
 def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="the list of shards is empty"):
         find_shards([])
-    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it; `savable convert"):
+    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it\n.*`savable convert"):
         find_shards(tmp_path)
 
 
 def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.tar.gz").touch()
-    with pytest.raises(ShardError, match="`savable convert` re-packs it"):
+    with pytest.raises(ShardError, match="Run `savable convert`"):
         find_shards(tmp_path / "x.tar.gz")
     (tmp_path / "x.tar.gz").rename(root / "x.tgz")
     with caplog.at_level(logging.WARNING):
         assert "x.tgz" not in find_shards(root)[1]
-    assert "1 compressed tars are left out" in caplog.text
+    assert "1 compressed tars are skipped" in caplog.text
     (root.parent / "only").mkdir()
     (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
-    with pytest.raises(ShardError, match="1 compressed tars are there"):
+    with pytest.raises(ShardError, match="but 1 compressed tars"):
         find_shards(root.parent / "only")
 
 
@@ -120,7 +120,7 @@ def test_a_link_to_a_folder_is_left_out_with_a_warning(
     (tmp_path / "elsewhere").mkdir()
     (root / "more").symlink_to(tmp_path / "elsewhere")
     find_shards(root)
-    assert "more: a link to a folder is left out" in caplog.text
+    assert "more: a link to a folder is skipped" in caplog.text
 
 
 def test_a_home_a_variable_a_file_url_and_two_in_one_are_spelled_out(
@@ -152,11 +152,11 @@ def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "write s3://bucket/{0..9}.tar instead"),
-        ("pipe:cat x.tar", "write the paths of the tars, or their URL instead"),
-        ("hf://user/name/x.tar", "of the Hub, datasets are read: hf://datasets/ORG/NAME"),
+        ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "Write s3://bucket/{0..9}.tar instead"),
+        ("pipe:cat x.tar", "Write the paths of the tars, or their URL instead"),
+        ("hf://user/name/x.tar", "not a dataset of the Hub. Write hf://datasets/ORG/NAME"),
         ("file://server/x.tar", "names a file of the machine 'server'"),
-        ("$NO_SUCH_VARIABLE/x", "no such shard or folder; the environment has no such variable"),
+        ("$NO_SUCH_VARIABLE/x", "The environment has no such variable"),
     ],
 )
 def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: str, told: str) -> None:
@@ -172,7 +172,7 @@ def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
         (tmp_path / "x.lance" / name).parent.mkdir(parents=True)
         (tmp_path / "x.lance" / name).write_bytes(b"LANC")
     for folder in (tmp_path / "x.lance", tmp_path):
-        with pytest.raises(ShardError, match=r"x\.lance/data has files of Lance, .*write it as Parquet, `pyarrow.*`"):
+        with pytest.raises(ShardError, match=r"x\.lance/data is of Lance, .*write it as Parquet, `pyarrow.*`"):
             find_shards(folder)
 
 
@@ -253,7 +253,7 @@ def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
 ) -> None:
     with pytest.raises(sp.ShardError) as caught:
         opened(photos)
-    assert str(caught.value).endswith(f"below it; `savable convert '{photos}' DST` makes a dataset of its files")
+    assert str(caught.value).endswith(f"below it. Convert its files by `savable convert '{photos}' DST`")
 
 
 def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> N
 
 def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
     write_tar(tmp_path / "a/0.tar", [("k.txt", b"1")])
-    with pytest.raises(sp.ShardError, match=r"below it; 0\.tar is there, which sp\.TarShardReader reads$"):
+    with pytest.raises(sp.ShardError, match=r"below it. 0\.tar is there: read it by sp\.TarShardReader$"):
         custom.ParquetReader(tmp_path, LANE)
 
 
@@ -272,29 +272,28 @@ def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fil
 ) -> None:
     (tmp_path / "new shards/.cache").mkdir(parents=True)
     (tmp_path / "new shards/.cache/a.png").touch()
-    for name, fault in (("new shards", "in this folder or below it"), ("none", "no such shard or folder")):
+    faults = {"new shards": "in this folder or below it", "none": "no such file or folder. Check the path"}
+    for name, fault in faults.items():
         with pytest.raises(sp.ShardError) as caught:
             opened(f"{tmp_path / name}")
         folder = f"'{tmp_path / name}'" if " " in name else tmp_path / name
-        assert str(caught.value).endswith(
-            f"{fault}; `savable convert SRC {folder}` writes shards there of the files or the table SRC"
-        )
+        assert str(caught.value).endswith(f"{fault}\nTo write shards there: `savable convert SRC {folder}`")
 
 
 def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
     for missing in (tmp_path / "0.tar", tmp_path / "$NONE/shards"):
-        with pytest.raises(sp.ShardError, match=r"no such shard or folder(?!.*convert)"):
+        with pytest.raises(sp.ShardError, match=r"no such file or folder(?!(.|\n)*convert)"):
             sp.TarShardReader(missing, LANE)
-    with pytest.raises(sp.ShardError, match=r"no such shard or folder$"):
+    with pytest.raises(sp.ShardError, match=r"no such file or folder. Check the path$"):
         custom.ParquetReader(tmp_path / "rows", LANE)
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("captions.csv", r"captions\.csv: is a file of the kind csv, not tar; sp\.read\(…\) reads any kind"),
-        ("captions.tsv.gz", r"is a file of the kind csv, not tar"),
-        ("photo.png", r"no tar; `savable convert .* DST` makes a dataset of its folder$"),
+        ("captions.csv", r"captions\.csv: a file of the kind csv, not tar\. sp\.read\(…\) reads any kind"),
+        ("captions.tsv.gz", r"a file of the kind csv, not tar"),
+        ("photo.png", r"not a tar. Convert its folder by `savable convert .* DST`$"),
     ],
 )
 def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> None:
@@ -306,7 +305,7 @@ def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> N
 
 def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(sp.ShardError, match="`savable convert` reads, and `gzip -dk` or `zstd -d` unpacks it"):
+    with pytest.raises(sp.ShardError, match="Run `savable convert`, or `gzip -dk` or `zstd -d`"):
         sp.open_dataset(tmp_path / "captions.tsv.gz")
 
 

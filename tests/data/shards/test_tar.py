@@ -329,12 +329,12 @@ def test_zeros_where_a_header_should_be_are_an_error_and_padding_is_none(tmp_pat
     one = header(b"a.txt", b"%011o\0" % 5) + pad(b"hello")
     other = header(b"b.txt", b"%011o\0" % 5) + pad(b"world")
     path.write_bytes(one + bytes(BLOCK) + other[BLOCK:] + other + bytes(1024))
-    with pytest.raises(ShardError, match=r"a\.tar: zeros at byte 1024, .* but 3072 bytes more follow: zero-filled"):
+    with pytest.raises(ShardError, match=r"a\.tar: zeros at byte 1024, but 3072 bytes follow: zero-filled"):
         parse(path)
     path.write_bytes(one + bytes(1 << 16))  # records of 128 blocks
     assert parse(path) == [("a", [("txt", b"hello")])]
     path.write_bytes(one + bytes((1 << 16) + BLOCK))
-    with pytest.raises(ShardError, match="but 66048 bytes more follow: zero-filled"):
+    with pytest.raises(ShardError, match="but 66048 bytes follow: zero-filled"):
         parse(path)
 
 
@@ -461,7 +461,7 @@ def test_compressed_content_is_an_error_that_says_so(tmp_path: Path, compress: C
     for size in (10, 2000):
         write_tar(tmp_path / "a.tar", [("a.txt", os.urandom(size))])
         (tmp_path / "a.tar").write_bytes(compress((tmp_path / "a.tar").read_bytes()))
-        with pytest.raises(ShardError, match=r"a\.tar: a compressed tar cannot be read .* re-packs"):
+        with pytest.raises(ShardError, match=r"a\.tar: a compressed tar cannot be read .* Re-pack it"):
             parse(tmp_path / "a.tar")
 
 

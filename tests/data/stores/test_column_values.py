@@ -60,7 +60,7 @@ def test_a_row_that_a_shuffle_buffer_keeps_gives_the_same_arrays(tmp_path: Path,
     for sample in samples:
         row = int(sample.key.rpartition(":")[2])
         assert sample.array("ids").tolist() == [row, row + 1] and sample.array("ids").dtype == np.int64
-        with pytest.raises(TypeError, match="the part 'tags' is no array of numbers: of the type string"):
+        with pytest.raises(TypeError, match="the part 'tags' is not an array of numbers: of the type string"):
             sample.array("tags")
 
 
@@ -72,7 +72,7 @@ def test_other_values_are_an_error_that_names_what_reads_them(tmp_path: Path, na
     })  # fmt: skip
     sample = sp.open_dataset(write(tmp_path / name, table))[0]
     for part in ("ragged", "holes", "tags", "when", "point"):
-        with pytest.raises(TypeError, match=rf"'{part}' is no array of numbers: .*\. Read it by sample\.json\('{part}"):
+        with pytest.raises(TypeError, match=rf"'{part}' is not an array of numbers: .*\. Use sample\.json\('{part}"):
             sample.array(part)
     assert sample.array("txt").tobytes() == b"text"
     with pytest.raises(KeyError, match="no part 'none'"):

@@ -122,7 +122,7 @@ def test_an_option_of_readers_and_of_a_dataset_says_how_much_may_be_unpacked(tmp
             if most > MIB:
                 assert len(value_of(sample)) == MIB
                 continue
-            with pytest.raises(error, match="give a larger unpacked_bytes"):
+            with pytest.raises(error, match="Pass a larger unpacked_bytes"):
                 value_of(sample)
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_compressed_has_no_such_bound(tmp_path: Path) -> None:
 
 def test_conversion_unpacks_no_more_than_its_option_says(tmp_path: Path) -> None:
     source = write_mds(tmp_path / "in", {"data": "bytes"}, [[bytes(MIB)]], packed="gz")
-    with pytest.raises(ValueError, match="give a larger unpacked_bytes"):
+    with pytest.raises(ValueError, match="Pass a larger unpacked_bytes"):
         sp.convert(source, tmp_path / "out", unpacked_bytes=MIB // 2)
     assert sp.convert(source, tmp_path / "out").samples == 1
     line = json.dumps({"text": "x" * MIB}).encode()
@@ -147,7 +147,7 @@ def test_conversion_unpacks_no_more_than_its_option_says(tmp_path: Path) -> None
         ("a.csv.gz", b"text\n" + line),
     ):
         (tmp_path / name).write_bytes(gzip.compress(data))
-        with pytest.raises(ValueError, match="give a larger unpacked_bytes"):
+        with pytest.raises(ValueError, match="Pass a larger unpacked_bytes"):
             sp.convert(tmp_path / name, tmp_path / f"{name} out", unpacked_bytes=MIB // 2)
     for name in ("a.jsonl.gz", "a.json.gz"):
         assert sp.convert(tmp_path / name, tmp_path / f"{name} out").samples == 1

@@ -128,7 +128,7 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
 def test_a_file_that_is_cut_or_changed_before_it_is_opened_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for change, told in (
-        (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when it was indexed"),
+        (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when indexed"),
         (CHANGES[name], "rewritten"),
     ):
         FORMATS[name][0](path)
@@ -173,7 +173,7 @@ def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Pat
             keep_below(0)
             next(loader)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert f"{name}: its inode changed while this run read from it" in told
+    assert f"{name}: its inode changed during the run" in told
 
 
 def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Pa
     with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
         next(loader)
         put_back(tmp_path / "a.idx", lambda raw: raw[:-8] + (ROWS - 1).to_bytes(8, "little"))
-        with pytest.raises(sp.ShardError, match=r"a\.idx: it was overwritten while this run read from it"):
+        with pytest.raises(sp.ShardError, match=r"a\.idx: it was overwritten while this run read it"):
             next(loader)
 
 
@@ -207,7 +207,7 @@ def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
     store.verify(1)
     overwrite(tmp_path / "a.arrow")
     assert store.read(0, ROWS - 1, "txt") == b"ROW 399"
-    with pytest.raises(sp.ShardError, match=r"a\.arrow: it was overwritten while this run read from it"):
+    with pytest.raises(sp.ShardError, match=r"a\.arrow: it was overwritten while this run read it"):
         store.verify(2)
 
 

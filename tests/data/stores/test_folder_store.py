@@ -115,14 +115,14 @@ def test_a_file_that_changes_under_a_run_is_an_error_and_a_start_reads_it_anew(t
     samples = sp.open_dataset(folder)
     stat = (folder / "b.txt").stat()
     (folder / "b.txt").write_text('"B.txt"')
-    with pytest.raises(ShardError, match=r"b\.txt: 7 bytes when the folder was indexed, 7 now, written since"):
+    with pytest.raises(ShardError, match=r"b\.txt: 7 bytes when indexed, 7 now"):
         samples[1]["txt"]
     assert sp.open_dataset(folder)[1]["txt"] == b'"B.txt"'
     (folder / "b.txt").write_text('"b.txt"')
     os.utime(folder / "b.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert samples[1]["txt"] == b'"b.txt"', "put back, it is the one that was indexed"
     (folder / "b.txt").unlink()
-    with pytest.raises(ShardError, match="No such file or directory; it was there when the folder was indexed"):
+    with pytest.raises(ShardError, match=r"No such file or directory. It was there when indexed"):
         samples[1]["txt"]
     os.mkfifo(folder / "b.txt")
     with pytest.raises(ShardError):  # and is not waited for
@@ -247,7 +247,7 @@ def test_other_splits_have_the_numbers_of_a_list_a_file_or_the_training_folder(s
         (True, "loose.jpg", "loose.jpg is in no folder, so it has no class"),
         (["a", "b"], "loose.jpg", "loose.jpg is in no folder, so it has no class"),
         (["a", "b"], "new/0.jpg", "the samples in new have no class. Move them"),
-        (["a", "a"], "a/0.jpg", "not the names of folders, each once"),
+        (["a", "a"], "a/0.jpg", "pass the names of the folders in their order, each once"),
         ("missing", "a/0.jpg", "No such file or directory"),
     ],
 )
@@ -281,7 +281,7 @@ def test_a_worker_that_finds_other_classes_than_the_run_began_with_is_an_error(s
     opened = sp.open_dataset(splits / "val", classes=splits / "train")
     opened.pinned(pinned)
     (splits / "train/boats").mkdir()
-    with pytest.raises(ShardError, match="than when another process opened it"):
+    with pytest.raises(ShardError, match="the shards changed since another process opened them"):
         pickle.loads(pickle.dumps(opened))
 
 
@@ -326,8 +326,8 @@ def test_keys_up_to_the_last_dot_are_the_names_of_files_and_those_in_tars_are_to
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["a.jpg", "b.jpg", "labels.csv"], "holds the table labels.csv, whose rows may be the samples: name it"),
-        (["a.jpg", "b.jpg", "data.zip"], r"holds data\.zip, and \.zip is not read here: unpack it"),
+        (["a.jpg", "b.jpg", "labels.csv"], "labels.csv may have the samples as rows. Read"),
+        (["a.jpg", "b.jpg", "data.zip"], r"\.zip is not read here \(data\.zip\): unpack it"),
         ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Give key_end="last"'),
     ],
 )
@@ -342,13 +342,13 @@ def test_a_list_in_a_file_beside_photos_is_a_table_and_an_object_is_a_part(tmp_p
     folder = write(tmp_path, "a.jpg", "a.json", "b.jpg", "b.json")
     assert [list(sample) for sample in sp.open_dataset(folder)] == [["jpg", "json"]] * 2
     (folder / "all.json").write_text('[{"n": 1}]')
-    with pytest.raises(ShardError, match=r"holds the table all\.json"):
+    with pytest.raises(ShardError, match=r"all\.json may have the samples as rows"):
         sp.open_dataset(folder)
 
 
 def test_an_unknown_setting_is_an_error(tmp_path: Path) -> None:
     folder = write(tmp_path, "a.txt")
-    with pytest.raises(ValueError, match="key= is for files of the kinds"):
+    with pytest.raises(ValueError, match="key= does not apply to"):
         sp.open_dataset(folder, key="n")
     with pytest.raises(ValueError, match="key_end must be 'first' or 'last'"):
         sp.read(folder, key_end="middle").take(1)  # type: ignore[arg-type]

@@ -120,9 +120,9 @@ def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
     buffers = [None, pa.py_buffer(offsets)]
     column = MediaListColumn(pa.Array.from_buffers(pa.list_(MEDIA), 1, buffers, children=[items]))
     offsets[:] = b"".join(end.to_bytes(4, "little", signed=True) for end in ends)  # pyarrow has looked at it before
-    with pytest.raises(BrokenColumnError, match="is said to be the elements"):
+    with pytest.raises(BrokenColumnError, match="spans elements"):
         column.elements(0)
-    with pytest.raises(BrokenColumnError, match="lies outside"):
+    with pytest.raises(BrokenColumnError, match="is outside"):
         column.elements(1)
 
 

@@ -121,13 +121,13 @@ def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
         time.sleep(0.02)  # a tick of the clock that stamps files
         with shard.open("r+b") as over:
             over.write(raw)
-        with pytest.raises(sp.ShardError, match="it was overwritten while this run read from it"):
+        with pytest.raises(sp.ShardError, match="it was overwritten while this run read it"):
             sample.origin.verify(1)  # type: ignore[attr-defined]
         shard.unlink()
         shard.write_bytes(raw)
         keep_below(0)
         file.seek(0)
-        with pytest.raises(sp.ShardError, match="it was replaced while this run read from it"):
+        with pytest.raises(sp.ShardError, match="it was replaced while this run read it"):
             file.read(200_000)
 
 

@@ -66,7 +66,7 @@ def test_a_state_is_refused_where_the_table_has_changed(tmp_path: Path) -> None:
 def test_a_store_without_metadata_has_subsets_but_no_splits(tmp_path: Path) -> None:
     store = TableStore(write_table(tmp_path / "a.db", 60))
     assert len(list(custom.RecordReader(store, sp.Lane(), epochs=1, subset=(0.5, 1.0)))) == 30
-    with pytest.raises(sp.ShardError, match="this store has no splits, but split='train' was asked for"):
+    with pytest.raises(sp.ShardError, match="split='train', but this dataset has no splits"):
         custom.RecordReader(store, sp.Lane(), split="train")
     with pytest.raises(ValueError, match="RecordReader: block_size must be at least 1, not 0"):
         custom.RecordReader(store, sp.Lane(), block_size=0)

@@ -59,11 +59,13 @@ def test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given(
         batches = iter(loader)
         given = [next(batches) for _ in range(5)]
         overwrite(root / "0000.tar")
-        with pytest.raises(sp.ShardError, match=r"0000\.tar: it was overwritten while .* slots [\d, ]+ may hold bytes"):
+        with pytest.raises(
+            sp.ShardError, match=r"0000\.tar: it was overwritten while .*\nThe slots [\d, ]+ may have bytes"
+        ):
             given += [next(batches) for _ in range(100)]
         assert all(number >= 0 for batch in given for number in batch)
         if not workers:  # new workers open the shards anew
-            with pytest.raises(sp.ShardError, match="it was overwritten while this run read from it"):
+            with pytest.raises(sp.ShardError, match="it was overwritten while this run read it"):
                 next(batches)
 
 
@@ -81,7 +83,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
     now = 100.9
     files.verify(7)
     now = 101.1
-    with pytest.raises(sp.ShardError, match=r"0000.*the slots 6, 7, 8 may hold bytes of both, of which that of slot 8"):
+    with pytest.raises(sp.ShardError, match=r"0000.*\nThe slots 6, 7, 8 may have bytes of both, but slot 8"):
         files.verify(8)
 
     files = open_any(root).store.files  # type: ignore[attr-defined]
@@ -94,7 +96,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
     files[1]
     with pytest.raises(sp.ShardError, match="it was overwritten"):
         files.verify(2)
-    with pytest.raises(sp.ShardError, match="it was replaced while this run read from it"):
+    with pytest.raises(sp.ShardError, match="it was replaced while this run read it"):
         files[0]
 
 
@@ -109,7 +111,7 @@ def test_a_shard_of_the_same_size_with_another_layout_is_noticed_when_it_is_open
         stat = (tmp_path / "a.tar").stat()
         write([change.get(i, name) for i, name in enumerate(names)])
         os.utime(tmp_path / "a.tar", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync -t leaves it
-        with pytest.raises(sp.ShardError, match="as large as when it was indexed, but its samples lie elsewhere"):
+        with pytest.raises(sp.ShardError, match="the shard was rewritten since it was indexed, at the same size"):
             dataset.open_samples(np.array([(1, 0)], REF))[0]["json"]
         (tmp_path / ".nv-meta/savable.index").unlink()
 
@@ -147,7 +149,7 @@ def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
     with shard.open("r+b") as file:
         file.write(b"other")  # the name of the first member
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(sp.ShardError, match=r"0000\.tar: it was overwritten while this run read from it"):
+    with pytest.raises(sp.ShardError, match=r"0000\.tar: it was overwritten while this run read it"):
         files.verify(9)
     assert len(caplog.records) == 1
 
@@ -175,9 +177,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
     monkeypatch.setattr(shard_files.os, "fstat", meanwhile)
     files.verify_given()
     overwrite(root / "0001.tar")
-    with pytest.raises(
-        sp.ShardError, match=r"0001\.tar: .* the slots 4 may hold bytes of both\. Put the old shard back"
-    ):
+    with pytest.raises(sp.ShardError, match=r"0001\.tar: .* Restore it, .*\nThe slots 4 may have bytes of both$"):
         files.verify_given()
     for descriptor in others:
         os.close(descriptor)
@@ -212,7 +212,7 @@ def test_a_run_resumes_without_the_samples_of_a_deleted_shard_as_the_error_says(
     state, _ = run("raise")
     _, expected = run("raise", state)
     (root / "0001.tar").unlink()
-    with pytest.raises(sp.ShardError, match=r'resume without their samples by on_error="skip"'):
+    with pytest.raises(sp.ShardError, match=r'pass on_error="skip"'):
         run("raise", state)
     kept = [number for number in expected if not 40 <= number < 80]
     assert len(kept) < len(expected) and run("skip", state)[1][: len(kept)] == kept

@@ -97,9 +97,9 @@ def test_a_row_gives_its_range_of_a_file_beside_the_table(tmp_path: Path, kind: 
         ("{root}/secret.wav", "leads out"),
         ("http://127.0.0.1:9/a.wav", "a URL"),
         ("file:///etc/a.wav", "a URL"),
-        ("wav/none.wav", "none of the dataset's files"),
+        ("wav/none.wav", "not a file of the dataset"),
         ("wav/link.wav", "a link that leads out"),
-        ("linked/secret.wav", "none of the dataset's files"),
+        ("linked/secret.wav", "not a file of the dataset"),
         ("table.parquet/../wav/a.wav", "leads out"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_link_inside_of_the_dataset_and_a_table_in_a_folder_of_its_own_are_rea
     (tmp_path / "en/wav/a.wav").rename(tmp_path / "a.wav")
     (tmp_path / "en/wav/a.wav").symlink_to(tmp_path / "a.wav")
     assert len(sounds(tmp_path)) == 3
-    with pytest.raises(sp.ShardError, match="none of the dataset's files"):  # the table alone was named
+    with pytest.raises(sp.ShardError, match="not a file of the dataset"):  # the table alone was named
         sounds(tmp_path / "en/table.parquet")
     assert (
         len(
@@ -182,7 +182,7 @@ def test_a_long_file_that_is_overwritten_under_a_run_is_an_error(
         with (tmp_path / "wav/a.wav").open("r+b") as file:
             file.seek(30000)
             file.write(bytes(100))
-        with pytest.raises(sp.ShardError, match=r"a\.wav: it was overwritten while this run read from it"):
+        with pytest.raises(sp.ShardError, match=r"a\.wav: it was overwritten while this run read it"):
             [next(loader) for _ in range(50)]
 
 
@@ -203,11 +203,11 @@ def test_a_long_file_that_is_gone_is_an_error_at_the_start_and_under_a_run(tmp_p
         os.truncate(path, 60000)
     else:
         path.rename(tmp_path / "wav/c.wav") if change == "renamed" else path.unlink()
-    expected = "bytes, but 64" if change == "cut" else "it was there when the shards were indexed"
+    expected = "bytes, but 64" if change == "cut" else "It was there when .*indexed"
     with pytest.raises(sp.ShardError, match=rf"a\.wav: .*{expected}"):
         found[0].audio("audio")
     if change != "cut":
-        with pytest.raises(sp.ShardError, match=r"1 shards that were indexed are gone, such as wav/a\.wav"):
+        with pytest.raises(sp.ShardError, match=r"1 indexed shards are gone, such as wav/a\.wav"):
             samples(tmp_path)
 
 
@@ -229,7 +229,7 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
         size = (folder / "wav/a.wav").stat().st_size
         assert 0 < server.sent("a.wav") < size // 2
         (folder / "wav/a.wav").write_bytes((folder / "wav/a.wav").read_bytes())  # another version, of the same size
-        with pytest.raises(sp.ShardError, match="another version"):
+        with pytest.raises(sp.ShardError, match="rewritten on the server"):
             there[2].audio("audio").samples()
 
 

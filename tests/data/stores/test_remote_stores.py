@@ -217,7 +217,7 @@ def test_a_file_that_is_rewritten_under_a_run_is_an_error_and_another_run_is_of_
         batches(loader, 2)
         for name in names_of(kind):
             (www / kind / name).write_bytes((www / kind / name).read_bytes())  # another version, of the same size
-        with pytest.raises(sp.ShardError, match="another version") as caught:
+        with pytest.raises(sp.ShardError, match="rewritten on the server") as caught:
             batches(loader)
         assert caught.value.reason == "changed shard"
     with loader_of(kind, urls) as loader:
@@ -255,7 +255,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
     server: ToyServer, www: Path, kind: str
 ) -> None:
     if kind not in LISTED:
-        with pytest.raises(sp.ShardError, match="a web server cannot be listed"):
+        with pytest.raises(sp.ShardError, match="web servers cannot be listed"):
             READERS[kind](f"{server.url}/{kind}/", sp.Lane())
     index_files(www / kind, STORES[kind].form)
     READERS[kind](f"{server.url}/{kind}/", sp.Lane())
@@ -310,7 +310,7 @@ def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_i
         for blocks in (tmp_path / "cache").rglob("*.bytes"):
             blocks.unlink()
         if kind not in LISTED:  # files that an index.json names are asked for at each start
-            with pytest.raises(sp.ShardError, match=f"{name}: the server has another version"):
+            with pytest.raises(sp.ShardError, match=f"{name}: the shard was rewritten on the server"):
                 samples(kind, url)
         assert samples(kind, url) == expected
     sent = server.sent("") - server.sent("index.json")
@@ -342,7 +342,7 @@ def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
 def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
     with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
         custom.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
-    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset; `gzip -dk`"):
+    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset. Run `gzip -dk`"):
         custom.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
 
 
@@ -378,5 +378,5 @@ def test_windows_of_flat_tokens(server: ToyServer, www: Path) -> None:
 def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_as_s3(server, monkeypatch)
     (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(sp.ShardError, match="holds several splits; read one of them, such as s3://arrow/train/"):
+    with pytest.raises(sp.ShardError, match=r"several splits are there. Read one of them, such as s3://arrow/train/"):
         custom.ArrowReader("s3://arrow/", sp.Lane())

@@ -1,4 +1,4 @@
-"""Threads as workers: the batches and states of processes, from one to the other; and what threads must not share."""
+"""Threads as workers: the batches and states of processes, from one to the other; and what threads cannot share."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_what_the_function_of_a_step_only_refers_to_is_refused_if_it_is_not_thre
         2: lambda a, b: draws and 1,
     }
     arguments = {"encode": 0, "cost": 2, "balance": 2, "select": 2}.get(step, 1)
-    told = r"worker threads must not share 'draws' of \S+<lambda>, a Random\. Bind it"
+    told = r"worker threads cannot share 'draws' of \S+<lambda>, a Random\. Bind it"
     with (
         loader(of_a_step(make_shards([40]), step, functions[arguments])) as own,
         pytest.raises(ValueError, match=told),

@@ -91,7 +91,7 @@ def test_one_str_is_not_taken_for_many_keys(tmp_path: Path) -> None:
 def test_what_was_given_can_be_asked_of_one_source_whose_data_moved(tmp_path: Path) -> None:
     (tmp_path / "web").rename(tmp_path / "moved")
     ledger = sp.Ledger(tmp_path / "ledger")
-    with pytest.raises(SavableError, match="no such shard or folder"):
+    with pytest.raises(SavableError, match="no such file or folder"):
         ledger.find(["s000079"])
     assert ledger.find(["s000079"], source="web", data=str(tmp_path / "moved"))["s000079"] is not None
     assert ledger.find(["s000079"], source="books") == {"s000079": None}

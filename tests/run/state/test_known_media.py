@@ -168,7 +168,7 @@ def test_a_worker_that_starts_later_has_the_table_that_the_run_began_with(
     index_media(dataset)
     assert sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=given))).dataset.known_media.table is not None
     with_other_values(dataset, monkeypatch)
-    with pytest.raises(sp.ShardError, match="the table of media was removed or changed since this run began"):
+    with pytest.raises(sp.ShardError, match="the table of media was removed or changed during the run"):
         sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=given)))
 
 

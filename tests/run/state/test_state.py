@@ -48,7 +48,7 @@ def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
             unpack_state(wrong, LaneState, "lane 3")
 
 
-HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}: "
+HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}. "
 
 
 @pytest.mark.parametrize(("order", "state"), [(ORDER, STATE + 1), (ORDER + 1, STATE), (ORDER - 1, STATE)])
@@ -67,12 +67,12 @@ def test_a_state_of_other_numbers_is_refused_with_the_last_commit_that_reads_it(
     for read in (check_flat, summarize, lambda state: sp.merge_states([state])):
         with pytest.raises(StateError, match=f"^the state: saved with ORDER 1 and STATE 2, {HERE}") as refused:
             read({**flat([0]), **others})
-        assert str(refused.value).endswith("the last commit that reads it is abc1234")
+        assert str(refused.value).endswith("Load it with commit abc1234")
 
 
 def test_a_lane_of_the_first_number_which_had_no_order_is_refused_by_the_same_sentence() -> None:
     raw = b"SAVL\1\0" + pack_state(LANE)[8:]
-    with pytest.raises(StateError, match=f"ORDER none and STATE 1, {HERE}the last commit that reads it is d039fef"):
+    with pytest.raises(StateError, match=f"ORDER none and STATE 1, {HERE}Load it with commit d039fef"):
         unpack_state(raw, LaneState, "lane 3")
 
 
@@ -80,7 +80,7 @@ def test_a_state_without_the_numbers_is_refused_by_the_same_sentence() -> None:
     old = {"format": 1, **{name: value for name, value in flat([0]).items() if name not in ("order", "state")}}
     with pytest.raises(StateError, match=f"^the state: saved with ORDER none and STATE none, {HERE}") as refused:
         check_flat(old)
-    assert str(refused.value).endswith("the last commit that reads it is d039fef")
+    assert str(refused.value).endswith("Load it with commit d039fef")
 
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], torch.zeros(3)])

@@ -249,7 +249,7 @@ def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.M
         ({"weights": {"a": 1}}, "but b has none"),
         ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for 'c'"),
         ({"weights": {"a": 1, "b": -1}}, "the weight of 'b' must be at least 0, not -1"),
-        ({"weights": {"a": 0, "b": 0}}, "one weight at least must be above 0"),
+        ({"weights": {"a": 0, "b": 0}}, "all weights are 0"),
         ({"weights": None, "by": "tokens"}, 'by="tokens" needs weights'),
         ({"by": "bytes"}, "by must be one of"),
         ({"by": "tokens"}, "Blend after Encode"),

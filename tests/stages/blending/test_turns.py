@@ -295,7 +295,7 @@ def test_weights_are_integers_whatever_they_are_written_as() -> None:
 
 def test_a_weight_of_0_is_off_and_one_source_at_least_is_on() -> None:
     assert integer_weights({"a": 0, "b": 0.5, "c": "0.25"}) == {"a": 0, "b": 2, "c": 1}
-    with pytest.raises(ValueError, match="one weight at least must be above 0: 'a', 'b' have 0"):
+    with pytest.raises(ValueError, match="all weights are 0: 'a', 'b'"):
         integer_weights({"a": 0, "b": 0.0})
 
 

@@ -28,7 +28,7 @@ def test_features_are_those_of_the_sound_with_silence_behind_it() -> None:
 
 
 def test_a_sound_too_short_for_a_token_and_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="a sound of 320 samples at 16000 Hz is too short for a token"):
+    with pytest.raises(ValueError, match="audio of 320 samples at 16000 Hz is too short for a token"):
         AudioTokens(300).seen(ToneAudio(320))
-    with pytest.raises(ValueError, match="bins is the number of mel bands"):
+    with pytest.raises(ValueError, match="bins, the mel bands, must be at least 1"):
         AudioTokens(300, bins=0)

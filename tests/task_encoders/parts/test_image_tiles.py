@@ -90,13 +90,13 @@ def test_buckets_are_near_one_area_and_an_image_fills_the_one_nearest_to_its_asp
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NativeSize(patch=0), "patch and merge are at least 1, not 0 and 2"),
-        (lambda: NativeSize(min_pixels=9, max_pixels=8), "room for a token of 28 × 28, not 9 and 8"),
-        (lambda: Tiles(side=440), "440 pixels has 31 patches of 14, which is no multiple of merge=2"),
-        (lambda: SplitTiles(side=13), "13 pixels has 0 patches of 14"),
-        (lambda: SplitTiles(side=448, long_side=5000), "long_side is 1 to 4096 pixels, not 5000"),
+        (lambda: NativeSize(patch=0), "patch=0, merge=2: both must be at least 1"),
+        (lambda: NativeSize(min_pixels=9, max_pixels=8), "found 9 and 8"),
+        (lambda: Tiles(side=440), "440 pixels are 31 patches of 14, not a multiple of merge=2"),
+        (lambda: SplitTiles(side=13), "13 pixels are 0 patches of 14"),
+        (lambda: SplitTiles(side=448, long_side=5000), "long_side must be 1 to 4096 pixels, not 5000"),
         (lambda: Tiles(min_tiles=3, max_tiles=2), "min_tiles ≤ max_tiles, not 3 and 2"),
-        (lambda: Buckets(min_side=900), "no shape has sides from 900 to 672"),
+        (lambda: Buckets(min_side=900), "from 900 to 672 have at most"),
         (lambda: NativeSize().size(2010, 10), "2010 × 10 pixels: one side is over 200 times"),
     ],
 )

@@ -75,5 +75,5 @@ def test_no_bit_depends_on_threads_or_on_where_the_samples_lie() -> None:
 
 @pytest.mark.parametrize(("count", "frames"), [(0, None), (159, None), (0, 10), (160, 0)])
 def test_no_frame_is_an_error(count: int, frames: int | None) -> None:
-    with pytest.raises(ValueError, match=f"expected at least 160 samples of audio, one frame: found {count}"):
+    with pytest.raises(ValueError, match=f"expected at least 160 samples of audio, one frame, found {count}"):
         log_mel(noise(count), frames=frames)

@@ -38,7 +38,7 @@ def test_padding_counts_on_or_begins_again() -> None:
 
 
 def test_positions_that_do_not_advance_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokens_per_second is above 0, not 0"):
+    with pytest.raises(ValueError, match="tokens_per_second must be above 0, not 0"):
         MRope(0)
 
 

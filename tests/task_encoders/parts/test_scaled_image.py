@@ -109,5 +109,5 @@ def test_an_image_that_tiles_refuse_is_decoded_all_the_same() -> None:
 
 
 def test_a_wrong_decoding_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode is 'scaled' or 'exact', not 'fast'"):
+    with pytest.raises(ValueError, match="decode must be 'scaled' or 'exact', not 'fast'"):
         Vision(NativeSize(), token=1, decode="fast")  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def test_an_image_of_16_bits_is_refused_unless_8_are_asked_for(augment: bool) ->
     values, file = np.full((9, 9), 0x1234, np.uint16), io.BytesIO()
     Image.fromarray(values).save(file, "PNG")
     depth = sample(png=file.getvalue())
-    with pytest.raises(ValueError, match="Use bits=8 for v >> 8"):
+    with pytest.raises(ValueError, match="Pass bits=8 for v >> 8"):
         SquareCrop(4, augment=augment).image(depth, sp.Rng(0))
     cropped = SquareCrop(4, augment=augment, bits=8).image(depth, sp.Rng(0))
     assert cropped is not None and cropped.unique().tolist() == [0x12]
@@ -160,11 +160,11 @@ def test_an_image_of_16_bits_is_refused_unless_8_are_asked_for(augment: bool) ->
     ("settings", "message"),
     [
         ({"size": 0}, "at least 1 pixel, not 0"),
-        ({"decode": "half"}, "decode is 'scaled' or 'exact', not 'half'"),
+        ({"decode": "half"}, "decode must be 'scaled' or 'exact', not 'half'"),
         ({"scale": (0.0, 1.0)}, "0 < least"),
         ({"scale": (0.8, 0.5)}, "0 < least"),
         ({"scale": (5, 6)}, "0 < least"),
-        ({"flip": 2}, "and flip a probability"),
+        ({"flip": 2}, "and 0 ≤ flip="),
     ],
 )
 def test_wrong_settings_are_refused(settings: Any, message: str) -> None:

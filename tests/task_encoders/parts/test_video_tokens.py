@@ -88,14 +88,14 @@ def test_frames_are_images_with_labels_where_a_model_sees_no_videos() -> None:
 def test_a_video_without_a_rate_and_settings_out_of_range_are_refused() -> None:
     video = ArrayVideo(np.zeros((4, 3, 4, 4), np.uint8), 1)
     video.fps = 0.0
-    with pytest.raises(ValueError, match="does not say how many frames it has in a second"):
+    with pytest.raises(ValueError, match="does not state its frames per second"):
         VideoTokens(300).seen(video)
     for settings, message in (
-        ({"fps": 0}, "VideoTokens: expected fps above 0"),
-        ({"min_frames": 9, "max_frames": 8}, "found 2.0, 9 and 8"),
-        ({"step": 0}, "step is the number of frames"),
-        ({"text": ""}, "text is what stands for video"),
-        ({"patch": 0}, "patch and merge are at least 1"),
+        ({"fps": 0}, "VideoTokens: .*expected fps above 0"),
+        ({"min_frames": 9, "max_frames": 8}, "fps=2.0, min_frames=9, max_frames=8"),
+        ({"step": 0}, "step, the frames of a patch"),
+        ({"text": ""}, "text= must not be empty"),
+        ({"patch": 0}, "both must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             VideoTokens(300, **settings)  # type: ignore[arg-type]

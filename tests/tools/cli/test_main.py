@@ -97,13 +97,13 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["convert", "gone", "out"], "gone: no such file or folder"),
-        (["convert", "in", "out", "--shard-bytes=-1"], "a shard must hold something"),
+        (["convert", "in", "out", "--shard-bytes=-1"], "must be at least 1"),
         (["convert", "in", "out", "--workers=0"], "workers must be 1 or more"),
         (["convert", "in", "out", "--no-files", "--file-field=a"], "exclude each other"),
         (["convert", "in", "file"], "file is a file"),
         (["convert", "in", "file/out"], "Not a directory"),
         (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
-        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
+        (["convert", "in", "out", "--only", " , "], "--only= names no part; expected extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
@@ -112,11 +112,11 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
             "there is no folder gone to write it into",
         ),
         (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
-        (["info", "gone"], "gone: no such shard or folder"),
-        (["info", "empty"], "/empty: no .tar file in this folder or below it; `savable convert SRC "),
-        (["check", "empty"], "` writes shards there of the files or the table SRC"),
-        (["info", "table.csv"], "/table.csv: no row below the names of its columns"),
-        (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
+        (["info", "gone"], "gone: no such file or folder"),
+        (["info", "empty"], "/empty: no .tar file in this folder or below it"),
+        (["check", "empty"], "To write shards there: `savable convert SRC "),
+        (["info", "table.csv"], "/table.csv: no row below the column names"),
+        (["preview", "in/000.jpg"], "/in DST`"),
         (
             ["state", "gone"],
             "gone: no such file; expected a file with the loader's state in it",
@@ -145,7 +145,7 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
     run("convert", source, tmp_path / "out")
     result = run("convert", source, tmp_path / "out", "--shard-samples=1")
     assert result.exit_code == 2
-    assert "holds another conversion: shard_samples None there, 1 here" in result.stderr
+    assert "shard_samples: None there, 1 here" in result.stderr
 
 
 def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
@@ -175,9 +175,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
-    assert (
-        f"holds another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
-    )
+    assert f"source: '{source}' there, '{other}' here\nsamples: 2 there, 3 here" in result.stderr
     same_sizes = fill(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())
@@ -248,7 +246,7 @@ def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
     assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}
     (tmp_path / "out/.nv-meta/split.yaml").write_text("- what: is this")
     result = run("info", tmp_path / "out")
-    assert result.exit_code == 2 and "expected names with values, found list" in result.stderr
+    assert result.exit_code == 2 and "expected a mapping, found list" in result.stderr
 
 
 def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_path: Path) -> None:
@@ -275,7 +273,9 @@ def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_pa
     checked = run("check", lines, *named, "--workers=1")
     assert checked.exit_code == 1 and "k3.jpg" in checked.stdout and "unreadable image" in checked.stdout
     for command in ("info", "check", "preview"):
-        assert "key_end= is for files of the kinds folder" in run(command, lines, "--key-end", "last").stderr
+        assert (
+            "key_end= does not apply to jsonl files, only to folder" in run(command, lines, "--key-end", "last").stderr
+        )
     assert "key_end must be 'first' or 'last', not 'middle'" in run("info", photos, "--key-end", "middle").stderr
 
 

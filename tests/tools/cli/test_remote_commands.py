@@ -114,7 +114,7 @@ def test_a_server_that_has_no_such_thing_is_one_line_and_exit_code_two(server: T
     result = run(command, f"{server.url}/nowhere/")
     assert result.exit_code == 2
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {server.url}/nowhere: a web server cannot be listed")
+    assert last.startswith(f"error: {server.url}/nowhere: no .nv-meta/savable.index")
 
 
 def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: ToyServer, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_split_of_a_key_is_the_same_for_ever(tmp_path: Path) -> None:
     ],
 )
 def test_splits_that_cannot_be(split: tuple[tuple[str, str], ...]) -> None:
-    with pytest.raises(ValueError, match=r"a split is a name of its own|must add up to 1"):
+    with pytest.raises(ValueError, match=r"invalid split|add up to"):
         Options(split=split)
 
 
@@ -79,9 +79,9 @@ def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
     report = run_conversion(source, tmp_path / "out", Options(only=("JPG",)))
     assert list(tar_files(tmp_path / "out")) == ["000000001.0.jpg", "000000001.1.jpg", "000000002.jpg"]
     assert [reject.reason for reject in report.rejected] == ["no part that is kept"]
-    with pytest.raises(ValueError, match=r"no sample has a part png; there are 0\.jpg, 1\.jpg, jpg, json"):
+    with pytest.raises(ValueError, match=r"no sample has a part png. Use some of 0\.jpg, 1\.jpg, jpg, json"):
         run_conversion(source, tmp_path / "two", Options(only=("png",)))
-    with pytest.raises(SavableError, match=r"only \('JPG',\) there, \(\) here"):
+    with pytest.raises(SavableError, match=r"only: \('JPG',\) there, \(\) here"):
         run_conversion(source, tmp_path / "out", Options())
 
 
@@ -103,11 +103,11 @@ def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
     assert sorted(tar_files(tmp_path / "out")) == ["000.txt", "003.txt"]
     (tmp_path / "keys.txt").write_text("000\nnowhere\n")
     run = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "two"), *shares])
-    assert run.exit_code == 2 and "no sample has one of 1 of the keys: nowhere" in run.stderr
+    assert run.exit_code == 2 and "no sample has 1 of the keys, such as nowhere" in run.stderr
 
 
 def test_no_key_at_all_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no key is given"):
+    with pytest.raises(ValueError, match="keys= is empty"):
         run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
 
 

@@ -149,7 +149,9 @@ def test_a_disk_that_is_full_is_a_clear_line_and_the_same_command_goes_on(
         add(shard, key, parts)
 
     monkeypatch.setattr(ShardFile, "add", full)
-    with pytest.raises(SavableError, match=r"out: No space left on device: the disk is full, .* start again to go on"):
+    with pytest.raises(
+        SavableError, match=r"out: No space left on device: disk or quota is full\. .* start again to continue"
+    ):
         run_conversion(source, tmp_path / "out", SMALL)
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["000000.tar"]
     monkeypatch.undo()

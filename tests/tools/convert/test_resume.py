@@ -164,7 +164,7 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> N
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match="run the same command again"):
+    with pytest.raises(WorkerError, match="Run the command again"):
         run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
     assert run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=1).samples == 200
 

@@ -51,7 +51,7 @@ def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Pat
     file = last_file(source)
     raw, stat = file.read_bytes(), file.stat()
     change = raw[:-3] if way == "cut" else raw[:-300] + bytes(300)
-    with pytest.raises(SavableError, match="it changed while it was converted; leave the input as it is"):
+    with pytest.raises(SavableError, match=r"it changed during the conversion. Do not change the input"):
         changed_at(source, tmp_path / "out", change, 3)
     assert list((tmp_path / "out").glob("*.tar")), "what was finished stays"
     file.write_bytes(raw)

@@ -19,21 +19,21 @@ from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
 @pytest.mark.parametrize(
     ("names", "url", "words"),
     [
-        (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files: not read behind a URL: copy it to a disk"),
-        (["b/index.json"], "s3://b/", "a folder of files: not read behind a URL"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several files of JSONL: convert them one by one: a\.jsonl, b\.jsonl"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one: name one of them"),
-        (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars: not read behind a URL"),
-        (["b/a.tar.gz"], "s3://b/", "compressed tars: not read behind a URL"),
+        (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files cannot be read remotely. Copy it to a disk"),
+        (["b/index.json"], "s3://b/", "a folder of files cannot be read remotely"),
+        (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several JSONL files\. Convert them one by one: a\.jsonl, b\.jsonl"),
+        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one. Name one of them"),
+        (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars cannot be read remotely"),
+        (["b/a.tar.gz"], "s3://b/", "compressed tars cannot be read remotely"),
         (
             ["b/a.parquet", "b/1.jpg"],
             "s3://b/",
-            r"holds a\.parquet and other files \(1\.jpg\), which are not read with",
+            r"has a\.parquet and other files \(1\.jpg\)",
         ),
         (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
-        ([], "{http}/data/", r"a web server cannot be listed: name the files, as in .*/data/\{000\.\.099\}\.tar"),
+        ([], "{http}/data/", r"name the files of a web server: .*/data/\{000\.\.099\}\.tar"),
         ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
-        ([], "ftp://b/a.jsonl", "not a URL of s3, gs, az, http, https"),
+        ([], "ftp://b/a.jsonl", "unsupported URL. Use one of s3, gs, az, http, https"),
     ],
 )
 def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
@@ -51,7 +51,9 @@ def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
 def test_a_compressed_tar_behind_a_url_under_the_name_of_a_plain_one_is_told(server: ToyServer) -> None:
     (server.folder / "b").mkdir()
     (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
-    with pytest.raises(ValueError, match="compressed tars: not read behind a URL: copy it to a disk, and convert that"):
+    with pytest.raises(
+        ValueError, match=r"compressed tars cannot be read remotely. Copy it to a disk, and convert that"
+    ):
         recognize("s3://b/a.tar")
 
 
@@ -64,13 +66,13 @@ OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
         (
             {"b/1/index.json": OTHER, "b/2/index.json": OTHER},
             "s3://b",
-            "several datasets: convert them one by one: 1, 2",
+            r"several datasets\. Convert them one by one: 1, 2",
         ),
-        ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, where mds is read"),
-        ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, where mds is read"),
-        ({"b/index.json": b"{}"}, "{http}/b/", "a web server cannot be listed"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "behind a URL, end one whose name has a dot with /"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, where mds is read"),
+        ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, not mds"),
+        ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, not mds"),
+        ({"b/index.json": b"{}"}, "{http}/b/", "web servers cannot be listed"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "URLs end with /"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, not mds"),
     ],
 )
 def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str, bytes], url: str, words: str) -> None:
@@ -88,7 +90,7 @@ def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp
     source = KINDS[kind](tmp_path / "www" / kind)
     cut = max(path for path in source.iterdir() if path.name != "index.json")
     cut.write_bytes(cut.read_bytes()[:3])
-    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*; copy it again|{url_of(server, cut)}: damaged"):
+    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"):
         converted(url_of(server, source), tmp_path / "there")
     cut.unlink()
     with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
@@ -100,7 +102,7 @@ def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, 
     source = KINDS["jsonl"](tmp_path / "www/b")
     assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
     assert recognize("s3://b/", "mds").kind == "mds"
-    with pytest.raises(ValueError, match="compressed tars: not read behind a URL"):
+    with pytest.raises(ValueError, match="compressed tars cannot be read remotely"):
         recognize("s3://b/", "packed")
 
 
