@@ -14,6 +14,11 @@ from rich.table import Column, Table
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    INPUT,
+    OUTPUT,
+    PARALLELISM,
+    JsonOption,
+    SeedOption,
     TargetArgument,
     err,
     errors_as_lines,
@@ -34,22 +39,27 @@ _SHOWN = 8  # samples named
 
 def plan(
     target: TargetArgument,
-    ranks: Annotated[int, typer.Option(help="The data-parallel ranks of the run.")] = 1,
-    nodes: Annotated[int, typer.Option(help="The machines they run on, each with as many.")] = 1,
-    batch_s: Annotated[
-        float | None, typer.Option(help="Seconds to make a batch, as measured: work_s / batches of loader.stats().")
+    seed: SeedOption = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 96.", rich_help_panel=INPUT)
     ] = None,
-    step_s: Annotated[float | None, typer.Option(help="Seconds of a training step, with --batch-s.")] = None,
-    node_workers: Annotated[int, typer.Option(help="Workers on a node of savable serve, with --batch-s.")] = 16,
-    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
-    lanes: Annotated[int | None, typer.Option(help="The lanes, for a pipeline function. Default: 96.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=PARALLELISM)] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines for these ranks.", rich_help_panel=PARALLELISM)] = 1,
+    batch_s: Annotated[
+        float | None, typer.Option(help="Measured seconds to build a batch.", rich_help_panel=PARALLELISM)
+    ] = None,
+    step_s: Annotated[
+        float | None, typer.Option(help="Measured seconds of a training step.", rich_help_panel=PARALLELISM)
+    ] = None,
+    node_workers: Annotated[
+        int, typer.Option(help="Workers on a CPU node of savable serve.", rich_help_panel=PARALLELISM)
+    ] = 16,
+    as_json: JsonOption = False,
 ) -> None:
-    """Describe a run on many ranks before it begins, from the index alone.
+    """Plan steps, lanes, memory and traffic of a run.
 
-    Steps an epoch and what the tail leaves, the lanes that fit, refs in memory, and the bytes that each node fetches.
-    TARGET is imported, so its code runs; no sample is encoded, so lengths, mixing and speed are not said: see
-    loader.stats() of a short run. Each line says how it is known.
+    The plan comes from the index and the settings. TARGET is imported, so its code runs, but no sample is encoded.
+    --batch-s is work_s / batches of loader.stats(); give it with --step-s to plan the number of workers.
     """
     from savable_pipeline.tools.plan.run_plan import WorkersNeeded, plan_run
     from savable_pipeline.tools.verify.target import load_target
@@ -79,24 +89,29 @@ def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
 
 def verify_resume(
     target: TargetArgument,
-    steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
-    cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
-    random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,
-    draw: Annotated[int, typer.Option(help="The seed of the random steps.")] = 0,
-    workers: Annotated[
-        list[int] | None, typer.Option(help="num_workers of each leg, in turn; repeatable. Default: 2, then 0.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    seed: SeedOption = None,
     lanes: Annotated[
-        int | None, typer.Option(help="The number of lanes, for a pipeline function. Default: 12.")
+        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 12.", rich_help_panel=INPUT)
     ] = None,
-    pictures: Annotated[Path, typer.Option(help="The folder for a picture of two images that differ.")] = Path(),
+    steps: Annotated[
+        int | None, typer.Option(help="Batches. Default: two of each lane.", rich_help_panel=INPUT)
+    ] = None,
+    cut: Annotated[
+        list[int] | None, typer.Option(help="Interrupt after this batch (repeatable).", rich_help_panel=INPUT)
+    ] = None,
+    random_cuts: Annotated[int, typer.Option(help="Further interruptions.", rich_help_panel=INPUT)] = 3,
+    draw: Annotated[int, typer.Option(help="The seed of these interruptions.", rich_help_panel=INPUT)] = 0,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(help="num_workers of a segment (repeatable). Default: 2, 0.", rich_help_panel=PARALLELISM),
+    ] = None,
+    pictures: Annotated[Path, typer.Option(help="The folder for images that differ.", rich_help_panel=OUTPUT)] = Path(),
 ) -> None:
-    """Run your loader whole, and again cut and resumed, and compare every byte of every batch.
+    """Check that your loader resumes exactly.
 
-    TARGET is imported, so its code runs. A leg is the run between two cuts: a new interpreter with another
-    PYTHONHASHSEED and another number of workers, which continues from a state that torch.save wrote and torch.load
-    read. The first difference is shown with its slot, sample, field and both values; the exit code is then 1.
+    The loader runs once uninterrupted, and once interrupted and resumed, and every byte of every batch is compared.
+    After each interruption a new Python process continues from the saved state, with another PYTHONHASHSEED and
+    another number of workers. TARGET is imported, so its code runs. The exit code is 1 if a batch differs.
     """
     from savable_pipeline.tools.verify.comparison import VerifyPlan, verify
 
@@ -199,12 +214,12 @@ def _listed(words: list[str]) -> str:
 
 
 def state(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state; a checkpoint with one, a file or a folder.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint that contains one.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="A second state to compare with.")] = None,
 ) -> None:
-    """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.
+    """Show a saved state, or how two states differ.
 
-    With two files, show where they differ; the exit code is 1 if they do.
+    With two files, the exit code is 1 if the states differ.
     """
     from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
 
@@ -280,13 +295,17 @@ def _print_differences(found: list[tuple[str, str, str]], left: str, right: str)
 
 
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of one network. Port 0: a free one.")],
-    key_file: Annotated[Path, typer.Option(help="A file with the key, that only you can read; the trainers' too.")],
-    workers: Annotated[int, typer.Option(help="Workers of this machine, which the ranks of a loader share.")],
+    listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="The address. Port 0 is a free one.", rich_help_panel=INPUT),
+    ],
+    key_file: Annotated[Path, typer.Option(help="The key, in a file that only you can read.", rich_help_panel=INPUT)],
+    workers: Annotated[int, typer.Option(help="Worker processes of this machine.", rich_help_panel=PARALLELISM)],
 ) -> None:
-    """Run the workers of loaders on other machines: sp.SocketWorkers(["HOST:PORT"], key_file=…).
+    """Serve workers of this machine to loaders on others.
 
-    Who has the key can run code here, as you. What passes is not encrypted: use a private network, or a tunnel.
+    A loader connects with sp.SocketWorkers(["HOST:PORT"], key_file=...). Anyone with the key can run code here, as
+    you. The traffic is not encrypted, so use a private network or a tunnel.
     """
     from savable_pipeline.run.nodes.agent import Agent
     from savable_pipeline.run.nodes.handshake import read_key
