@@ -23,7 +23,6 @@ from savable_pipeline.tools.cli.console import (
     err,
     errors_as_lines,
     out,
-    print_warnings,
     printable,
     progress_of,
 )
@@ -73,18 +72,28 @@ def plan(
 
 
 def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
-    """Each section of the plan in turn; last what to change."""
-    from savable_pipeline.tools.plan.report import advice, sections
+    """Whether the run can start, then the numbers, then what would be better."""
+    from savable_pipeline.tools.plan.report import advice, lanes_rows, sections, verdict
 
     if as_json:
-        out.print(json.dumps({**asdict(plan), "advice": advice(plan)}, indent=2), markup=False)
+        out.print(
+            json.dumps({**asdict(plan), "verdict": verdict(plan), "advice": advice(plan)}, indent=2), markup=False
+        )
         return
+    out.print(printable(verdict(plan)))
+    facts = Table("", "", "known from", box=None)
     for section in sections(plan):
-        table = Table(section.title, "", "how it is known", box=None, title_justify="left")
-        for fact in section.facts:
-            table.add_row(*map(printable, fact))
-        out.print(table)
-    print_warnings(out, advice(plan))
+        facts.add_row(f"[bold]{section.title}[/]")
+        for name, *rest in section.facts:
+            facts.add_row(printable(f"  {name}"), *map(printable, rest))
+    out.print(facts)
+    names, *rows = lanes_rows(plan)
+    lanes = Table(*names, box=None)
+    for row in rows:
+        lanes.add_row(*map(printable, row))
+    out.print(lanes)
+    for tip in advice(plan):
+        out.print(printable(f"tip: {tip}"))
 
 
 def verify_resume(
