@@ -120,10 +120,11 @@ def convert(
             unpacked_bytes=unpacked_bytes,
         )
         found = recognize(source, as_kind)
+        err.print(printable(f"reading {source}: {found.words}"))
         check_reshard(found, options, reshard, keys is not None)
         with (
             engine_named(engine, workers) as cluster,
-            progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
+            progress_of(err, "reading", "samples", "converting") as progress,
         ):
             report = run_conversion(
                 found,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -138,6 +139,7 @@ def verify_resume(
             lanes=lanes,
             pictures=pictures,
         )
+        err.print(printable(f"each segment of {target} starts a new Python process, which can take seconds"))
         with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
             verdict = verify(plan, progress)
         _print_verdict(plan, verdict)
@@ -146,43 +148,46 @@ def verify_resume(
 
 
 def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
-    """Print the first difference; without one, what was compared."""
+    """Print the first difference, or else how much was compared."""
     if verdict.mismatch is not None:
         _print_mismatch(verdict, verdict.mismatch)
         return
     legs = verdict.legs
     cuts = _listed([str(leg.start) for leg in legs[1:]])
-    workers = _listed([str(leg.workers) for leg in legs])
     out.print(
         printable(
-            f"equal: {plan.target} gave {_batches(verdict)} with num_workers={verdict.begun.workers}, and the same in "
-            f"every byte when it was cut and resumed after step {cuts}: {len(legs)} legs with num_workers {workers}, "
-            "each in a fresh interpreter with another PYTHONHASHSEED"
+            f"OK: {plan.target} resumes exactly. {_batches(verdict)} are equal in every byte, interrupted after "
+            f"{cuts} of them."
         )
+    )
+    workers = _listed([str(leg.workers) for leg in legs])
+    out.print(
+        f"  num_workers: {verdict.begun.workers} uninterrupted, {workers} in the {len(legs)} segments\n"
+        "  Each segment was a new process with another PYTHONHASHSEED."
     )
     if verdict.steps < 2 * verdict.begun.own_lanes:
         out.print(
-            f"that is less than two batches of each of the {verdict.begun.own_lanes} lanes: what a lane keeps from one "
-            f"batch to the next may not have shown; --steps {2 * verdict.begun.own_lanes} or more shows it"
+            f"  These are less than two batches of each of the {verdict.begun.own_lanes} lanes. Pass --steps "
+            f"{2 * verdict.begun.own_lanes} to also compare what a lane keeps from one batch to the next."
         )
 
 
 def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     leg = mismatch.leg
-    since = f"resumed after step {leg.start}" if leg.start else "not cut yet"
-    ran = f"leg {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    since = f"resumed after step {leg.start}" if leg.start else "not interrupted yet"
+    ran = f"segment {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
     lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
     where = (
         f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
     )
-    out.print(f"[bold red]different:[/] {where}, in {printable(ran)}")
+    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {printable(ran)}")
     for name, value in lines.items():
         out.print(f"  {name:<9} " + "\n".join(map(printable, value.splitlines())))
     out.print(f"  {_hint(mismatch)}")
     out.print(
         printable(
-            f"before it {_batches(verdict)} of {verdict.steps} to compare are equal; the uninterrupted run had "
-            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1"
+            f"  {_batches(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
+            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1."
         )
     )
 
@@ -192,7 +197,7 @@ def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
     samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
     lines = {
         "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
-        "sample": samples or "not known: made again, the batch is of other samples",
+        "sample": samples or "not known: the rebuilt batch has other samples",
         "encoder": ", ".join(verdict.begun.encoders),
         "expected": where.expected,
         "found": where.found,
@@ -204,12 +209,12 @@ def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
 def _hint(mismatch: Mismatch) -> str:
     if mismatch.leg.start:
         return (
-            "It differs after a cut and not before: something outside the state is kept from one call to the next, or "
+            "It differs only after an interruption: something outside the state lives from one call to the next, or "
             "differs between processes."
         )
     return (
-        "Nothing had been cut yet: look for a clock, an unseeded generator, the order of a set, or what one worker "
-        "keeps from call to call."
+        "Nothing was interrupted yet: look for a clock, an unseeded generator, the order of a set, or state that a "
+        "worker keeps from call to call."
     )
 
 
@@ -237,25 +242,29 @@ def state(
         if other is None:
             _print_state(summary)
             return
-        found = differences(summary, summarize(read_checkpoint(other)))
-    _print_differences(found, file.name, other.name)
+        second = summarize(read_checkpoint(other))
+        found = differences(summary, second)
+    _print_differences(summary, second, found)
     if found:
         raise typer.Exit(1)
 
 
 def _print_state(state: StateSummary) -> None:
-    """Where a saved run stands: its settings, then a table of the lanes that have begun."""
+    """The position of a saved run, its settings, and the lanes that have started."""
     begun = {lane: row for lane, row in state.lanes.items() if row}
     epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
     epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
     out.print(
         f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
-        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(sum(state.lane_bytes.values()))}"
+        f"{state.numbers['lanes']} lanes, {len(begun)} have started; {human_bytes(sum(state.lane_bytes.values()))}"
     )
     settings = Table("setting", "value", title="the run", title_justify="left")
-    for name, value in {**state.settings, **state.environment}.items():
-        settings.add_row(printable(name), printable(_setting(name, value)))
+    for name, value in state.settings.items():
+        if value is not None:
+            settings.add_row(printable(name), printable(_setting(name, value)))
     out.print(settings)
+    versions = [f"{name} {version}" for name, version in state.environment.items()]
+    out.print(printable(f"written with {', '.join(versions)}"), soft_wrap=False)
     if begun:
         out.print(_lanes_table(begun, state.lane_bytes))
 
@@ -279,28 +288,52 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
             stage, _, name = field.rpartition(".")
             if stage and (value or value == 0):
                 saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
-        about = f"{counted(row['batches'], 'batch', 'batches')} given, {sizes[lane]:,} bytes"
+        about = f"{counted(row['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
         for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
             names = "" if number else str(lane), printable(stage), printable(", ".join(fields))
             table.add_row(*names, end_section=number == len(saved))
     return table
 
 
-def _print_differences(found: list[tuple[str, str, str]], left: str, right: str) -> None:
-    """Each field in which two states differ, with both values."""
+def _print_differences(left: StateSummary, right: StateSummary, found: list[tuple[str, str, str]]) -> None:
+    """The cause, then the settings that differ, the first lane that does, and versions of libraries last."""
     if not found:
-        out.print("the two states are equal: both continue alike")
+        out.print("the two states are equal: both resume with the same batches")
         return
-    table = Table(
-        Column("where", overflow="fold"),
-        printable(left),
-        printable(right),
-        title=counted(len(found), "difference"),
-        title_justify="left",
-    )
-    for row in found:
-        table.add_row(*map(printable, row))
-    out.print(table)
+    versions = {name: row for name, *row in found if name in {*left.environment, *right.environment}}
+    by_lane: dict[str, dict[str, list[str]]] = {}
+    settings: dict[str, list[str]] = {}
+    for name, *row in found:
+        if match := re.match(r"lane \d+", name):
+            by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = row
+        elif name not in versions:
+            settings[name] = row
+    paths = [summary.settings.get("stages", []) for summary in (left, right)]
+    if paths[0] != paths[1]:  # then no lane is comparable
+        out.print(f"different pipelines: {counted(len(paths[0]), 'stage')} against {len(paths[1])}")
+        settings["stages"], by_lane = [" > ".join(path) for path in paths], {}
+    elif settings.keys() - {"slot", "epoch", "in flight"}:
+        out.print("the same stages with different settings")
+    elif settings:
+        out.print("the same run at different positions")
+    else:
+        out.print(f"the same run at the same position, {'but lanes differ' if by_lane else 'with other versions'}")
+    _print_pairs("", settings)
+    for lane, row in list(by_lane.items())[:1]:
+        _print_pairs(lane, row)
+        if len(by_lane) > 1:
+            out.print(f"{counted(len(by_lane) - 1, 'more lane differs', 'more lanes differ')}")
+    _print_pairs("versions", versions)
+
+
+def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
+    """The value of each field in two states, below each other where they are long."""
+    if rows and title:
+        out.print(f"{title}:")
+    width = max(map(len, rows), default=0)
+    for name, (one, other) in rows.items():
+        between = " against " if len(one) + len(other) < 60 - width else f"\n  {'against':>{width}} "
+        out.print(f"  {printable(name):<{width}} {printable(one)}{between}{printable(other)}")
 
 
 def serve(
