@@ -182,15 +182,15 @@ def test_no_table_cell_says_only_the_same() -> None:
 
 
 def test_the_first_line_of_each_command_is_a_short_imperative() -> None:
-    for name, command in _commands(typer.main.get_command(app)):
+    found = list(commands_of(typer.main.get_command(app)))
+    assert len(found) == 12
+    for name, command in found:
         summary = (command.help or "").strip().split("\n")[0]
         assert 0 < len(summary) <= 60, f"{name}: {summary}"
         assert " so that " not in summary and not re.match(r"\w+s\b(?<!ss)", summary), f"{name}: {summary}"
 
 
-def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+def commands_of(group: Any) -> Iterator[tuple[str, Any]]:
+    """Each command of a group, also of groups in it; typer has its own classes for both, or those of click."""
     for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from _commands(command)
-        else:
-            yield name, command
+        yield from commands_of(command) if hasattr(command, "commands") else [(name, command)]

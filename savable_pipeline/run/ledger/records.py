@@ -59,6 +59,7 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
     sources: list[LedgerSource]
     fingerprint: bytes
     pad: bool = False  # whether batches are filled up
+    cores: int = 0  # of the machine; 0: not recorded
 
     @property
     def place(self) -> tuple[int, int]:

@@ -141,7 +141,9 @@ class LedgerKeeper:
         if ranks.can_talk:
             number = ranks.agree(number, smallest=False)
         place = (at.lane_count, self._seed, at.epoch, at.slot)
-        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad)
+        start = Start(
+            FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, os.cpu_count() or 0
+        )
         if not ranks.can_talk:
             return self._writer_of(start)
         try:

@@ -7,7 +7,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -15,7 +15,6 @@ from rich.markup import escape
 
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import FILE_FIELDS
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines
 
@@ -72,6 +71,13 @@ def errors_as_lines() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def exit_failed(words: str, *, as_json: bool = False) -> NoReturn:
+    """Exit with 1 after a last line that says why."""
+    if not as_json:
+        out.print(f"[bold red]FAILED:[/] {printable(words)}")
+    raise typer.Exit(1)
+
+
 def check_output(*paths: Path | None) -> None:
     """Raises ValueError, before any work is done, for a file that could not be written: its folder is missing."""
     for path in filter(None, paths):
@@ -86,64 +92,62 @@ TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+        help="A loader, a function that builds one, or a pipeline: file.py:name or module:name.",
     ),
 ]
-# What says how data are read: of `convert`, `info`, `check` and `preview`.
+# Panels of options in `--help`.
+INPUT, OUTPUT, PARALLELISM = "Input", "Output", "Parallelism"
+# How data are read: of `convert`, `info`, `check` and `preview`.
 KeyEndOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--key-end",
-        metavar="first|last",
-        help="The dot of a file's name that ends the key; in tars, dots before it become _. Default: the first, unless "
-        "that seems to merge samples.",
+        "--key-end", metavar="first|last", help="The dot of a file name that ends its key.", rich_help_panel=INPUT
     ),
 ]
 ClassesOption: TypeAlias = Annotated[
     bool,
-    typer.Option(
-        "--classes",
-        help="Folder: the name of a sample's top folder becomes its part cls, a number; in convert, names are in "
-        "classes.json.",
-    ),
+    typer.Option("--classes", help="Folders: number the top folders as part cls.", rich_help_panel=INPUT),
 ]
 ClassesFromOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--classes-from", help="As --classes, numbered as in this folder, or in this file of names."),
+    typer.Option("--classes-from", help="As --classes, numbered as in this folder or file.", rich_help_panel=INPUT),
 ]
 KeyFieldOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--key-field", help="Records: the field with a sample's key. Default: the number of its record."),
+    typer.Option("--key-field", help="Records: the field with the key of a sample.", rich_help_panel=INPUT),
 ]
 FileFieldOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--file-field",
         metavar="FIELD[=PART]",
-        help=f"JSONL, JSON, CSV: a field that names a file; repeatable. Default: {', '.join(FILE_FIELDS)}; in CSV "
-        "also columns of files that are there.",
+        help="Records: a field that names a file (repeatable).",
+        rich_help_panel=INPUT,
     ),
 ]
 FilesFromOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--files-from",
-        help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
-        "the files are that rows name by a path, without their bytes.",
-    ),
+    typer.Option("--files-from", help="Records: the folder of the files that they name.", rich_help_panel=INPUT),
+]
+WorkersOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--workers", help="Processes. Default: one per core.", rich_help_panel=PARALLELISM),
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
+SeedOption: TypeAlias = Annotated[
+    int | None, typer.Option("--seed", help="Pipelines: the seed. Default: 0.", rich_help_panel=INPUT)
 ]
 _LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
 def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Progress]:
-    """A function of the number of samples done, of all of them, and of their bytes: it shows a bar, or lines.
+    """Show a bar on a terminal, else a line every ten seconds, by the function that this yields.
 
-    `before` is printed at once; `during` (by default the same) as soon as the number of things is known.
+    `before` is the text until the number of things is known; `during` (by default the same) is the text from then on.
     """
     during = during or before
     if not console.is_terminal:
-        console.print(printable(before))
         yield _Lines(console, f"{during}: {{:,}} of {{:,}} {things}")
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -174,23 +178,22 @@ class _Rate:
             self._begin, self._before = now, done
             return ""
         seconds = max(now - self._begin, 1e-9)
-        things = f"{(done - self._before) / seconds:,.0f}/s"
-        return f"{things}, {human_bytes(size)}, {human_bytes(size / seconds)}/s" if size else things
+        rate = (done - self._before) / seconds
+        things = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if done > self._before else ""
+        return f"{things}, {human_bytes(size)}, {human_bytes(size / seconds)}/s" if size and things else things
 
 
 class _Lines:
-    """Progress in plain lines: the first, the last, and one every ten seconds between."""
+    """Progress in plain lines, one every ten seconds: a short job prints none."""
 
     def __init__(self, console: Console, line: str) -> None:
         self._console = console
         self._line = line
         self._rate = _Rate()
-        self._next = 0.0
+        self._next = time.monotonic() + _LINE_EVERY_S
 
     def __call__(self, done: int, total: int, size: int = 0) -> None:
-        now = time.monotonic()
-        if now >= self._next or done == total:
-            rate = self._rate.text(done, size)
-            shown = f" ({rate})" if rate and done < total else ""
-            self._console.print(self._line.format(done, total) + shown)
+        rate, now = self._rate.text(done, size), time.monotonic()
+        if now >= self._next:
+            self._console.print(printable(self._line.format(done, total) + (f" ({rate})" if rate else "")))
             self._next = now + _LINE_EVERY_S

@@ -14,14 +14,19 @@ from rich.console import Console
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    INPUT,
+    OUTPUT,
+    PARALLELISM,
     ClassesFromOption,
     ClassesOption,
     FileFieldOption,
     FilesFromOption,
     KeyEndOption,
     KeyFieldOption,
+    WorkersOption,
     err,
     errors_as_lines,
+    exit_failed,
     out,
     print_counts,
     print_warnings,
@@ -40,67 +45,61 @@ def convert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars; or a URL of some.",
+            help="A folder of files, a table, records, tars, or a URL of some.",
         ),
     ],
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="DST", help="Folder for the shards; made if it is missing. Or a URL: s3://, gs://, az://."
-        ),
+        typer.Argument(metavar="DST", help="The folder for the shards, or its URL: s3://, gs://, az://."),
     ],
-    shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
-    shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes that write. Default: one per core, but one for less than 100 MB.")
-    ] = None,
-    engine: EngineOption = "local",
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
-    check_images: Annotated[bool, typer.Option(help="Decode images, read headers of media; reject what fails.")] = True,
-    allow_outside: Annotated[
-        bool, typer.Option("--allow-outside", help="Also take files outside SRC that links or fields lead to.")
-    ] = False,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SHARE", help="By the hash of the keys; repeatable: train=0.98, val=0.02."),
-    ] = None,
-    only: Annotated[str | None, typer.Option(metavar="PARTS", help="Keep these parts alone: jpg,txt.")] = None,
-    keys: Annotated[Path | None, typer.Option(help="A text file: the keys of the samples to keep, one a line.")] = None,
-    reshard: Annotated[bool, typer.Option("--reshard", help="Tars: write their samples into new shards.")] = False,
-    unpacked_bytes: Annotated[
-        int, typer.Option(help="Most bytes that a compressed shard, record, JSON array or line may become.")
-    ] = 1 << 30,
     as_kind: Annotated[
-        str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
+        str | None,
+        typer.Option("--as", metavar="KIND", help=f"The kind of SRC: {', '.join(WORDS)}.", rich_help_panel=INPUT),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PARTS", help="Only these parts, such as jpg,txt.", rich_help_panel=INPUT)
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="A file of keys: only their samples.", rich_help_panel=INPUT)
     ] = None,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     classes_from: ClassesFromOption = None,
     key_field: KeyFieldOption = None,
     file_field: FileFieldOption = None,
-    no_files: Annotated[bool, typer.Option("--no-files", help="JSONL, JSON, CSV: no field names a file.")] = False,
+    no_files: Annotated[
+        bool, typer.Option("--no-files", help="Records: no field names a file.", rich_help_panel=INPUT)
+    ] = False,
     files_from: FilesFromOption = None,
+    allow_outside: Annotated[
+        bool, typer.Option("--allow-outside", help="Also read linked files outside SRC.", rich_help_panel=INPUT)
+    ] = False,
+    no_check_images: Annotated[
+        bool, typer.Option("--no-check-images", help="Do not decode images and media.", rich_help_panel=INPUT)
+    ] = False,
+    unpacked_bytes: Annotated[
+        int, typer.Option(help="Most bytes of a decompressed shard or record.", rich_help_panel=INPUT)
+    ] = 1 << 30,
+    shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.", rich_help_panel=OUTPUT)] = 256_000_000,
+    shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.", rich_help_panel=OUTPUT)] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FRACTION", help="A split by key hash (repeatable).", rich_help_panel=OUTPUT),
+    ] = None,
+    reshard: Annotated[bool, typer.Option("--reshard", help="Tars: write new shards.", rich_help_panel=OUTPUT)] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Exit with 0 despite rejects.", rich_help_panel=OUTPUT)
+    ] = False,
+    workers: WorkersOption = None,
+    engine: EngineOption = "local",
 ) -> None:
-    """Write the samples of SRC as WebDataset shards into DST. SRC is recognized by its marks.
+    """Convert a dataset to WebDataset shards.
 
-    In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt;
-    with --key-end last, up to the last.
-    In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
-    others. Tables and JSON may be compressed (.gz, .zst).
-    In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
-    In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files-from FOLDER the files
-    below it that rows name by a path are read.
-    Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones. Tars
-    with links, which are no parts of samples, are not written anew: pack their files with tar --dereference.
+    Files of a folder that share a name up to its first dot are one sample, as are cat.jpg and cat.txt. Each record of
+    a table or of JSON is one sample.
 
-    Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
-    stopped, the same command goes on with it, and ends with the same bytes.
-
-    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, MDS and LitData, tars, Parquet and Arrow. It is
-    read through the cache (SAVABLE_CACHE).
-
-    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
-    storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
+    Damaged samples are rejected and listed. The exit code is then 1, or 0 with --skip-bad. The same command continues
+    a conversion that was interrupted.
     """
     from savable_pipeline.data.stores.folder_store import class_names
     from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
@@ -110,7 +109,7 @@ def convert(
         options = Options(
             shard_bytes=shard_bytes,
             shard_samples=shard_samples,
-            check_images=check_images,
+            check_images=not no_check_images,
             allow_outside=allow_outside,
             key_field=key_field,
             classes=tuple(class_names(classes_from)) if classes_from else classes,
@@ -121,10 +120,11 @@ def convert(
             unpacked_bytes=unpacked_bytes,
         )
         found = recognize(source, as_kind)
+        err.print(printable(f"reading {source}: {found.words}"))
         check_reshard(found, options, reshard, keys is not None)
         with (
             engine_named(engine, workers) as cluster,
-            progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
+            progress_of(err, "reading", "samples", "converting") as progress,
         ):
             report = run_conversion(
                 found,
@@ -144,7 +144,7 @@ def convert(
             cure = f"{hint}remove {target} before another try"
             raise ValueError(f"{target} has no shard: everything in {source} was rejected; {cure}")
     if report.rejected and not skip_bad:
-        raise typer.Exit(1)
+        exit_failed(f"{len(report.rejected):,} rejected; --skip-bad accepts this")
 
 
 def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | None:
@@ -175,9 +175,7 @@ def _keys(path: Path) -> list[str]:
 ENGINES = ("local", "ray")
 EngineOption: TypeAlias = Annotated[
     str,
-    typer.Option(
-        metavar="|".join(ENGINES), help="Who does it: processes of this machine, or the nodes of a Ray cluster."
-    ),
+    typer.Option(metavar="|".join(ENGINES), help="Local processes or a Ray cluster.", rich_help_panel=PARALLELISM),
 ]
 
 
@@ -212,7 +210,7 @@ def print_report(console: Console, report: Report, path: str) -> None:
     if not report.rejected:
         console.print("no sample rejected" if report.nulls else "nothing rejected")
         return
-    console.print(f"{len(report.rejected):,} rejected and left out:")
+    console.print(f"{len(report.rejected):,} rejected:")
     for reason, count in Counter(reject.reason for reject in report.rejected).most_common():
         console.print(f"  {count:>7,} × {printable(reason)}")
     for reject in report.rejected[:_SHOWN]:

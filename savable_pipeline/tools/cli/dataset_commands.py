@@ -15,14 +15,19 @@ from rich.table import Table
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    INPUT,
+    OUTPUT,
     ClassesOption,
     FileFieldOption,
     FilesFromOption,
+    JsonOption,
     KeyEndOption,
     KeyFieldOption,
+    WorkersOption,
     check_output,
     err,
     errors_as_lines,
+    exit_failed,
     out,
     print_counts,
     print_warnings,
@@ -40,16 +45,15 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
 
 _NAMED = 3  # problems that are like the first of them
 PathArgument: TypeAlias = Annotated[
-    str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")
+    str, typer.Argument(metavar="PATH", help="A folder, file, glob, brace pattern or URL.")
 ]
 SourceArgument: TypeAlias = Annotated[
     str,
-    typer.Argument(
-        metavar="PATH|PIPELINE", help="Shards, also behind a URL, or a pipeline function: module:name or file.py:name."
-    ),
+    typer.Argument(metavar="PATH|PIPELINE", help="A dataset as for info, or a pipeline: file.py:name or module:name."),
 ]
 ColumnsOption: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="Parquet, Arrow: these columns alone: image,caption.")
+    str | None,
+    typer.Option(metavar="NAMES", help="Tables: only these columns, such as image,txt.", rich_help_panel=INPUT),
 ]
 
 
@@ -76,7 +80,7 @@ def _settings(
 
 def info(
     path: PathArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: JsonOption = False,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     key_field: KeyFieldOption = None,
@@ -84,7 +88,7 @@ def info(
     file_field: FileFieldOption = None,
     files_from: FilesFromOption = None,
 ) -> None:
-    """Show what a dataset holds: shards, samples, parts and their sizes, splits."""
+    """Show the samples, parts and splits of a dataset."""
     from savable_pipeline.data.dataset.info import dataset_info
 
     with errors_as_lines():
@@ -97,14 +101,12 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     if as_json:
         out.print(json.dumps(_info_object(info), indent=2), markup=False)
         return
-    smallest, largest = _extremes(info)
+    out.print(printable(f"{clean_address(path)}: {_size_text(len(info.shards), info.samples, info.size)}"))
     facts = Table("", "", show_header=False, box=None)
-    facts.add_row("dataset", printable(clean_address(path)))
-    facts.add_row("shards", f"{len(info.shards):,}")
-    facts.add_row("samples", f"{info.samples:,}")
-    facts.add_row("size", human_bytes(info.size))
-    facts.add_row("smallest shard", _shard_text(smallest))
-    facts.add_row("largest shard", _shard_text(largest))
+    if len(info.shards) > 1:
+        smallest, largest = _extremes(info)
+        facts.add_row("smallest shard", _shard_text(smallest))
+        facts.add_row("largest shard", _shard_text(largest))
     for split, count in info.splits.items():
         facts.add_row(f"split {printable(split)}", f"{counted(count, 'sample')}")
     first = ", ".join(f"{extension} {human_bytes(size)}" for extension, size in info.first_parts.items())
@@ -124,6 +126,11 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     print_counts(out, "null", info.nulls, some)
     print_counts(out, "empty", {extension: part.empty for extension, part in info.parts.items()}, some)
     print_warnings(out, info.warnings)
+
+
+def _size_text(shards: int, samples: int, size: int) -> str:
+    """`7 samples (3 shards, 30.7 kB)`; without the shards if there is one, as of a folder of files."""
+    return f"{counted(samples, 'sample')} ({f'{shards:,} shards, ' * (shards > 1)}{human_bytes(size)})"
 
 
 def _extremes(info: Info) -> tuple[ShardEntry, ShardEntry]:
@@ -156,28 +163,16 @@ def _info_object(info: Info) -> dict[str, object]:
 
 def index(
     path: PathArgument,
-    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
+    workers: WorkersOption = None,
     engine: EngineOption = "local",
     media: Annotated[
-        bool, typer.Option("--media", help="Also store length and size of audio, video and images, by their headers.")
+        bool, typer.Option("--media", help="Also read the headers of audio, video and images.", rich_help_panel=INPUT)
     ] = False,
 ) -> None:
-    """Index the shards of a dataset, so that the first run starts at once.
+    """Index the shards of a dataset before a run.
 
-    The index is written beside the shards, or to the cache if their folder is read-only. Shards whose index is up to
-    date are not read again. Shards that cannot be read to the end are listed; the exit code is then 1.
-
-    Tars behind a URL are downloaded once, unless they have an index already; so are JSONL files, and of others only
-    what the index needs. The index is written to the cache (SAVABLE_CACHE). Upload it beside the shards, as
-    .nv-meta/savable.index (of Parquet .nv-meta/savable.parquet.index, and so on), and no other node does it again.
-
-    What the parts of sp.ShardWriter wrote is joined, without reading the shards again.
-
-    With --engine ray the nodes of a Ray cluster read, each shard a task. PATH must be storage that all nodes share, or
-    a URL: then each node downloads what it reads, and keeps none of it.
-
-    With --media the headers of all audio, video and images are read too, and what they say is stored beside the index,
-    for `sample.media()`. Parts whose headers cannot be read are listed; the exit code is then 1.
+    The index is written beside the shards, or to the cache (`SAVABLE_CACHE`) if their folder is read-only or remote.
+    Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
     """
     from savable_pipeline.data.dataset.media_indexing import refuse_remote
     from savable_pipeline.data.dataset.opening import index_any
@@ -194,19 +189,22 @@ def index(
         _print_index(index_path, faults)
         if text := unfinished(Path(path)):
             err.print(printable(f"warning: {text}"))
-        broken = media and _index_media(path, workers)
+        broken = _index_media(path, workers) if media else 0
     if faults or broken:
-        raise typer.Exit(1)
+        reasons = [counted(len(faults), "damaged shard")] * bool(faults) + [counted(broken, "unreadable header")] * (
+            broken > 0
+        )
+        exit_failed(" and ".join(reasons))
 
 
-def _index_media(path: str, workers: int | None) -> bool:
-    """Make the table of media; whether some could not be read."""
+def _index_media(path: str, workers: int | None) -> int:
+    """Write the table of media and return how many headers could not be read."""
     from savable_pipeline.data.dataset.media_indexing import index_media
 
     with progress_of(err, "reading headers", "shards") as progress:
         index_path, faults = index_media(path, processes=workers, progress=progress)
     _print_media_table(index_path, faults)
-    return bool(faults.count)
+    return faults.count
 
 
 def _print_index(index_path: Path, entries: list[ShardEntry]) -> None:
@@ -227,9 +225,11 @@ def _print_media_table(index_path: Path, faults: MediaFaults) -> None:
 
 def check(
     path: PathArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
-    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
-    decode: Annotated[float, typer.Option(help="Share of the audio and video to decode, 0 to 1.")] = 1.0,
+    as_json: JsonOption = False,
+    workers: WorkersOption = None,
+    decode: Annotated[
+        float, typer.Option(help="The fraction of audio and video to decode.", rich_help_panel=INPUT)
+    ] = 1.0,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     key_field: KeyFieldOption = None,
@@ -237,13 +237,9 @@ def check(
     file_field: FileFieldOption = None,
     files_from: FilesFromOption = None,
 ) -> None:
-    """Read every byte of a dataset and list its faults: damaged tars, images, media, JSON and text, wrong indexes.
+    """Read a whole dataset and list what cannot be read.
 
-    Audio and video are decoded to their end: also found are times that go back, and media that end before their header
-    says.
-
-    Nothing is changed. The exit code is 1 if there is a fault. This also finds a shard that was rewritten with the same
-    size after it was indexed. Shards behind a URL are downloaded one by one, and not kept.
+    Nothing is changed. Audio and video are decoded to their end. The exit code is 1 if there is a problem.
     """
     from savable_pipeline.tools.check.dataset_check import check as check_dataset
 
@@ -253,7 +249,7 @@ def check(
             report = check_dataset(path, processes=workers, decode=decode, progress=progress, **settings)
         _print_check(report, as_json=as_json)
     if report.problems:
-        raise typer.Exit(1)
+        exit_failed(counted(len(report.problems), "problem"), as_json=as_json)
 
 
 def _print_check(report: CheckReport, *, as_json: bool) -> None:
@@ -263,10 +259,8 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
 
         out.print_json(msgspec.json.encode(report, enc_hook=str).decode(), highlight=False, ensure_ascii=True)
         return
-    out.print(
-        f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {human_bytes(report.size)}: "
-        + (counted(len(report.problems), "problem") if report.problems else "nothing wrong")
-    )
+    verdict = counted(len(report.problems), "problem") if report.problems else "no problem"
+    out.print(f"{verdict} found in {_size_text(report.shards, report.samples, report.size)}")
     print_counts(out, "null", report.nulls)
     print_counts(out, "empty", report.empty)
     if report.with_alpha:
@@ -275,14 +269,17 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
             "white, or over its background="
         )
     print_warnings(out, report.warnings)
-    for reason, count in Counter(problem.reason for problem in report.problems).most_common():
+    reasons = Counter(problem.reason for problem in report.problems).most_common()
+    for reason, count in reasons if len(reasons) > 1 else ():
         out.print(f"  {count:>7,} × {printable(reason)}")
     for alike in _alike(report.problems):
         about = f"{where}: " if (where := _where(alike[0])) else ""  # else of the dataset
         more = ", ".join(_where(problem) for problem in alike[1 : 1 + _NAMED])
         more += f" and {len(alike) - 1 - _NAMED:,} more" if len(alike) > 1 + _NAMED else ""
         more = f" ({len(alike):,} times; also {more})" if more else ""
-        out.print(printable(f"{about}{alike[0].reason}: {alike[0].detail}{more}"))
+        text = alike[0].detail  # the error of a table has the reason in it
+        text = text if f"{alike[0].reason}:" in text else f"{alike[0].reason}: {text}"
+        out.print(printable(f"{about}{text}{more}"))
 
 
 def _alike(problems: list[Problem]) -> list[list[Problem]]:
@@ -301,17 +298,17 @@ def _where(problem: Problem) -> str:
 
 def preview(
     source: SourceArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("preview.html"),
-    samples: Annotated[int, typer.Option(help="Dataset: samples of a page, at most 500.")] = 24,
-    pages: Annotated[
-        int, typer.Option(help="Dataset: pages at most, linked to each other: preview.html, preview-2.html, …")
-    ] = 1,
-    part: Annotated[str, typer.Option(help="Dataset: only samples with such a part: mp4, or '*.jpg'.")] = "",
-    key: Annotated[str, typer.Option(help="Dataset: only samples with such a key: 'cat*'.")] = "",
-    batches: Annotated[int, typer.Option(help="Pipeline: batches to show.")] = 3,
-    seed: Annotated[int, typer.Option(help="Dataset: the seed that draws samples. Pipeline: the seed of the run.")] = 0,
-    lane: Annotated[int, typer.Option(help="Pipeline: the lane whose batches are shown.")] = 0,
-    lanes: Annotated[int, typer.Option(help="Pipeline: the number of lanes of the run.")] = 1,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)] = Path(
+        "preview.html"
+    ),
+    samples: Annotated[int, typer.Option(help="Dataset: samples per page, at most 500.", rich_help_panel=OUTPUT)] = 24,
+    pages: Annotated[int, typer.Option(help="Dataset: linked pages at most.", rich_help_panel=OUTPUT)] = 1,
+    part: Annotated[str, typer.Option(help="Dataset: only samples with this part.", rich_help_panel=INPUT)] = "",
+    key: Annotated[str, typer.Option(help="Dataset: only samples with this key: 'cat*'.", rich_help_panel=INPUT)] = "",
+    batches: Annotated[int, typer.Option(help="Pipeline: batches to show.", rich_help_panel=OUTPUT)] = 3,
+    seed: Annotated[int, typer.Option(help="The seed of the choice or of the run.", rich_help_panel=INPUT)] = 0,
+    lane: Annotated[int, typer.Option(help="Pipeline: the lane to show.", rich_help_panel=INPUT)] = 0,
+    lanes: Annotated[int, typer.Option(help="Pipeline: the number of lanes.", rich_help_panel=INPUT)] = 1,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     key_field: KeyFieldOption = None,
@@ -319,12 +316,10 @@ def preview(
     file_field: FileFieldOption = None,
     files_from: FilesFromOption = None,
 ) -> None:
-    """Write an HTML page that shows the samples of a dataset, or the batches of a pipeline.
+    """Write an HTML page of samples or of batches.
 
-    Dataset: its numbers, and samples drawn from all shards, in the order of the dataset; --part and --key look at all
-    samples first. Pipeline: the first batches of a lane, with images, tokens coloured by their loss, and the borders of
-    packed documents. A page is one file without scripts. It is written, too, if a batch cannot be made; then the exit
-    code is 1.
+    Of a dataset, the page shows its numbers and a choice of samples. Of a pipeline, it shows the first batches of a
+    lane. The page is one file without scripts. The exit code is 1 if a batch cannot be built.
     """
     from savable_pipeline.core.named_object import names_object
     from savable_pipeline.tools.preview.dataset_page import SampleChoice, dataset_pages
@@ -345,7 +340,7 @@ def preview(
     more = f" and {counted(len(sizes) - 1, 'page')} more" if len(sizes) > 1 else ""
     out.print(printable(f"{output}{more}: {human_bytes(sum(sizes))}"))
     if fault:
-        err.print(f"[bold red]error:[/] a batch could not be made: {printable(fault)}")
+        err.print(f"[bold red]error:[/] a batch could not be built: {printable(fault)}")
         raise typer.Exit(1)
 
 

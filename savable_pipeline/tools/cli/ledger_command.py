@@ -8,26 +8,26 @@ from typing import Annotated
 import typer
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.tools.cli.console import check_output, errors_as_lines, out, printable
+from savable_pipeline.tools.cli.console import INPUT, OUTPUT, check_output, errors_as_lines, out, printable
 
-ledger_app = typer.Typer(help="Show what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
+ledger_app = typer.Typer(help="Look up what a run received, in its ledger.", no_args_is_help=True)
 
-_Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder that SavableLoader(ledger=…) names.")]
+_Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder of SavableLoader(ledger=...).")]
 
 
-@ledger_app.command()
+@ledger_app.command(epilog="Example: `savable ledger find runs/ledger cat-0001 cat-0002`")
 def find(
     folder: _Folder,
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of samples.")],
-    source: Annotated[str | None, typer.Option(help="Only this source of a Blend.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only this source of a Blend.", rich_help_panel=INPUT)] = None,
     data: Annotated[
-        str | None, typer.Option(help="Where the samples of the source are now. Default: where the run read them.")
+        str | None, typer.Option(help="Where the data of the source is now.", rich_help_panel=INPUT)
     ] = None,
 ) -> None:
-    """Show when samples were given: epoch, slot, step and rank at that time, and what was acknowledged of them.
+    """Show when samples reached the trainer.
 
-    What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
-    Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.
+    Each line has epoch, slot, step, rank and what was acknowledged. A batch is marked as lost if the run was later
+    resumed from before it. The exit code is 1 if a sample was not yielded.
     """
     from savable_pipeline.run.loader.ledger import Ledger
 
@@ -47,18 +47,22 @@ def find(
         raise typer.Exit(1)
 
 
-@ledger_app.command("batch")
+@ledger_app.command("batch", epilog="Example: `savable ledger batch runs/ledger train.py:data --slot 7 -o page.html`")
 def again(
     folder: _Folder,
     pipeline: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="The run's pipeline function: module:name or file.py:name.")
+        str, typer.Argument(metavar="PIPELINE", help="The pipeline of the run: file.py:name or module:name.")
     ],
-    slot: Annotated[int, typer.Option(help="The slot of the batch.")],
-    epoch: Annotated[int, typer.Option(help="Its epoch.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a page that shows it.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the batch itself, by torch.save.")] = None,
+    slot: Annotated[int, typer.Option(help="The slot of the batch.", rich_help_panel=INPUT)],
+    epoch: Annotated[int, typer.Option(help="The epoch of the batch.", rich_help_panel=INPUT)] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="The file for the batch, by torch.save.", rich_help_panel=OUTPUT)
+    ] = None,
 ) -> None:
-    """Make a batch again that the run was given, byte for byte, on any machine that has the data."""
+    """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
     from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
     from savable_pipeline.stages.pipeline import named_pipeline
@@ -81,12 +85,12 @@ def again(
             out.print(printable(str(save)))
 
 
-@ledger_app.command()
+@ledger_app.command(epilog="Example: `savable ledger report runs/ledger -o report.html`")
 def report(
     folder: _Folder,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write: one file of HTML.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)],
 ) -> None:
-    """Write a page of the run: waiting for data and what would help, sources, packs, ranks, starts, skips."""
+    """Write an HTML report of a run."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
     from savable_pipeline.tools.preview.report_page import report_page
 

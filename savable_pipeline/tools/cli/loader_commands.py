@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +15,15 @@ from rich.table import Column, Table
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
+    INPUT,
+    OUTPUT,
+    PARALLELISM,
+    JsonOption,
+    SeedOption,
     TargetArgument,
     err,
     errors_as_lines,
     out,
-    print_warnings,
     printable,
     progress_of,
 )
@@ -34,22 +39,27 @@ _SHOWN = 8  # samples named
 
 def plan(
     target: TargetArgument,
-    ranks: Annotated[int, typer.Option(help="The data-parallel ranks of the run.")] = 1,
-    nodes: Annotated[int, typer.Option(help="The machines they run on, each with as many.")] = 1,
-    batch_s: Annotated[
-        float | None, typer.Option(help="Seconds to make a batch, as measured: work_s / batches of loader.stats().")
+    seed: SeedOption = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 96.", rich_help_panel=INPUT)
     ] = None,
-    step_s: Annotated[float | None, typer.Option(help="Seconds of a training step, with --batch-s.")] = None,
-    node_workers: Annotated[int, typer.Option(help="Workers on a node of savable serve, with --batch-s.")] = 16,
-    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
-    lanes: Annotated[int | None, typer.Option(help="The lanes, for a pipeline function. Default: 96.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=PARALLELISM)] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines for these ranks.", rich_help_panel=PARALLELISM)] = 1,
+    batch_s: Annotated[
+        float | None, typer.Option(help="Measured seconds to build a batch.", rich_help_panel=PARALLELISM)
+    ] = None,
+    step_s: Annotated[
+        float | None, typer.Option(help="Measured seconds of a training step.", rich_help_panel=PARALLELISM)
+    ] = None,
+    node_workers: Annotated[
+        int, typer.Option(help="Workers on a CPU node of savable serve.", rich_help_panel=PARALLELISM)
+    ] = 16,
+    as_json: JsonOption = False,
 ) -> None:
-    """Describe a run on many ranks before it begins, from the index alone.
+    """Plan steps, lanes, memory and traffic of a run.
 
-    Steps an epoch and what the tail leaves, the lanes that fit, refs in memory, and the bytes that each node fetches.
-    TARGET is imported, so its code runs; no sample is encoded, so lengths, mixing and speed are not said: see
-    loader.stats() of a short run. Each line says how it is known.
+    The plan comes from the index and the settings. TARGET is imported, so its code runs, but no sample is encoded.
+    --batch-s is work_s / batches of loader.stats(); give it with --step-s to plan the number of workers.
     """
     from savable_pipeline.tools.plan.run_plan import WorkersNeeded, plan_run
     from savable_pipeline.tools.verify.target import load_target
@@ -63,40 +73,55 @@ def plan(
 
 
 def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
-    """Each section of the plan in turn; last what to change."""
-    from savable_pipeline.tools.plan.report import advice, sections
+    """Whether the run can start, then the numbers, then what would be better."""
+    from savable_pipeline.tools.plan.report import advice, lanes_rows, sections, verdict
 
     if as_json:
-        out.print(json.dumps({**asdict(plan), "advice": advice(plan)}, indent=2), markup=False)
+        out.print(
+            json.dumps({**asdict(plan), "verdict": verdict(plan), "advice": advice(plan)}, indent=2), markup=False
+        )
         return
+    out.print(printable(verdict(plan)))
+    facts = Table("", "", "known from", box=None)
     for section in sections(plan):
-        table = Table(section.title, "", "how it is known", box=None, title_justify="left")
-        for fact in section.facts:
-            table.add_row(*map(printable, fact))
-        out.print(table)
-    print_warnings(out, advice(plan))
+        facts.add_row(f"[bold]{section.title}[/]")
+        for name, *rest in section.facts:
+            facts.add_row(printable(f"  {name}"), *map(printable, rest))
+    out.print(facts)
+    names, *rows = lanes_rows(plan)
+    lanes = Table(*names, box=None)
+    for row in rows:
+        lanes.add_row(*map(printable, row))
+    out.print(lanes)
+    for tip in advice(plan):
+        out.print(printable(f"tip: {tip}"))
 
 
 def verify_resume(
     target: TargetArgument,
-    steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
-    cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
-    random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,
-    draw: Annotated[int, typer.Option(help="The seed of the random steps.")] = 0,
-    workers: Annotated[
-        list[int] | None, typer.Option(help="num_workers of each leg, in turn; repeatable. Default: 2, then 0.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    seed: SeedOption = None,
     lanes: Annotated[
-        int | None, typer.Option(help="The number of lanes, for a pipeline function. Default: 12.")
+        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 12.", rich_help_panel=INPUT)
     ] = None,
-    pictures: Annotated[Path, typer.Option(help="The folder for a picture of two images that differ.")] = Path(),
+    steps: Annotated[
+        int | None, typer.Option(help="Batches. Default: two of each lane.", rich_help_panel=INPUT)
+    ] = None,
+    cut: Annotated[
+        list[int] | None, typer.Option(help="Interrupt after this batch (repeatable).", rich_help_panel=INPUT)
+    ] = None,
+    random_cuts: Annotated[int, typer.Option(help="Further interruptions.", rich_help_panel=INPUT)] = 3,
+    draw: Annotated[int, typer.Option(help="The seed of these interruptions.", rich_help_panel=INPUT)] = 0,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(help="num_workers of a segment (repeatable). Default: 2, 0.", rich_help_panel=PARALLELISM),
+    ] = None,
+    pictures: Annotated[Path, typer.Option(help="The folder for images that differ.", rich_help_panel=OUTPUT)] = Path(),
 ) -> None:
-    """Run your loader whole, and again cut and resumed, and compare every byte of every batch.
+    """Check that your loader resumes exactly.
 
-    TARGET is imported, so its code runs. A leg is the run between two cuts: a new interpreter with another
-    PYTHONHASHSEED and another number of workers, which continues from a state that torch.save wrote and torch.load
-    read. The first difference is shown with its slot, sample, field and both values; the exit code is then 1.
+    The loader runs once uninterrupted, and once interrupted and resumed, and every byte of every batch is compared.
+    After each interruption a new Python process continues from the saved state, with another PYTHONHASHSEED and
+    another number of workers. TARGET is imported, so its code runs. The exit code is 1 if a batch differs.
     """
     from savable_pipeline.tools.verify.comparison import VerifyPlan, verify
 
@@ -114,6 +139,7 @@ def verify_resume(
             lanes=lanes,
             pictures=pictures,
         )
+        err.print(printable(f"each segment of {target} starts a new Python process, which can take seconds"))
         with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
             verdict = verify(plan, progress)
         _print_verdict(plan, verdict)
@@ -122,43 +148,46 @@ def verify_resume(
 
 
 def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
-    """Print the first difference; without one, what was compared."""
+    """Print the first difference, or else how much was compared."""
     if verdict.mismatch is not None:
         _print_mismatch(verdict, verdict.mismatch)
         return
     legs = verdict.legs
     cuts = _listed([str(leg.start) for leg in legs[1:]])
-    workers = _listed([str(leg.workers) for leg in legs])
     out.print(
         printable(
-            f"equal: {plan.target} gave {_batches(verdict)} with num_workers={verdict.begun.workers}, and the same in "
-            f"every byte when it was cut and resumed after step {cuts}: {len(legs)} legs with num_workers {workers}, "
-            "each in a fresh interpreter with another PYTHONHASHSEED"
+            f"OK: {plan.target} resumes exactly. {_batches(verdict)} are equal in every byte, interrupted after "
+            f"{cuts} of them."
         )
+    )
+    workers = _listed([str(leg.workers) for leg in legs])
+    out.print(
+        f"  num_workers: {verdict.begun.workers} uninterrupted, {workers} in the {len(legs)} segments\n"
+        "  Each segment was a new process with another PYTHONHASHSEED."
     )
     if verdict.steps < 2 * verdict.begun.own_lanes:
         out.print(
-            f"that is less than two batches of each of the {verdict.begun.own_lanes} lanes: what a lane keeps from one "
-            f"batch to the next may not have shown; --steps {2 * verdict.begun.own_lanes} or more shows it"
+            f"  These are less than two batches of each of the {verdict.begun.own_lanes} lanes. Pass --steps "
+            f"{2 * verdict.begun.own_lanes} to also compare what a lane keeps from one batch to the next."
         )
 
 
 def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     leg = mismatch.leg
-    since = f"resumed after step {leg.start}" if leg.start else "not cut yet"
-    ran = f"leg {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    since = f"resumed after step {leg.start}" if leg.start else "not interrupted yet"
+    ran = f"segment {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
     lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
     where = (
         f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
     )
-    out.print(f"[bold red]different:[/] {where}, in {printable(ran)}")
+    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {printable(ran)}")
     for name, value in lines.items():
         out.print(f"  {name:<9} " + "\n".join(map(printable, value.splitlines())))
     out.print(f"  {_hint(mismatch)}")
     out.print(
         printable(
-            f"before it {_batches(verdict)} of {verdict.steps} to compare are equal; the uninterrupted run had "
-            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1"
+            f"  {_batches(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
+            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1."
         )
     )
 
@@ -168,7 +197,7 @@ def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
     samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
     lines = {
         "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
-        "sample": samples or "not known: made again, the batch is of other samples",
+        "sample": samples or "not known: the rebuilt batch has other samples",
         "encoder": ", ".join(verdict.begun.encoders),
         "expected": where.expected,
         "found": where.found,
@@ -180,12 +209,12 @@ def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
 def _hint(mismatch: Mismatch) -> str:
     if mismatch.leg.start:
         return (
-            "It differs after a cut and not before: something outside the state is kept from one call to the next, or "
+            "It differs only after an interruption: something outside the state lives from one call to the next, or "
             "differs between processes."
         )
     return (
-        "Nothing had been cut yet: look for a clock, an unseeded generator, the order of a set, or what one worker "
-        "keeps from call to call."
+        "Nothing was interrupted yet: look for a clock, an unseeded generator, the order of a set, or state that a "
+        "worker keeps from call to call."
     )
 
 
@@ -199,12 +228,12 @@ def _listed(words: list[str]) -> str:
 
 
 def state(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state; a checkpoint with one, a file or a folder.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint that contains one.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="A second state to compare with.")] = None,
 ) -> None:
-    """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.
+    """Show a saved state, or how two states differ.
 
-    With two files, show where they differ; the exit code is 1 if they do.
+    With two files, the exit code is 1 if the states differ.
     """
     from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
 
@@ -213,25 +242,29 @@ def state(
         if other is None:
             _print_state(summary)
             return
-        found = differences(summary, summarize(read_checkpoint(other)))
-    _print_differences(found, file.name, other.name)
+        second = summarize(read_checkpoint(other))
+        found = differences(summary, second)
+    _print_differences(summary, second, found)
     if found:
         raise typer.Exit(1)
 
 
 def _print_state(state: StateSummary) -> None:
-    """Where a saved run stands: its settings, then a table of the lanes that have begun."""
+    """The position of a saved run, its settings, and the lanes that have started."""
     begun = {lane: row for lane, row in state.lanes.items() if row}
     epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
     epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
     out.print(
         f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
-        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(sum(state.lane_bytes.values()))}"
+        f"{state.numbers['lanes']} lanes, {len(begun)} have started; {human_bytes(sum(state.lane_bytes.values()))}"
     )
     settings = Table("setting", "value", title="the run", title_justify="left")
-    for name, value in {**state.settings, **state.environment}.items():
-        settings.add_row(printable(name), printable(_setting(name, value)))
+    for name, value in state.settings.items():
+        if value is not None:
+            settings.add_row(printable(name), printable(_setting(name, value)))
     out.print(settings)
+    versions = [f"{name} {version}" for name, version in state.environment.items()]
+    out.print(printable(f"written with {', '.join(versions)}"), soft_wrap=False)
     if begun:
         out.print(_lanes_table(begun, state.lane_bytes))
 
@@ -255,38 +288,66 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
             stage, _, name = field.rpartition(".")
             if stage and (value or value == 0):
                 saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
-        about = f"{counted(row['batches'], 'batch', 'batches')} given, {sizes[lane]:,} bytes"
+        about = f"{counted(row['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
         for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
             names = "" if number else str(lane), printable(stage), printable(", ".join(fields))
             table.add_row(*names, end_section=number == len(saved))
     return table
 
 
-def _print_differences(found: list[tuple[str, str, str]], left: str, right: str) -> None:
-    """Each field in which two states differ, with both values."""
+def _print_differences(left: StateSummary, right: StateSummary, found: list[tuple[str, str, str]]) -> None:
+    """The cause, then the settings that differ, the first lane that does, and versions of libraries last."""
     if not found:
-        out.print("the two states are equal: both continue alike")
+        out.print("the two states are equal: both resume with the same batches")
         return
-    table = Table(
-        Column("where", overflow="fold"),
-        printable(left),
-        printable(right),
-        title=counted(len(found), "difference"),
-        title_justify="left",
-    )
-    for row in found:
-        table.add_row(*map(printable, row))
-    out.print(table)
+    versions = {name: row for name, *row in found if name in {*left.environment, *right.environment}}
+    by_lane: dict[str, dict[str, list[str]]] = {}
+    settings: dict[str, list[str]] = {}
+    for name, *row in found:
+        if match := re.match(r"lane \d+", name):
+            by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = row
+        elif name not in versions:
+            settings[name] = row
+    paths = [summary.settings.get("stages", []) for summary in (left, right)]
+    if paths[0] != paths[1]:  # then no lane is comparable
+        out.print(f"different pipelines: {counted(len(paths[0]), 'stage')} against {len(paths[1])}")
+        settings["stages"], by_lane = [" > ".join(path) for path in paths], {}
+    elif settings.keys() - {"slot", "epoch", "in flight"}:
+        out.print("the same stages with different settings")
+    elif settings:
+        out.print("the same run at different positions")
+    else:
+        out.print(f"the same run at the same position, {'but lanes differ' if by_lane else 'with other versions'}")
+    _print_pairs("", settings)
+    for lane, row in list(by_lane.items())[:1]:
+        _print_pairs(lane, row)
+        if len(by_lane) > 1:
+            out.print(f"{counted(len(by_lane) - 1, 'more lane differs', 'more lanes differ')}")
+    _print_pairs("versions", versions)
+
+
+def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
+    """The value of each field in two states, below each other where they are long."""
+    if rows and title:
+        out.print(f"{title}:")
+    width = max(map(len, rows), default=0)
+    for name, (one, other) in rows.items():
+        between = " against " if len(one) + len(other) < 60 - width else f"\n  {'against':>{width}} "
+        out.print(f"  {printable(name):<{width}} {printable(one)}{between}{printable(other)}")
 
 
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of one network. Port 0: a free one.")],
-    key_file: Annotated[Path, typer.Option(help="A file with the key, that only you can read; the trainers' too.")],
-    workers: Annotated[int, typer.Option(help="Workers of this machine, which the ranks of a loader share.")],
+    listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="The address. Port 0 is a free one.", rich_help_panel=INPUT),
+    ],
+    key_file: Annotated[Path, typer.Option(help="The key, in a file that only you can read.", rich_help_panel=INPUT)],
+    workers: Annotated[int, typer.Option(help="Worker processes of this machine.", rich_help_panel=PARALLELISM)],
 ) -> None:
-    """Run the workers of loaders on other machines: sp.SocketWorkers(["HOST:PORT"], key_file=…).
+    """Serve workers of this machine to loaders on others.
 
-    Who has the key can run code here, as you. What passes is not encrypted: use a private network, or a tunnel.
+    A loader connects with sp.SocketWorkers(["HOST:PORT"], key_file=...). Anyone with the key can run code here, as
+    you. The traffic is not encrypted, so use a private network or a tunnel.
     """
     from savable_pipeline.run.nodes.agent import Agent
     from savable_pipeline.run.nodes.handshake import read_key

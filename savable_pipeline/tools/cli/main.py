@@ -6,9 +6,10 @@ fault, 2 if the command failed, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from savable_pipeline import __version__
 from savable_pipeline.tools.cli.console import out
@@ -17,8 +18,29 @@ from savable_pipeline.tools.cli.dataset_commands import check, index, info, prev
 from savable_pipeline.tools.cli.ledger_command import ledger_app
 from savable_pipeline.tools.cli.loader_commands import plan, serve, state, verify_resume
 
+_COMMANDS = [  # in the order of use: panel, command, example
+    ("Look", info, "savable info photos/"),
+    ("Look", preview, "savable preview photos/ -o photos.html"),
+    ("Look", check, "savable check s3://bucket/shards/ --workers 8"),
+    ("Prepare", convert, "savable convert photos/ shards/ --split train=0.98 --split val=0.02"),
+    ("Prepare", index, "savable index shards/"),
+    ("Run", plan, "savable plan train.py:loader --ranks 8 --nodes 2"),
+    ("Run", verify_resume, "savable verify-resume train.py:loader --steps 20"),
+    ("Run", state, "savable state checkpoint.pt"),
+    ("Cluster", serve, "savable serve --listen 10.0.0.5:7000 --key-file key --workers 16"),
+]
+
+
+class _InOrderOfUse(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The commands in the order of `_COMMANDS`; typer has groups of commands before them."""
+        names = [name for name in self.commands if name != "ledger"]
+        names.insert(names.index("serve"), "ledger")
+        return names
+
+
 app = typer.Typer(
-    help="Make and inspect datasets for savable_pipeline.",
+    cls=_InOrderOfUse,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -37,13 +59,13 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Make and inspect datasets for savable_pipeline."""
+    """Inspect and convert datasets, and check runs that resume exactly."""
 
 
 # Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.
-for command in (convert, plan, serve, info, index, check, preview, state, verify_resume):
-    app.command()(command)
-app.add_typer(ledger_app, name="ledger")
+for panel, command, example in _COMMANDS:
+    app.command(rich_help_panel=panel, epilog=f"Example: `{example}`")(command)
+app.add_typer(ledger_app, name="ledger", rich_help_panel="Run")
 
 if __name__ == "__main__":
     app()

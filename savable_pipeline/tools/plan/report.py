@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from savable_pipeline.core.wording import counted, human_bytes
-from savable_pipeline.tools.plan.run_plan import LanesChoice, RunPlan, SourceBytes, Steps
+from savable_pipeline.tools.plan.run_plan import RunPlan, SourceBytes
 
 _WORLDS = 8  # numbers of ranks that are listed
 
@@ -27,31 +27,50 @@ class Section(NamedTuple):
 
 
 def sections(plan: RunPlan) -> list[Section]:
-    """All that a plan tells, section by section; those without a fact are left out."""
+    """All numbers of a plan but those of lanes, by section."""
     found = [
         Section("data", [Fact("samples", f"{plan.population:,}", "index")]),
         Section("steps", list(_steps(plan))),
-        Section("lanes", [_choice(plan, choice) for choice in plan.choices]),
         Section("memory of a rank", list(_memory(plan))),
         Section("workers", list(_workers(plan))),
-        Section("bytes of a node", [fact for source in plan.sources for fact in _bytes(source)]),
+        Section("traffic of a node", [fact for source in plan.sources for fact in _bytes(source)]),
     ]
     return [section for section in found if section.facts]
 
 
-def advice(plan: RunPlan) -> list[str]:
-    """What to change, a sentence each."""
-    ranks, found = plan.ranks, []
+def verdict(plan: RunPlan) -> str:
+    """Whether the run can start, with its steps."""
     if plan.lanes != plan.planned_lanes:
-        found.append(
-            f"{ranks} ranks do not divide the {plan.lanes} lanes of the run, so it cannot start: this plan is for "
-            f"lanes={plan.planned_lanes}"
+        return (
+            f"{plan.target} cannot start: {plan.ranks} ranks do not divide its {plan.lanes} lanes. This plan is for "
+            f"lanes={plan.planned_lanes}."
         )
-    if plan.better_lanes != plan.planned_lanes:
-        found.append(_better(plan))
-    if plan.steps.how != "unknown" and not plan.steps.endless and plan.steps.steps < 1:
-        found.append("an epoch has no step: this is too little data for so many lanes and this batch size")
-    return found
+    steps, ranks = plan.steps, counted(plan.ranks, "rank")
+    if steps.how == "unknown":
+        number = "the steps depend on lengths, so see loader.stats() of a short run"
+    elif not steps.endless and steps.steps < 1:
+        return f"{plan.target} has no step on {ranks}: it needs more data, fewer lanes or a smaller batch."
+    else:
+        number = f"{steps.steps:,.0f} {_per_epoch(plan)}"
+    return f"{plan.target} runs on {ranks} with {counted(plan.lanes, 'lane')}: {number}"
+
+
+def advice(plan: RunPlan) -> list[str]:
+    """What would be better, a sentence each."""
+    return [_better(plan)] if plan.better_lanes != plan.planned_lanes else []
+
+
+def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
+    """The names of columns, then a row for each number of lanes to choose from; columns without a value are dropped."""
+    rows: list[tuple[str, ...]] = [("lanes", "ranks", "workers per rank", "steps", "left over")]
+    for each in plan.choices:
+        mark = " (yours)" if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
+        known = each.steps is not None and each.left_share is not None and plan.steps.how != "unknown"
+        numbers = (f"{each.steps:,.0f}", f"{each.left_share:.2%}" * bool(each.left_share)) if known else ("", "")
+        shown = ", ".join(map(str, each.worlds[-_WORLDS:]))
+        ranks = f"{'… ' if len(each.worlds) > _WORLDS else ''}{shown}" + f"; not {plan.ranks}" * (not each.fits)
+        rows.append((f"{each.lanes}{mark}", ranks, str(each.workers) if each.fits else "", *numbers))
+    return list(zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True))
 
 
 def _better(plan: RunPlan) -> str:
@@ -60,86 +79,62 @@ def _better(plan: RunPlan) -> str:
     ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []
     if more := sorted(set(better.worlds) - set(ours.worlds)):
-        reasons.append(f"serves {', '.join(map(str, more))} ranks too")
+        reasons.append(f"also serves {', '.join(map(str, more))} ranks")
     if (better.left_share or 0.0) < (ours.left_share or 0.0):
-        reasons.append(f"leaves {better.left_share or 0.0:.2%} of an epoch instead of {ours.left_share:.2%}")
+        reasons.append(f"leaves {better.left_share or 0.0:.2%} of an epoch over instead of {ours.left_share:.2%}")
     if better.workers > ours.workers:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
     fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
     return (
-        f"for a new run, use lanes={better.lanes}: it {' and '.join(reasons)}"
+        f"a new run could use lanes={better.lanes}, which {' and '.join(reasons)}"
         f"{fewer if better.workers < ours.workers else ''}"
     )
 
 
 def _workers(plan: RunPlan) -> Iterator[Fact]:
     if plan.workers is not None:
-        yield Fact("workers a rank", str(plan.workers.a_rank), "seconds of a batch ÷ seconds of a step, as measured")
-        yield Fact(
-            "CPU nodes, if they run elsewhere", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each"
-        )
+        yield Fact("workers per rank", str(plan.workers.a_rank), "--batch-s ÷ --step-s")
+        yield Fact("CPU nodes for remote workers", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each")
 
 
-def _how(steps: Steps) -> str:
-    return "index, for one item a sample" if steps.how == "one item a sample" else "counted"
+def _per_epoch(plan: RunPlan) -> str:
+    return "steps per epoch" if not plan.steps.endless or plan.steps.epoch_slots else "steps to read the data once"
 
 
 def _steps(plan: RunPlan) -> Iterator[Fact]:
     steps = plan.steps
-    name = "steps a pass over the data" if steps.endless and steps.epoch_slots is None else "steps an epoch"
     if steps.how == "unknown":
-        yield Fact(name, "not known", "depends on lengths, which no index holds: loader.stats() of a short run")
         return
-    how = _how(steps)
-    yield Fact(name, f"{steps.steps:,.0f}", how)
-    if steps.endless:
-        yield Fact("left at the end", "nothing", "the run never ends")
-    elif steps.filler_rows:
-        yield Fact("rows that only fill up", f"{steps.filler_rows:,.0f}", how)
-    else:
-        text = f"{steps.left_batches:,.0f} batches, {steps.left_samples:,.0f} samples"
+    how = "if each sample is one item" if steps.how == "one item a sample" else "counted"
+    yield Fact(_per_epoch(plan), f"{steps.steps:,.0f}", how)
+    if steps.filler_rows:
+        yield Fact("padding rows", f"{steps.filler_rows:,.0f}", how)
+    if steps.left_samples:
         share = steps.left_samples / max(1, plan.population)
-        yield Fact("left by the tail", f"{text} ({share:.2%})", how)
-
-
-def _choice(plan: RunPlan, choice: LanesChoice) -> Fact:
-    worlds = _listed(choice.worlds)
-    marks = "".join(
-        mark
-        for mark, holds in ((", yours", choice.lanes == plan.lanes), (", better", choice.lanes == plan.better_lanes))
-        if holds and not (mark == ", better" and choice.lanes == plan.lanes)
-    )
-    name = f"lanes={choice.lanes}{marks}"
-    if not choice.fits:
-        return Fact(name, f"not for {plan.ranks} ranks; {worlds}", "counted")
-    parts = [f"up to {counted(choice.workers, 'worker')} a rank", worlds]
-    if choice.steps is not None and choice.left_share is not None and plan.steps.how != "unknown":
-        parts.append(f"{choice.steps:,.0f} steps, {choice.left_share:.2%} left")
-    return Fact(name, "; ".join(parts), _how(plan.steps))
-
-
-def _listed(worlds: list[int]) -> str:
-    shown = ", ".join(map(str, worlds[-_WORLDS:]))
-    return f"serves {'… ' if len(worlds) > _WORLDS else ''}{shown} ranks" if worlds else "serves none near"
+        left = f"{counted(round(steps.left_samples), 'sample')} ({share:.2%})"
+        yield Fact('left over by tail="stop"', left, how)
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
     memory = plan.memory
-    yield Fact(f"refs in shuffle buffers of {memory.lanes} lanes", human_bytes(memory.refs), "12 bytes each")
+    if memory.refs:
+        name = f"sample IDs in shuffle buffers, {counted(memory.lanes, 'lane')}"
+        yield Fact(name, human_bytes(memory.refs), "12 bytes each")
     if memory.limit is not None:
-        text = f"{human_bytes(memory.limit)} in each of {memory.processes}"
-        yield Fact("limit of held items (max_buffer_bytes)", text, "the stages' settings; the rest is made again")
+        text = human_bytes(memory.limit) + f" in each of {memory.processes} processes" * (memory.processes > 1)
+        yield Fact("items in buffers, at most", text, "max_buffer_bytes=")
 
 
 def _bytes(source: SourceBytes) -> Iterator[Fact]:
     of = f" of {source.name}" if source.name else ""
-    how = "index; the mean size of a sample"
-    yield Fact(f"all chosen samples{of}", human_bytes(source.bytes), "index")
+    how = "mean sample size"
+    yield Fact(f"all samples{of}", human_bytes(source.bytes), "index")
     if not source.remote:
-        yield Fact(f"reads{of} in a pass", human_bytes(source.node_bytes), how)
+        yield Fact(f"reads{of} per epoch", human_bytes(source.node_bytes), how)
         return
-    yield Fact(f"kept whole{of} by a cache of", human_bytes(source.whole_cache), "index")
-    yield Fact(f"then fetches{of} in the first pass", human_bytes(source.first_pass), "index; pieces of 8 MiB")
-    yield Fact("and in all later ones at most", human_bytes(max(0.0, source.bytes - source.first_pass)), "index")
-    yield Fact(f"a smaller cache fetches{of} in each pass", human_bytes(source.node_bytes), how)
-    yield Fact(f"and nothing twice{of} with at least", human_bytes(source.least_cache), how)
+    yield Fact(f"cache for all shards{of}", human_bytes(source.whole_cache), "index")
+    yield Fact("  then downloads in the first epoch", human_bytes(source.first_pass), "index, 8 MiB pieces")
+    later = max(0.0, source.bytes - source.first_pass)
+    yield Fact("  and in all later ones, at most", human_bytes(later), "index")
+    yield Fact(f"least cache{of} that fetches nothing twice", human_bytes(source.least_cache), how)
+    yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), how)

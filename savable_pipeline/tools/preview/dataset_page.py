@@ -17,10 +17,12 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.info import split_counts
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, part_type
+from savable_pipeline.data.shards.paths import Shards, is_remote
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.tools.preview.page import PAGE_BYTES, Card, Room, first_line, render
-from savable_pipeline.tools.preview.sample_entries import sample_card
+from savable_pipeline.tools.preview.sample_entries import part_entry, sample_card
 
 MOST_SAMPLES = 500  # of a page
 _AT_ONCE = 1 << 16
@@ -152,18 +154,47 @@ def dataset_pages(
         "names": [quote(each) for each in names],
     }
     for page, numbers in enumerate(chosen.pages):
-        of_dataset = _numbers(dataset) if page == 0 else {}
-        yield (
-            names[page],
-            render("dataset.html.jinja", **about, **of_dataset, page=page, cards=_cards(dataset, numbers)),
-        )
+        of_dataset, broken, read = (_numbers(dataset) if page == 0 else {}), np.zeros(0, np.int64), 0
+        if page == 0 and not wanted.words and not is_remote(dataset.root):
+            broken, read = _unreadable(dataset, wanted.seed)
+        others = np.setdiff1d(broken, np.concatenate(chosen.pages))[:_MOST_BROKEN]
+        shown = np.sort(np.concatenate([numbers, others]))
+        found = {"broken": len(broken), "read": read, "cards": _cards(dataset, shown)}
+        yield names[page], render("dataset.html.jinja", **about, **of_dataset, **found, page=page)
+
+
+_SLOW = (*AUDIO_PARTS, *VIDEO_PARTS)
+_READ = 500  # samples that are read to find some with an error
+_MOST_BROKEN = 12  # of these that are shown beside the drawn ones
+
+
+def _unreadable(dataset: Dataset, seed: int) -> tuple[Numbers, int]:
+    """Samples with a part that cannot be read, ascending, and how many were read: all of a small dataset."""
+    numbers = np.sort(Bijection(derive_key(seed, "unreadable"), dataset.count)(np.arange(min(_READ, dataset.count))))
+    samples = zip(numbers.tolist(), _opened(dataset, numbers), strict=True)
+    return np.array([number for number, sample in samples if _is_broken(sample)], np.int64), len(numbers)
+
+
+def _is_broken(sample: Sample) -> bool:
+    """Whether a part cannot be shown; audio and video, which take long, are not looked at."""
+    room = Room(0)
+    try:
+        return any(part_entry(sample, part, room).fault for part in sample if part_type(part) not in _SLOW)
+    except (SavableError, ValueError, OSError, IndexError):
+        return True
+
+
+def _opened(dataset: Dataset, numbers: Numbers) -> list[Sample]:
+    refs = np.zeros(len(numbers), dtype=REF)
+    refs["index"] = numbers
+    return dataset.open_samples(refs)
 
 
 def _cards(dataset: Dataset, numbers: Numbers) -> list[Card]:
-    refs = np.zeros(len(numbers), dtype=REF)
-    refs["index"] = numbers
-    drawn = zip(dataset.open_samples(refs), numbers.tolist(), strict=True)
-    return [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
+    """The cards of these samples, those with an error first."""
+    drawn = zip(_opened(dataset, numbers), numbers.tolist(), strict=True)
+    cards = [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
+    return sorted(cards, key=lambda card: not card.faulty)
 
 
 def _numbers(dataset: Dataset) -> dict[str, Any]:

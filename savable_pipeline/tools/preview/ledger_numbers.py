@@ -122,6 +122,7 @@ class NotedCounters:
         self.worker_seconds = 0.0  # the same, for each of their workers
         self.worker_work_s = 0.0  # of those, the time in which they made batches
         self._spans: list[tuple[int, Numbers, Numbers]] = []  # rank, and two records one after the other
+        self.cores = min((start.cores for start in ledger.starts), default=0)  # of a machine; 0: not recorded
         for start, records in ledger.numbers():
             self._spans += [(start.rank, first, second) for first, second in pairwise(records)]
             if len(records) > 1:

@@ -6,15 +6,19 @@ Every value is escaped, and invisible characters are spelled out. `Room` is how 
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from savable_pipeline import __version__
 from savable_pipeline.core.wording import human_bytes
 
 LONGEST_TEXT = 1500  # characters of a text that are shown
@@ -112,6 +116,11 @@ class Card:
     fault: str = ""
     sources: Sequence[str] = field(default=())  # of a batch: its samples
 
+    @property
+    def faulty(self) -> bool:
+        """Whether it, or an entry of it, cannot be shown."""
+        return bool(self.fault) or any(entry.fault for entry in self.entries)
+
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:
     """At most `longest` characters of a text."""
@@ -140,8 +149,20 @@ def render(template: str, **values: Any) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = human_bytes
+    environment.filters["ms"] = lambda seconds: f"{1000 * seconds:,.2f}"
     environment.filters["count"] = "{:,}".format
-    return environment.get_template(template).render(values).encode()
+    about = {"version": __version__, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "docs": _docs()}
+    return environment.get_template(template).render(about | values).encode()
+
+
+def _docs() -> str:
+    """The address of the documentation, as the package that is installed names it; "" if it is not installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for link in metadata.metadata("savable_pipeline").get_all("Project-URL") or ():
+            name, _, url = link.partition(", ")
+            if name == "Documentation":
+                return url
+    return ""
 
 
 def _finalize(value: Any) -> Any:

@@ -15,7 +15,7 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.trace import traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.pipeline import PipelineFunction
+from savable_pipeline.stages.pipeline import PipelineFunction, upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
@@ -67,7 +67,7 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     return render(
         "pipeline.html.jinja",
         title=title,
-        path=repr(stage),
+        path=list(map(_described, upstream(stage))),
         encoder=type(stage.info.encoder).__name__ if stage.info.encoder is not None else "none",
         seed=lane.seed,
         lane=lane.index,
@@ -75,6 +75,16 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
         population=stage.info.population,
         cards=cards,
     )
+
+
+_SHOWN_SETTINGS = 4  # of a stage; of one with more, they are folded
+
+
+def _described(stage: Stage) -> tuple[str, str, list[str]]:
+    """The name of a stage with its source, its settings if they are few, or else these to be folded."""
+    name = "/".join(filter(None, [stage.info.branch, type(stage).__name__]))
+    settings = [f"{name}={value!r}" for name, value in stage.settings().items()]
+    return (name, ", ".join(settings), []) if len(settings) <= _SHOWN_SETTINGS else (name, "", settings)
 
 
 def _cards(stage: Stage, batches: int) -> list[Card]:
@@ -87,7 +97,7 @@ def _cards(stage: Stage, batches: int) -> list[Card]:
             cards.append(Card("the end", f"the lane has {number:,} batches"))
             break
         except SavableError as error:
-            cards.append(Card(f"batch {number}", "could not be made", fault=first_line(error)))
+            cards.append(Card(f"batch {number}", "could not be built", fault=first_line(error)))
             break
         cards.append(_card(stage, number, batch, fields))
     return cards

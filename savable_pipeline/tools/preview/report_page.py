@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
+from savable_pipeline.core.wording import counted
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.tools.preview.ledger_numbers import (
     PIECES,
@@ -82,14 +83,14 @@ def picture(
 ) -> Picture | None:
     """Lines by name, and beside them what was expected of each; None if no line has two points.
 
-    The y axis begins at 0 and goes up to `most`, or as far as a point does.
+    Both axes start at 0. The y axis goes up to `most`, or as far as a point does.
     """
     if not any(len(points) > 1 for points in lines.values()):
         return None
     expected = expected or {}
     everything = [point for points in [*lines.values(), *expected.values()] for point in points]
     xs = [x for x, _ in everything]
-    low, high = min(xs), max(max(xs), min(xs) + 1e-9)
+    low, high = 0.0, max(*xs, 1e-9)
     rows = _ticks(0.0, max(most, *(y for _, y in everything), 1e-9))
     top = rows[-1]
 
@@ -185,7 +186,7 @@ def report_page(ledger: LedgerFiles) -> bytes:
         scheduled=expected.schedule is not None,
         courses=_courses(given),
         fill=fill_of(counters),
-        fills=picture({"fill": counters.fills()}, counters.unit, most=1.0),
+        fills=picture({"tokens in packs": counters.fills()}, counters.unit, most=1.0),
         steps=given.steps,
         slowest_wait=slowest_wait,
         step_waits=_step_waits(given.steps),
@@ -212,7 +213,7 @@ def _shares(numbers: dict[str, float]) -> list[Bar]:
 
 def _times(counters: NotedCounters) -> list[tuple[str, list[float]]]:
     """The percentiles of the trainer's wait, of making a batch, and of each stage, in s."""
-    shown = {"wait_s": "the trainer waits", "making_s": "a batch is made"}
+    shown = {"wait_s": "the trainer waits", "making_s": "a batch is built"}
     shown |= {name[:-4]: name.split("/")[1] for name in counters.last if name.startswith("stage_s/")}
     return [
         (text, [counters.last[f"{name}/{percent}"] for percent in _PERCENTILES])
@@ -260,7 +261,7 @@ def _courses(given: GivenCounts) -> Picture | None:
             for name, share in zip(wanted.names, wanted.of(piece.before, piece.before + samples), strict=True):
                 if name in lines:
                     dashed.setdefault(name, []).append((middle, share))
-    return picture(lines, "samples given", expected=dashed)
+    return picture(lines, "samples yielded", expected=dashed)
 
 
 def _step_waits(steps: Sequence[CostStep]) -> Picture | None:
@@ -289,7 +290,7 @@ _FULL, _EVEN = 0.95, 0.05
 _SPARE = 1.2
 _TRAINED = 0.01  # of the time at least: else nothing is known of the trainer's pace
 _HELP = {
-    "Encode": "decode or augment less, or store what the encoder makes",
+    "Encode": "decode or augment less, or store encoded samples",
     "TarShardReader": "a nearer disk, a larger cache, or larger shards",
     "ShuffleBuffer": "reading is what it waits for: a nearer disk or a larger cache",
     "OnlinePacker": "fewer open packs, or an encoder that declares lengths (length_of)",
@@ -324,7 +325,7 @@ def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
         yield from _tail(counters)
     fill = fill_of(counters)
     if fill is not None and fill < _FULL:
-        yield f"Packs are {fill:.0%} full: more open_packs= fill them better, at the price of memory."
+        yield f"Packing efficiency is {fill:.0%}: more open_packs= improve it, at the price of memory."
     if slowest_wait >= _EVEN:
         yield (
             f"Ranks wait {slowest_wait:.0%} of their time for the slowest one, by cost: sp.Balance(candidates=32) "
@@ -340,18 +341,25 @@ def _workers(counters: NotedCounters) -> str:
         return "The trainer did hardly anything but wait: no number of workers keeps up with that."
     wanted = ceil(_SPARE * counters.totals["work_s"] / training_s)
     if not counters.worker_seconds:
-        return (
-            f"Batches are made in the trainer's own process, which waits as long as that takes: num_workers={wanted} "
-            "would keep up, where there are as many cores."
-        )
+        return f"Batches are built in the process of the trainer, which waits for them: {_enough(wanted, counters)}."
     busy = min(1.0, counters.worker_work_s / counters.worker_seconds)
     wanted = max(wanted, int(counters.last["num_workers"]) + 1)
     if busy >= _BUSY:
-        return f"The workers were busy {busy:.0%} of the time: num_workers={wanted} would keep up."
+        return f"The workers were {busy:.0%} busy: {_enough(wanted, counters)}."
     return (
-        f"The workers were busy only {busy:.0%} of the time: what is waited for are single slow batches, or "
-        "data that come late; a larger sp.Workers(prefetch=) evens that out."
+        f"The workers were only {busy:.0%} busy, so the trainer waited for single slow batches or for data that "
+        "arrive late: a larger sp.Workers(prefetch=) evens that out."
     )
+
+
+def _enough(wanted: int, counters: NotedCounters) -> str:
+    """How many workers keep up, beside the cores that there are."""
+    if not counters.cores:
+        return f"num_workers={wanted} would keep up, where there are as many cores"
+    text = f"num_workers={wanted} would keep up, and the machine has {counted(counters.cores, 'core')}"
+    if wanted <= counters.cores:
+        return text
+    return f"{text}, so build batches on other machines (sp.SocketWorkers) or make them cheaper"
 
 
 def _stage(counters: NotedCounters) -> Iterator[str]:
@@ -359,13 +367,14 @@ def _stage(counters: NotedCounters) -> Iterator[str]:
     if whole := sum(stages.values()):
         name, spent = next(iter(stages.items()))
         help_ = f": {_HELP[name]}" if name in _HELP else ""
-        yield f"Of the time that batches take to make, {spent / whole:.0%} is {name}{help_}."
+        yield f"{spent / whole:.0%} of build time is {name}{help_}."
 
 
 def _tail(counters: NotedCounters) -> Iterator[str]:
     median, most = (counters.last.get(f"making_s/{percent}", 0.0) for percent in ("p50", "p99"))
     if median and most > _SLOW_TAIL * median:
-        yield f"One batch in 100 takes {most:.3g} s to make where {median:.3g} s are usual: see the slowest sample."
+        ms = f"{1000 * most:,.2f} ms to build, the median {1000 * median:,.2f} ms"
+        yield f"1 batch in 100 takes {ms}: see the slowest sample."
 
 
 def fill_of(counters: NotedCounters) -> float | None:

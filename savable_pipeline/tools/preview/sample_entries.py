@@ -28,7 +28,7 @@ _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, Memory
 
 def sample_card(sample: Sample, number: int, room: Room) -> Card:
     """A sample with its parts; a fault of it, or of a part, is shown in its place."""
-    where = f"{sample.shard} · sample {number:,} of the dataset"
+    where = f"{sample.shard} · " * (sample.shard != ".") + f"sample {number:,} of the dataset"
     try:
         names = list(sample)
         entries = [part_entry(sample, name, room) for name in names[:_MOST_PARTS]]

@@ -57,7 +57,7 @@ def test_two_states_differ_in_the_slot_and_in_the_lane_that_ran_between(checkpoi
 def test_the_command_prints_the_run_and_its_lanes(checkpoints: list[Path]) -> None:
     result = CliRunner().invoke(app, ["state", str(checkpoints[0])], env={"COLUMNS": "140"})
     assert result.exit_code == 0
-    assert "slot 4; 12 of 12 lanes, 4 have begun" in result.output  # of an endless run, whose lanes are at epoch 1
+    assert "slot 4; 12 of 12 lanes, 4 have started" in result.output  # of an endless run, whose lanes are at epoch 1
     assert "2 shards, 100 samples" in result.output
     assert "refs 10" in result.output and "draws" in result.output
 
@@ -65,9 +65,28 @@ def test_the_command_prints_the_run_and_its_lanes(checkpoints: list[Path]) -> No
 def test_the_command_compares_two_files_and_says_so_by_its_exit_code(checkpoints: list[Path]) -> None:
     paths = [str(path) for path in checkpoints]
     differing = CliRunner().invoke(app, ["state", *paths])
-    assert differing.exit_code == 1 and "lane 4" in differing.output and "not begun" in differing.output
+    assert differing.exit_code == 1
+    assert differing.output.splitlines() == [
+        "the same run at different positions",
+        "  slot 4 against 5",
+        "lane 4:",
+        "  state not begun against begun",
+    ]
     same = CliRunner().invoke(app, ["state", paths[0], paths[0]])
-    assert same.exit_code == 0 and "continue alike" in same.output
+    assert same.exit_code == 0 and "both resume with the same batches" in same.output
+
+
+def test_of_different_pipelines_the_command_names_the_stages_first_and_no_lane(
+    checkpoints: list[Path], make_shards: Any, tmp_path: Path
+) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 60])), buffer=None)
+    with sp.SavableLoader(pipeline, seed=3, lanes=12) as loader:
+        torch.save(loader.state_dict(), tmp_path / "other.pt")
+    result = CliRunner().invoke(app, ["state", str(checkpoints[0]), str(tmp_path / "other.pt")])
+    lines = result.output.splitlines()
+    assert (result.exit_code, lines[0]) == (1, "different pipelines: 5 stages against 4")
+    assert "TarShardReader > ShuffleBuffer > Encode > OnlinePacker > Batcher" in result.output
+    assert "lane 0" not in result.output and "ShuffleBuffer.size 10 against missing" in " ".join(result.output.split())
 
 
 def test_the_first_ref_that_differs_is_named() -> None:

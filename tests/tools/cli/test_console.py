@@ -54,7 +54,8 @@ def test_a_word_between_colons_stays_one(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_a_target_as_it_was_given(terminal: bool) -> None:
+def test_progress_shows_a_target_as_it_was_given(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
     shown = io.StringIO()
     on = Console(file=shown, force_terminal=terminal, emoji=False, width=200, color_system=None)
     with progress_of(on, "importing train.py:train: [bold]\x07", "batches") as progress:

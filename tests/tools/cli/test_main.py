@@ -57,20 +57,24 @@ def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -
     assert lines[:6] == [
         "2 samples in 1 shard, 10.2 kB",
         "1 hidden file or folder skipped",
-        "12 rejected and left out:",
+        "12 rejected:",
         "       11 × unreadable image",
         "        1 × no extension",
         "  no[red]dot: no extension",
     ]
     assert lines[6] == "  bad00.jpg: unreadable image (no image format that is read)"
-    assert lines[-2:] == ["  … 2 more", f"all of them: {tmp_path / 'out/.nv-meta/savable.rejected.jsonl'}"]
+    assert lines[-3:] == [
+        "  … 2 more",
+        f"all of them: {tmp_path / 'out/.nv-meta/savable.rejected.jsonl'}",
+        "FAILED: 12 rejected; --skip-bad accepts this",
+    ]
     assert len(tar_files(tmp_path / "out")) == 4
 
 
 def test_with_skip_bad_rejects_are_told_and_exit_with_zero(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2, README=b"x")
     result = run("convert", source, tmp_path / "out", "--skip-bad")
-    assert result.exit_code == 0 and "1 × no extension" in result.stdout
+    assert result.exit_code == 0 and "1 × no extension" in result.stdout and "FAILED" not in result.stdout
     assert run("convert", source, tmp_path / "out").exit_code == 1, "told again, though all is done"
 
 
@@ -193,14 +197,10 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 
 
-def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3)
     pipe = run("convert", source, tmp_path / "a")
-    assert pipe.stderr.splitlines() == [
-        f"reading {source}: a folder of files",
-        "converting: 0 of 3 samples",
-        "converting: 3 of 3 samples",
-    ]
+    assert pipe.stderr == f"reading {source}: a folder of files\n", "the job took less than ten seconds"
     ours, theirs = pty.openpty()
     terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     arguments = [sys.executable, TOOL, source, tmp_path / "b"]
@@ -222,8 +222,11 @@ def test_info_says_what_a_dataset_holds(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
     before = snapshot(tmp_path / "out")
     shown = run("info", tmp_path / "out").stdout
-    for words in ("shards 3", "samples 7", "split train 7 samples", "000002.tar: 1 sample,", "json │ 1", "000: jpg"):
+    assert shown.splitlines()[0] == f"{tmp_path / 'out'}: 7 samples (3 shards, 30.7 kB)"
+    for words in ("split train 7 samples", "000002.tar: 1 sample,", "json │ 1", "000: jpg"):
         assert words in " ".join(shown.split()), words
+    one = run("info", tmp_path / "in").stdout
+    assert one.splitlines()[0].startswith(f"{tmp_path / 'in'}: 7 samples (") and "shard" not in one
     facts = json.loads(run("info", "--json", tmp_path / "out").stdout)
     assert facts["parts"]["txt"] == {"samples": 7, "mean_bytes": pytest.approx(18 + (2 * 2 + 2 * 6) / 7)}
     assert facts["parts"]["json"] == {"samples": 1, "mean_bytes": 2}
@@ -288,7 +291,8 @@ def test_check_says_a_fault_of_many_samples_in_one_line_with_their_number_and_th
     first, others = fault.split(" (120 times; also ")
     assert first.startswith("000.jpg: ") and first.endswith("unreadable image: no image format that is read")
     assert [name in others for name in ("001.jpg", "002.jpg", "003.jpg", "004.jpg")] == [True, True, True, False]
-    assert others.endswith(" and 116 more)") and len(lines) == 5 and "malformed JSON" in lines[4]
+    assert others.endswith(" and 116 more)") and len(lines) == 6 and "malformed JSON" in lines[4]
+    assert lines[0].startswith("121 problems found in 121 samples (") and lines[5] == "FAILED: 121 problems"
 
 
 def test_info_shows_the_fields_of_json_lines(tmp_path: Path) -> None:
@@ -311,6 +315,14 @@ def test_the_lanes_of_a_state_are_read_on_a_terminal_of_80_columns(make_shards: 
     for words in (
         "x/a/TarShardReader │ epoch",
         "│ x/ShuffleBuffer    │ refs 4, draws 16",
-        "│ 0    │                    │ 1 batch given, ",
+        "│ 0    │                    │ 1 batch, ",
     ):
         assert words in lanes, lanes
+
+
+def test_check_says_the_place_in_a_table_and_the_reason_once(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("image,text\nno.jpg,a cat\n")
+    lines = run("check", tmp_path / "bad.csv", "--file-field", "image", "--workers=1").stdout.splitlines()
+    assert lines[0].startswith("1 problem found in 1 sample (") and lines[-1] == "FAILED: 1 problem"
+    (line,) = lines[1:-1]
+    assert line.count("missing file") == line.count("bad.csv") == 1, line

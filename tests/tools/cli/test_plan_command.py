@@ -53,8 +53,10 @@ def plan(arguments: str) -> str:
 def test_a_loader_is_planned_in_tables(train: str) -> None:
     printed = plan(f"{train}:loader --ranks 2")
     assert printed.startswith("0")
-    assert re.search(r"steps an epoch +12 +counted", printed), printed  # 4 rounds of 6 batches
-    assert "lanes=6, yours" in printed and "reads in a pass" in printed
+    assert re.search(r"steps per epoch +12 +counted", printed), printed  # 4 rounds of 6 batches
+    assert printed.splitlines()[1] == f"{train}:loader runs on 2 ranks with 6 lanes: 12 steps per epoch"
+    assert re.search(r"6 \(yours\) +1, 2, 3 +3 +12 ", printed) and "reads per epoch" in printed
+    assert printed.count("known from") == 1 and "0 samples" not in printed
 
 
 def test_json_holds_the_same_numbers(train: str) -> None:
@@ -65,7 +67,7 @@ def test_json_holds_the_same_numbers(train: str) -> None:
 
 
 def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:
-    assert "lanes=96, yours" in plan(f"{train}:pipeline --ranks 2")
+    assert "96 (yours)" in plan(f"{train}:pipeline --ranks 2")
 
 
 def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:
@@ -76,8 +78,8 @@ def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:
 
 def test_the_nodes_that_keep_up_are_said_of_what_was_measured(train: str) -> None:
     printed = plan(f"{train}:loader --ranks 2 --batch-s 0.9 --step-s 0.25 --node-workers 4")
-    assert re.search(r"workers a rank +4 ", printed), printed  # 3.6 are busy
-    assert re.search(r"CPU nodes, if they run elsewhere +2 +4 workers on each", printed), printed  # 7.2 of 4
+    assert re.search(r"workers per rank +4 ", printed), printed  # 3.6 are busy
+    assert re.search(r"CPU nodes for remote workers +2 +4 workers on each", printed), printed  # 7.2 of 4
     assert "CPU nodes" not in plan(f"{train}:loader --ranks 2")
     refused = CliRunner().invoke(app, shlex.split(f"plan {train}:loader --batch-s 0.9"))
     assert refused.exit_code == 2

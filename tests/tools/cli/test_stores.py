@@ -41,7 +41,10 @@ def test_each_command_reads_each_store(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "data"
     write(kind, folder)
     samples = 15 if kind == "tokens" else sum(SIZES)
-    assert f"3 shards, {samples} samples" in run("check", str(folder)) and not (folder / ".nv-meta").exists()
+    assert (
+        f"no problem found in {samples} samples (3 shards, " in run("check", str(folder))
+        and not (folder / ".nv-meta").exists()
+    )
     found = json.loads(run("info", str(folder), "--json"))
     part = "tokens" if kind == "tokens" else "json"
     assert (found["shards"], found["samples"], part in found["parts"]) == (3, samples, True)
@@ -53,7 +56,7 @@ def test_each_command_reads_each_store(tmp_path: Path, kind: str) -> None:
 def test_check_lists_damage_once_a_row_group_and_bad_json_by_its_line(tmp_path: Path) -> None:
     WRITERS["parquet"](tmp_path / "rows", [30])
     flipped(tmp_path / "rows/0000.parquet")
-    assert "1 × damaged shard" in run("check", str(tmp_path / "rows"), code=1)
+    assert "1 problem found in 30 samples (" in run("check", str(tmp_path / "rows"), code=1)
     WRITERS["jsonl"](tmp_path / "lines", [3])
     with (tmp_path / "lines/0000.jsonl").open("a") as file:
         begins = file.tell()

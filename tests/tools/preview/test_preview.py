@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ from tests.support.toy_files import jpeg
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b style=x>"
 ALLOWED = (
     "html head meta title style body header main p h1 h2 h3 small bdi dl div dt dd table thead tbody tr th td span i "
-    "section article pre img ul li ol details summary wbr code figure figcaption nav a audio video svg path"
+    "section article pre img ul li ol details summary wbr code figure figcaption nav a audio video svg path footer "
+    "label input b"
 )
 
 
@@ -58,7 +60,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "wbr"):
+        if tag not in ("meta", "img", "wbr", "input"):
             self.open.append(tag)
         if tag == "span":
             self._spans.append(((dict(attributes).get("class") or "").split(), ""))
@@ -88,6 +90,7 @@ class Page(HTMLParser):
     def links(self) -> list[str]:
         """The links within the page."""
         found = [attributes["href"] or "" for tag, attributes in self.elements if tag == "a"]
+        assert found.pop().startswith("https://"), "the documentation, at the end of the page"
         return [link for link in found if re.fullmatch(r"(preview(-\d+)?\.html)", link) is None]
 
     def spans(self, kind: str) -> list[str]:
@@ -148,7 +151,7 @@ def test_the_page_of_a_dataset_counts_it_and_shows_samples_of_all_its_shards(cap
     assert {int(title[1:]) // 10 for title in drawn} == {0, 1, 2}, "not the first ones only"
     assert all(f"text {int(title[1:])}" in page.text for title in drawn)
     words = " ".join(page.text.split())
-    assert "samples 30 shards 3" in words and "split train 10 samples" in words and "jpg 30 100 %" in words
+    assert "samples 30 shards 3" in words and "split train 10 samples" in words and "jpg 30 100 " in words
     assert preview_dataset(captioned, samples=12) == raw != preview_dataset(captioned, samples=12, seed=1)
 
 
@@ -319,7 +322,7 @@ def test_the_page_of_a_packed_pipeline_shows_its_path_its_packs_and_its_samples(
 
     page = Page(preview_pipeline(pipeline, "train:pipeline", batches=2).html)
     page.check_harmless()
-    assert "OnlinePacker(max_length=20" in page.text and "batch 1" in page.titles and "0.tar · k00" in page.text
+    assert "OnlinePacker max_length=20" in page.text and "batch 1" in page.titles and "0.tar · k00" in page.text
     assert len(page.spans("begins")) == 1 + 3 + 3, "one of the legend, three of each pack"
     assert page.images[0].size == (16, 16)
     assert page.links == [f"#t{batch}-0-{document}" for batch in (0, 1) for document in (0, 1, 2)]
@@ -375,7 +378,7 @@ def test_an_error_of_the_pipeline_stands_where_its_batch_would(make_shards: Make
         return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane), LanguageModelingEncoder(part="json[id]")), size=2)
 
     page = Page(preview_pipeline(pipeline, "p").html)
-    assert "could not be made" in page.text and "LanguageModelingEncoder.encode failed" in page.text
+    assert "could not be built" in page.text and "LanguageModelingEncoder.encode failed" in page.text
     short = Page(preview_pipeline(lambda lane: sp.Batcher(sp.TarShardReader(root, lane, epochs=1), size=3), "p").html)
     assert "the lane has 2 batches" in short.text
 
@@ -397,8 +400,8 @@ def test_the_command_writes_one_page_of_a_dataset_or_of_a_pipeline(captioned: Pa
         file.write("    return sp.Batcher(sp.Encode(samples, Broken()), size=2)\n")
     sys.modules.pop(script.stem)
     failed = run("preview", f"{script}:broken", "-o", tmp_path / "f.html")
-    assert failed.exit_code == 1 and "a batch could not be made: Broken.encode failed" in failed.stderr
-    assert "could not be made" in Page((tmp_path / "f.html").read_bytes()).text
+    assert failed.exit_code == 1 and "a batch could not be built: Broken.encode failed" in failed.stderr
+    assert "could not be built" in Page((tmp_path / "f.html").read_bytes()).text
     for wrong in (f"{script}:nothing", "no_such_module_of_preview:pipeline", tmp_path / "nothing"):
         assert run("preview", wrong, "-o", tmp_path / "x.html").exit_code == 2
     assert run("preview", captioned, "-o", tmp_path / "x.html", "--samples", "0").exit_code == 2
@@ -417,3 +420,27 @@ def test_names_of_pipelines_and_paths_of_shards_are_told_apart(tmp_path: Path) -
 
 def toy_pipeline(lane: sp.Lane) -> custom.Stage:
     raise NotImplementedError
+
+
+def test_what_cannot_be_read_is_in_red_and_first_though_it_is_not_drawn(captioned: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    for number in range(30):
+        (folder / f"{number:02d}.txt").write_text("fine")
+    (folder / "17.json").write_text("{")
+    for seed in range(3):
+        page = preview_dataset(folder, samples=2, seed=seed).decode()
+        articles = re.findall(r"<article( class=\"faulty\")?>\s*<h2><bdi>(\d+)", page)
+        assert articles[0] == (' class="faulty"', "17") and not any(red for red, _ in articles[1:])
+        assert "1 of 30 samples that were read have an error" in page
+    assert "have an error" not in preview_dataset(captioned, samples=2).decode()
+
+
+def test_the_data_path_is_in_the_order_of_the_code_with_long_settings_folded(captioned: Path) -> None:
+    def pipeline(lane: sp.Lane) -> Any:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(str(captioned), lane), LanguageModelingEncoder()), size=2)
+
+    page = preview_pipeline(pipeline, "p", batches=1).html.decode()
+    names = re.findall(r"<li><b>(\w+)</b>", page)
+    assert names == ["TarShardReader", "Encode", "Batcher"]
+    assert re.search(r"Encode</b><details><summary>\d+ settings</summary>.*max_length=", page)
+    assert "<b>Batcher</b> size=2" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from html.parser import HTMLParser
@@ -126,10 +127,11 @@ def test_the_page_is_one_file_with_pictures_and_no_scripts(ledger: Path, tmp_pat
     tags.feed(page.read_text())
     names = [name for name, _ in tags.found]
     assert not {"script", "link", "img", "iframe"} & set(names) and "http:" not in page.read_text()
+    assert f"savable_pipeline {sp.__version__}, 20" in page.read_text() and ">documentation</a>" in page.read_text()
     assert names.count("figure") == 4  # waiting, sources, fill, ranks
     points = [attrs["points"] for name, attrs in tags.found if name == "polyline"]
     assert all(re.fullmatch(r"(\d+\.\d,\d+\.\d ?){2,}", text or "") for text in points)
-    for text in ("data-bound", "every 7th", "by the schedule", "Waiting for the slowest rank", "Fill of the packs"):
+    for text in ("data-bound", "every 7th", "by the schedule", "Waiting for the slowest rank", "Packing efficiency"):
         assert text in page.read_text()
 
 
@@ -139,7 +141,7 @@ def test_a_ledger_without_counters_still_has_a_page(ledger: Path, tmp_path: Path
         records = [record for record in read_records(path) if not isinstance(record, Numbers)]
         (tmp_path / path.name).write_bytes(b"".join(map(framed, records)))
     page = report_page(LedgerFiles(tmp_path)).decode()
-    assert "how long the trainer waited is not known" in page and "Share of the samples given" in page
+    assert "how long the trainer waited is not known" in page and "Fraction of the samples yielded" in page
 
 
 def test_a_picture_has_its_points_within_its_frame() -> None:
@@ -147,5 +149,21 @@ def test_a_picture_has_its_points_within_its_frame() -> None:
     assert drawn is not None and picture({"x": [(3, 0.0)]}, "steps") is None
     assert [line.dashed for line in drawn.lines] == [True, False]
     (left, bottom), (right, top) = (map(float, point.split(",")) for point in drawn.lines[1].points.split())
-    assert (left, right, bottom) == (drawn.left, drawn.right, drawn.bottom) and top >= drawn.top
+    assert left == pytest.approx(drawn.left + 3 / 7 * (drawn.right - drawn.left), abs=0.1), "the axis starts at 0"
+    assert (right, bottom) == (drawn.right, drawn.bottom) and top >= drawn.top
     assert [tick.text for tick in drawn.rows] == ["0%", "20%", "40%", "60%"]
+
+
+@pytest.mark.parametrize(("cores", "said"), [(1, "has 1 core, so build batches on other machines"), (10**6, "cores.")])
+def test_the_workers_that_would_keep_up_are_beside_the_cores_of_the_run(ledger: Path, cores: int, said: str) -> None:
+    counters = NotedCounters(LedgerFiles(ledger))
+    assert counters.cores == os.cpu_count()
+    counters.cores = cores
+    first = next(iter(advice(counters, slowest_wait=0.0)))
+    assert "num_workers=" in first and said in first, first
+
+
+def test_times_are_in_ms_with_two_digits(ledger: Path) -> None:
+    page = report_page(LedgerFiles(ledger)).decode()
+    (row,) = re.findall(r"<tr><th>a batch is built</th>(.*)</tr>", page)
+    assert re.fullmatch(r"(<td>[\d,]+\.\d\d</td>){3}", row), row

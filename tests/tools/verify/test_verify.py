@@ -38,13 +38,12 @@ def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> 
     )
     assert done.exit_code == 0, done.stderr
     assert done.stdout == (
-        "equal: tests/support/toy_impure.py:make_loader gave 10 batches and 1 end of an epoch with num_workers=1, "
-        "and the same "
-        "in every byte when it was cut and resumed after step 4: 2 legs with num_workers 0 and 0, each in a fresh "
-        "interpreter with another PYTHONHASHSEED\n"
+        "OK: tests/support/toy_impure.py:make_loader resumes exactly. 10 batches and 1 end of an epoch are equal in "
+        "every byte, interrupted after 4 of them.\n"
+        "  num_workers: 1 uninterrupted, 0 and 0 in the 2 segments\n"
+        "  Each segment was a new process with another PYTHONHASHSEED.\n"
     )
-    progress = [line for line in done.stderr.splitlines() if line.startswith("comparing")]
-    assert (progress[0], progress[-1]) == ("comparing: 0 of 10 batches", "comparing: 10 of 10 batches")
+    assert done.stderr.splitlines()[0].startswith("each segment of tests/support/toy_impure.py:make_loader starts a ")
     assert [path.name for path in folder.iterdir()] == ["shards"], "nothing is written into the ledger of the run"
 
 
@@ -61,13 +60,15 @@ def test_what_differs_from_process_to_process_is_named_with_field_sample_and_enc
     done = run(folder, f"tests.support.toy_impure:{mistake}", *FAST)
     assert done.exit_code == 1, done.stderr
     first, field, sample, encoder, expected, found, hint, last = done.stdout.splitlines()
-    assert first == "different: slot 0 of lane 0, in leg 1 (num_workers=0, PYTHONHASHSEED=2, not cut yet)"
+    assert first == (
+        "FAILED: another batch at slot 0 of lane 0, in segment 1 (num_workers=0, PYTHONHASHSEED=2, not interrupted yet)"
+    )
     assert field.split()[1].startswith("batch[0]['value']")
     assert sample.startswith("  sample    shard 000") and ", key s0000" in sample
     assert encoder.split() == ["encoder", "Toy"]
     assert expected.split()[0] == "expected" and found.split()[0] == "found"
     assert expected.split()[1] != found.split()[1]
-    assert "clock" in hint and last.startswith("before it 0 batches of 3 to compare are equal")
+    assert "clock" in hint and last.startswith("  0 batches of 3 before it are equal.")
 
 
 @pytest.mark.long
@@ -76,11 +77,11 @@ def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path)
     assert done.exit_code == 1, done.stderr
     first, field, _, _, expected, found, hint, _ = done.stdout.splitlines()
     assert first.startswith(
-        "different: slot 2 of lane 0, in leg 2 (num_workers=0, PYTHONHASHSEED=3, resumed after step 2)"
+        "FAILED: another batch at slot 2 of lane 0, in segment 2 (num_workers=0, PYTHONHASHSEED=3, resumed"
     )
     assert field.split()[1] == "batch[0]['value']"
     assert (expected.split(), found.split()) == (["expected", "7"], ["found", "1"])
-    assert "after a cut and not before" in hint
+    assert "only after an interruption" in hint
 
 
 @pytest.mark.long
