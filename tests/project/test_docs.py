@@ -26,6 +26,7 @@ NOT_RUN = {
     "docs/migrate/index.md": 1,
     "docs/migrate/energon.md": 2,
     "docs/model-parallel.md": 1,
+    "docs/multimodal.md": 1,
     "docs/remote-workers.md": 3,
     "docs/operations.md": 1,
     "docs/remote.md": 3,
