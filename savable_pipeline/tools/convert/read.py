@@ -146,7 +146,10 @@ def _check_text(reading: Reading) -> None:
 
 TEXT_FIELDS = ("caption", "text")
 _SHARED = 1.1  # times the bytes of the files
-_NO_FILES = "With --no-files they stay what they are, text"
+_NO_FILES = (  # and the page that says how
+    "With --no-files they stay text.\n"
+    "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/convert.md#download-urls"
+)
 
 
 def read_folder(root: Path, options: Options, work: Path) -> Input:
@@ -238,8 +241,7 @@ def _name_columns(found: Input, store: CsvStore, name: str) -> None:
     fields, found.warnings, urls = file_columns(store, name)
     if urls:
         raise ValueError(
-            f"{name}: the column {urls!r} holds URLs, not files; download them first, into tars that are read as "
-            f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
+            f"{name}: the column {urls!r} has URLs, not files. Download them with img2dataset first. {_NO_FILES}"
         )
     store.name_files(fields)
     found.reader = with_settings(found.reader, file_fields=tuple(fields))
@@ -330,8 +332,7 @@ def _refuse_urls(name: str, found: Input) -> None:
     if found.samples or named is None:
         return
     raise ValueError(
-        f"{name}: its records name URLs, not files, such as {named}; download them first, into tars that are read as "
-        f"they are, with img2dataset: see docs/convert.md. {_NO_FILES}"
+        f"{name}: its records name URLs, not files, such as {named}. Download them with img2dataset first. {_NO_FILES}"
     )
 
 

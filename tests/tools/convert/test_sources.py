@@ -141,7 +141,9 @@ def test_what_a_source_is_taken_for_is_said_and_can_be_told(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     files(tmp_path, **{"a.jsonl": b'{"image": "https://x/a.jpg"}\n', "a.csv": HTTP})
-    with pytest.raises(ValueError, match=r"URLs, not files.* with img2dataset: see docs/bring-your-data\.md"):
+    with pytest.raises(
+        ValueError, match=r"URLs, not files.* with img2dataset first(.|\n)*/docs/convert\.md#download-urls"
+    ):
         run_conversion(tmp_path / name, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
     assert run_conversion(tmp_path / name, tmp_path / "out", Options(file_fields=())).samples == 1
