@@ -31,7 +31,7 @@ def test_the_skill_has_its_front_matter_the_recipe_the_mistakes_and_links_that_l
     found = yaml.safe_load(front)
     assert found.keys() == {"name", "description"} and found["name"] == SKILL.parent.name
     assert len(found["description"]) <= 1024
-    for heading in ("A complete training loop", "Common mistakes", "Command line", "The pages"):
+    for heading in ("A complete training loop", "Avoid common mistakes", "Command line", "The pages"):
         assert re.search(rf"^## {heading}\n\n(?!## )\S", text, re.MULTILINE), heading
     links = re.findall(r"\]\(([^)#]+)", text)
     assert len(links) > len(PAGES)

@@ -27,7 +27,7 @@ WHEN = (
 )
 SECTIONS = {  # of the skill, by page
     "index.md": ["A complete training loop", "Glossary", "Command line"],
-    "tutorials/images.md": ["Write the pipeline", "Choose seed and lanes", "Common mistakes"],
+    "tutorials/images.md": ["Write the pipeline", "Choose seed and lanes", "Avoid common mistakes"],
 }
 
 

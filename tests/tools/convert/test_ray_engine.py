@@ -28,7 +28,7 @@ from tests.support.toy_files import SMALL, fill, snapshot
 from tests.support.toy_sources import HALVES, ONE_A_READER
 from tests.support.url_sources import KINDS, converted, shards_in
 
-PAGE = ROOT / "docs/convert.md"
+PAGE = ROOT / "docs/convert-remote.md"
 pytestmark = pytest.mark.long
 FEW = Options(shard_samples=8)
 

@@ -301,7 +301,7 @@ def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
 def test_the_page_says_what_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    blocks = [block for block in blocks_of(ROOT / "docs/convert.md") if "test_to_url" in (block.why or "")]
+    blocks = [block for block in blocks_of(ROOT / "docs/convert-remote.md") if "test_to_url" in (block.why or "")]
     run_blocks(blocks, {})
     assert len(blocks) == 1
 
