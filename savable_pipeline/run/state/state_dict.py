@@ -93,8 +93,9 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
         if name not in state:
             raise CheckpointMismatchError(
                 f"the state holds the lanes {_ranges(lane_numbers(state))} of {lanes}, but this rank needs lane "
-                f"{lane}: save on every rank and join with merge_states, or save global_state_dict(). Where no "
-                "other checkpoint is left, it can be rescued: docs/trainers/index.md"
+                f"{lane}: save on every rank and join with merge_states, or save global_state_dict().\nIf there "
+                "is no other checkpoint, it can be rescued: "
+                "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/trainers/index.md#rescue"
             )
         found = unpack_state(state[name], LaneState, name)
         expected = batches_before(slot, lane, lanes)
