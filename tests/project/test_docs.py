@@ -31,11 +31,13 @@ NOT_RUN = {
     "docs/formats.md": 2,
     "docs/trainers/accelerate.md": 2,
     "docs/trainers/composer.md": 1,
-    "docs/trainers/hf.md": 3,
+    "docs/trainers/hf.md": 2,
     "docs/trainers/lightning.md": 2,
     "docs/trainers/megatron.md": 1,
-    "docs/trainers/torch.md": 4,
-    "docs/trainers/trl.md": 4,
+    "docs/trainers/torch.md": 3,
+    "docs/trainers/torchtitan.md": 1,
+    "docs/trainers/trl.md": 3,
+    "docs/trainers/vision-language.md": 2,
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/tutorials/images.md"}
