@@ -40,7 +40,7 @@ NOT_RUN = {
     "docs/trainers/vision-language.md": 2,
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
-FROM_NOTHING = {"docs/tutorials/images.md"}
+FROM_NOTHING = {"docs/tutorials/images.md", "docs/tutorials/multi-gpu.md"}
 RUN = [
     pytest.param(page, marks=pytest.mark.landing if name_of(page) in FROM_NOTHING else ())
     for page in PAGES
