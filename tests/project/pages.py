@@ -120,8 +120,9 @@ def _printed_by_ranks(command: str) -> str:
     """What torchrun's ranks print."""
     found = re.fullmatch(r"--nproc-per-node (\d+) (.+)", command)
     assert found, f"torchrun with other options: {command}"
+    ranks = ["tests.support.forked_ranks", "tests.support.script_rank", found[1]]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.forked_ranks", found[1], *shlex.split(found[2])],
+        [sys.executable, "-m", *ranks, *shlex.split(found[2])],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -1,45 +1,63 @@
-"""Stands in for torchrun in tests: `python -m tests.support.forked_ranks N FILE ARGUMENT …`.
+"""Ranks as torchrun starts them, forked from one process that has imported torch once.
 
-It imports torch once and forks the ranks, with the variables of torchrun in their environment: torchrun would import it
-in each of them.
+It is started by `python -m tests.support.forked_ranks MODULE WORLD_SIZES ARGUMENT …` and calls on each rank
+`MODULE.main(ARGUMENT, …)`, for one world size after the other: "2,4".
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import runpy
-import socket
 import sys
-from functools import partial
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
 
-import torch.distributed.checkpoint
-import torch.nn.parallel
+import torch
+import torch.distributed as dist
 
-import savable_pipeline  # noqa: F401
-from tests.trainers.drive import child, ended
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+_FORK = multiprocessing.get_context("fork")
 
 
-def run(rank: int, world_size: int, port: int, command: list[str]) -> None:
-    torch.set_num_threads(1)
+def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None]:
+    """The exit codes of the ranks; None for one that did not end, and was killed."""
+    main = import_module(module).main
+    ports = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        _FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
+        for rank, (port, _) in enumerate(ports)
+    ]
+    for process in ranks:
+        process.start()
+    # Only now: its threads may hold a lock, which a process that is forked meanwhile would wait for without an end.
+    store: Any = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, told in ports:
+        told.send(store.port)
+    for process in ranks:
+        process.join(timedelta(minutes=2).total_seconds())
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return codes
+
+
+def _rank(main: Any, rank: int, world_size: int, port: Any, arguments: tuple[str, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
-    sys.stdout.flush()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(1)
+    main(*arguments)
 
 
-def main(world_size: int, command: list[str]) -> None:
-    port = free_port()
-    children = [child(partial(run, rank, world_size, port, command)) for rank in range(world_size)]
-    if sum(ended(pid) != 0 for pid in children):
-        raise SystemExit(1)
+def _run(module: str, world_size: int, *arguments: str) -> None:
+    codes = fork_ranks(module, world_size, *arguments)
+    if any(code != 0 for code in codes):
+        sys.exit(f"the ranks ended with {codes}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    for world_size in map(int, sys.argv[2].split(",")):
+        run = _FORK.Process(target=_run, args=(sys.argv[1], world_size, *sys.argv[3:]))
+        run.start()  # in a process of its own: this one stays without threads
+        run.join()
+        if run.exitcode:
+            sys.exit(run.exitcode)
