@@ -1,4 +1,4 @@
-"""Trains on packs of chats with images in Hugging Face's Trainer."""
+"""Train on packs of chats with images in Hugging Face's Trainer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,12 @@ class Inputs(ChatEncoder):
 
 
 vision = Vision.from_processor(processor)
-vision = replace(vision, tiles=replace(vision.tiles, max_pixels=512 * 28 * 28))  # an image of at most 512 tokens
-encoder = Inputs(processor.tokenizer, vision=vision, rope=MRope(config.vision_config.tokens_per_second))
-pipeline = sp.read("chats/").shuffle(100).encode(encoder).pack(max_length=512).batch(2)
+# an image of at most 512 tokens
+vision = replace(vision, tiles=replace(vision.tiles, max_pixels=512 * 28 * 28))
+rope = MRope(config.vision_config.tokens_per_second)
+encoder = Inputs(processor.tokenizer, vision=vision, rope=rope)
+items = sp.read("chats/").shuffle(100).encode(encoder)
+pipeline = items.pack(max_length=512).batch(2)
 
 
 def make_loader() -> sp.SavableLoader:

@@ -1,4 +1,4 @@
-"""Trains on the packs of images.py in TRL's SFTTrainer."""
+"""Train on the packs of images.py in TRL's SFTTrainer."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ class SavableSFTTrainer(SavableData, SFTTrainer): ...
 
 def main() -> SavableSFTTrainer:
     arguments = SFTConfig("run", ignore_data_skip=True, **settings)
-    trainer = SavableSFTTrainer(name, arguments, processing_class=processor, train_loader=make_loader())
+    data = {"processing_class": processor, "train_loader": make_loader()}
+    trainer = SavableSFTTrainer(name, arguments, **data)
     trainer.train(resume_from_checkpoint=any(Path("run").glob("checkpoint-*")))
     return trainer
 

@@ -1,4 +1,4 @@
-"""Trains with Accelerate, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with Accelerate, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 

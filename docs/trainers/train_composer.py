@@ -1,4 +1,4 @@
-"""Trains with Composer, saves every 10 batches, and goes on from there when it is started again."""
+"""Train with Composer, save every 10 batches, and resume when started again."""
 
 from pathlib import Path
 from zipfile import is_zipfile

@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with DeepSpeed, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 
@@ -55,7 +55,8 @@ def main() -> None:
             engine.step()
             step += 1
             if step % save_every == 0:
-                engine.save_checkpoint(run / f"{step:06}", client_state={"data": loader.state_dict()})
+                state = {"data": loader.state_dict()}
+                engine.save_checkpoint(run / f"{step:06}", client_state=state)
             if step == steps:
                 break
     loader.close()

@@ -1,4 +1,4 @@
-"""Trains with Lightning Fabric, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with Lightning Fabric, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Trains with TRL's GRPO, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with TRL's GRPO, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ rows = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num
 
 
 class Prompts(sp.TaskEncoder):
-    """Each prompt as often as completions are made of it, one after the other."""
+    """Each prompt once for each of its completions, in a row."""
 
     def encode(self, sample, rng):
         return {"prompt": sample.text("txt")}

@@ -1,4 +1,4 @@
-"""Trains with Lightning's Trainer, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with Lightning's Trainer, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def newest() -> Path | None:
 
 
 def main() -> None:
-    saver = ModelCheckpoint(run, filename="{step}", every_n_train_steps=10, save_top_k=-1)
+    often = {"every_n_train_steps": 10, "save_top_k": -1}
+    saver = ModelCheckpoint(run, filename="{step}", **often)
     data = SavableDataModule(make_loader, val=make_evaluation)
     trainer = Trainer(**{"callbacks": [saver], **settings})
     trainer.fit(make_model(), datamodule=data, ckpt_path=newest())

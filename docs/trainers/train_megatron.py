@@ -1,4 +1,4 @@
-"""Trains as Megatron's loop does, saves every 10 steps, and goes on from there when it is started again."""
+"""Train as Megatron's loop does, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 
@@ -71,7 +71,8 @@ def main() -> None:
     step = 0
     if folder := newest():
         files = sorted(folder.glob("train_dataloader_dprank*.pt"))
-        loader.restore_state(sp.merge_states([torch.load(file)["dataloader_state_dict"] for file in files]))
+        states = [torch.load(file)["dataloader_state_dict"] for file in files]
+        loader.restore_state(sp.merge_states(states))
         load_model(folder, both)
         step = int(folder.name)
     while step < steps:

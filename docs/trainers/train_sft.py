@@ -1,4 +1,4 @@
-"""Trains with TRL's SFT, saves every 10 steps, and goes on from there when it is started again."""
+"""Train with TRL's SFT, save every 10 steps, and resume when started again."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Inputs(LanguageModelingEncoder):
         return model_inputs(super().batch(items, rng), config)
 
 
-encoder = Inputs(max_length=64)  # for prompts that are not learned: prompt="json[prompt]", or a ChatEncoder
+encoder = Inputs(max_length=64)  # to mask prompts: prompt="json[prompt]", or a ChatEncoder
 pipeline = sp.read("shards/").shuffle(100).encode(encoder).batch(4)
 
 

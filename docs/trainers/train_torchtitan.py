@@ -1,4 +1,4 @@
-"""Trains as torchtitan's trainer does, saves every 10 steps, and goes on from there when it is started again."""
+"""Train as torchtitan's trainer does, save every 10 steps, and resume when started again."""
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ settings = {"enable": True, "interval": 10, "folder": "run", "async_mode": "disa
 convert = inputs_and_labels  # of a batch to what the trainer takes, the default
 
 
-def make_loader(*, rank, world_size, tokenizer, seq_len, local_batch_size, infinite):
+def make_loader(*, rank, world_size, seq_len, local_batch_size, infinite, **other):
     encoder = LanguageModelingEncoder(max_length=seq_len)
     samples = sp.read("shards/", epochs=None if infinite else 1)
-    pipeline = samples.encode(encoder).pack(max_length=seq_len).batch(local_batch_size)
+    items = samples.encode(encoder).pack(max_length=seq_len)
+    pipeline = items.batch(local_batch_size)
     return sp.SavableLoader(pipeline, seed=7, ranks=(rank, world_size))
 
 
@@ -68,7 +69,8 @@ def main() -> None:
     train_state = Steps()
     parts = {"model_parts": [model], "optimizers": Optimizers(model, optimizer), "lr_schedulers": Steps()}
     others = {"states": {"train_state": train_state}, "sd_adapter": None, "base_folder": base}
-    data = SavableDataLoader.Config(make=make_loader, convert=convert)  # dataloader= of your Trainer.Config
+    # dataloader= of your Trainer.Config
+    data = SavableDataLoader.Config(make=make_loader, convert=convert)
 
     ranks = {"dp_rank": dist.get_rank(), "dp_world_size": dist.get_world_size()}
     dataloader = data.build(**ranks, tokenizer=None, seq_len=64, local_batch_size=4)

@@ -4,7 +4,7 @@ A block begins with its language; a comment on the line above says why one is no
 
     ```python                       run, after the others of its page, in one namespace
     ```python title="train.py"      the same, and written to that file, as a block of any language is
-    ```console                      lines with `$ savable …` and `$ python FILE` are run; below one is what it prints
+    ```console                      `$ savable …`, `$ python FILE` and `$ torchrun …` are run, and print what is below
     <!-- not run: needs two nodes -->
 
 Other languages (`text`, `sh`, `yaml`, `json`) are never run.
@@ -16,9 +16,12 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +91,12 @@ def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
 def _run_commands(block: Block) -> None:
     """Run the commands of a block. What stands below one must be what it prints; `…` there is any text."""
     for program, command, expected in re.findall(
-        r"^\$ (savable|python) (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE
+        r"^\$ (savable|python|torchrun) (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE
     ):
-        printed = _printed_by_file(command) if program == "python" else _printed_by_savable(command, block, expected)
+        if program == "savable":
+            printed = _printed_by_savable(command, block, expected)
+        else:
+            printed = _printed_by_file(command) if program == "python" else _printed_by_ranks(command)
         pattern = ".*".join(map(re.escape, expected.rstrip().split("…")))
         found = printed.rstrip() if expected else ""
         assert re.fullmatch(pattern, found, re.DOTALL), f"{block.place}: {command} printed\n{printed}"
@@ -108,6 +114,22 @@ def _printed_by_file(path: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
+
+
+def _printed_by_ranks(command: str) -> str:
+    """What torchrun's ranks print."""
+    found = re.fullmatch(r"--nproc-per-node (\d+) (.+)", command)
+    assert found, f"torchrun with other options: {command}"
+    ranks = ["tests.support.forked_ranks", "tests.support.script_rank", found[1]]
+    run = subprocess.run(
+        [sys.executable, "-m", *ranks, *shlex.split(found[2])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def png(number: int) -> bytes:

@@ -65,7 +65,7 @@ def test_it_is_told_of_where_the_state_is_refused(make: Any) -> None:
 def test_a_state_of_another_run_is_refused(make: Any) -> None:
     one = make(seed=4)
     take(one, 6)
-    with pytest.raises(ValueError, match=r"fingerprint.* are others"):
+    with pytest.raises(ValueError, match=r"fingerprint.* differ"):
         rescue(make(), lanes_of_a_rank(one.state_dict(), 0, 2))
 
 
@@ -77,14 +77,14 @@ def test_lanes_that_are_not_where_the_slots_lead_are_refused(make: Any) -> None:
     take(one, 6)
     late = one.state_dict()
     mixed = {**late, "lane_00000": early["lane_00000"]}
-    with pytest.raises(ValueError, match=r"\['lane_00000'\] are others"):
+    with pytest.raises(ValueError, match=r"\['lane_00000'\] differ"):
         rescue(make(), lanes_of_a_rank(mixed, 0, 2))
 
 
 def test_a_slot_beyond_the_epoch_is_refused(make: Any) -> None:
     one = make(epochs=1)
     take(one, 6)
-    with pytest.raises(ValueError, match="are others"):
+    with pytest.raises(ValueError, match="differ"):
         rescue(make(epochs=1), {**lanes_of_a_rank(one.state_dict(), 0, 2), "slot": 600})
 
 
@@ -100,5 +100,5 @@ def test_a_run_which_shards_have_joined_is_refused(tmp_path: Path) -> None:
     one = begin("all")
     one.load_state_dict(short.state_dict(), allow={"shards"})
     take(one, 23)
-    with pytest.raises(ValueError, match=r"lane_00000.* are others"):
+    with pytest.raises(ValueError, match=r"lane_00000.* differ"):
         rescue(begin("all"), lanes_of_a_rank(one.state_dict(), 0, 2))

@@ -29,7 +29,7 @@ from tests.support.draws import few
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 
-LANE = 2.6  # the bounds of docs/pack.md, in samples
+LANE = 2.6  # the bounds of docs/mix.md, in samples
 OVER_LANES = 1.2
 
 
@@ -134,7 +134,7 @@ def test_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool) -> 
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("draws", [1_000, 10_000, 100_000])
 def test_of_many_runs_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool, draws: int) -> None:
-    """What docs/pack.md says of the shares, with the numbers that this prints."""
+    """What docs/mix.md says of the shares, with the numbers that this prints."""
     lane, over_lanes = search(random.Random(draws), 2_000_000 // (draws + 3_000), draws, constant=constant)
     print(f"\n{draws} draws, {'constant' if constant else 'scheduled'}: lane {lane:.2f}, over lanes {over_lanes:.2f}")
     assert lane <= LANE and over_lanes <= OVER_LANES
