@@ -412,7 +412,8 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return error
     except OSError as error:
         return RemoteError(
-            f"{error.filename or 'the cache'}: {error.strerror or error}; see SAVABLE_CACHE in docs/operations.md"
+            f"{error.filename or 'the cache'}: {error.strerror or error}. Set SAVABLE_CACHE to a "
+            "local folder: https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/environment.md"
         )
     except Exception as error:
         return RemoteError(f"the download failed: {type(error).__name__}: {error}")
