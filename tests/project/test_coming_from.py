@@ -69,7 +69,7 @@ NOT_HERE = {
 # What is here, and what those who come from there look for.
 HERE = {
     "migrate/index.md": ["sp.open_dataset", "sp.join", "sp.ShardWriter", "sp.read"],
-    "migrate/grain.md": ["own-stage.md"],
+    "migrate/grain.md": ["own-store.md"],
     "migrate/megatron.md": ["A sample here is a document"],
     "migrate/energon.md": ["sp.open_dataset", "sp.join"],
 }
