@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,12 +24,11 @@ from tests.project.pages import PAGES, README, ROOT, blocks_of, name_of, run_blo
 # How many blocks of each page are not run. Each says why on the line above it.
 NOT_RUN = {
     "docs/convert-remote.md": 3,
-    "docs/migrate/index.md": 1,
+    "docs/migrate/lancedb.md": 1,
     "docs/migrate/energon.md": 2,
     "docs/model-parallel.md": 1,
     "docs/multimodal.md": 1,
     "docs/remote-workers.md": 3,
-    "docs/operations.md": 1,
     "docs/remote.md": 3,
     "docs/trainers/accelerate.md": 2,
     "docs/trainers/composer.md": 1,
@@ -137,11 +137,16 @@ def test_pages_import_only_what_is_promised() -> None:
             assert not inner, f"{block.place}: {inner}"
 
 
-def test_every_public_name_has_its_place_on_the_page_of_the_api() -> None:
-    text = (ROOT / "docs/api.md").read_text()
+def test_every_public_name_is_once_on_the_pages_of_the_api() -> None:
+    text = "".join(page.read_text() for page in sorted((ROOT / "docs/api").glob("*.md")))
     for module, names in (("", savable_pipeline.__all__), ("custom.", custom.__all__)):
         listed = re.findall(rf"^::: savable_pipeline\.{module}(\w+)$", text, re.MULTILINE)
         assert Counter(listed) == Counter(names)
+
+
+def test_the_page_of_the_command_line_is_written_from_its_help() -> None:
+    page = runpy.run_path(str(ROOT / "tools/site/cli_page.py"))
+    assert page["PAGE"].read_text() == page["text"](), "run `python tools/site/cli_page.py`"
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +233,11 @@ def test_the_site_has_llms_txt_and_the_pages_that_it_names(site: Path) -> None:
 
 def test_a_picture_that_is_to_be_whole_on_a_phone_is_drawn_for_one() -> None:
     shown = {name for page in PAGES for name in re.findall(r'"picture narrow".*\n!\[.+\]\((.+)\)', page.read_text())}
-    assert shown == {f"assets/{name}.svg" for name in ("data-path", "in-flight", "packing", "ranks", "types")}
+    assert shown == {
+        f"assets/{name}.svg" for name in ("checkpoint", "data-path", "in-flight", "packing", "ranks", "types")
+    }
     for name in shown:
-        width = re.search(r'viewBox="0 0 (\d+) ', (ROOT / "docs" / name).read_text())
+        width = re.search(r'viewBox="0 0 (\d+) ', (ROOT / "docs" / name.removeprefix("../")).read_text())
         assert width and int(width[1]) <= 390, name
     assert re.search(r"\.picture\.narrow img \{ min-width: 0;", (ROOT / "docs/assets/pages.css").read_text())
 
@@ -240,7 +247,7 @@ def test_the_messages_on_their_page_are_those_of_the_code() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     messages = [line[2:].split("` | ")[0].strip("`") for line in text.splitlines() if line.startswith("| `")]
     messages = [message for message in messages if " " in message]  # the others are names of errors
-    assert len(messages) > 40
+    assert len(messages) > 25
     stale = [message for message in messages if not any(_is_written_so(message, text) for text in told)]
     assert not stale, "no such message in the code (… stands for what differs):\n" + "\n".join(stale)
 

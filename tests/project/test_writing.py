@@ -80,7 +80,7 @@ MOST = {  # what the last change had reached
 def words_of(page: Path) -> str:
     """The text of a page with its tables, without code, pictures, comments and addresses."""
     text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^!\[.*$|^</?(div|sub).*?>|^:::.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^!\[.*$|^</?(div|sub).*?>|^:::.*$(\n    .*$)*", "", text, flags=re.MULTILINE)
     return re.sub(r"`[^`]*`", "`code`", re.sub(r"\]\([^)]*\)", "]", text))
 
 
