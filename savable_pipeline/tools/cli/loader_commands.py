@@ -319,8 +319,8 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
     else:
         out.print(f"the same run at the same position, {'but lanes differ' if by_lane else 'with other versions'}")
     _print_pairs("", settings)
-    for lane, row in list(by_lane.items())[:1]:
-        _print_pairs(lane, row)
+    for lane, fields in list(by_lane.items())[:1]:
+        _print_pairs(lane, fields)
         if len(by_lane) > 1:
             out.print(f"{counted(len(by_lane) - 1, 'more lane differs', 'more lanes differ')}")
     _print_pairs("versions", versions)

@@ -6,6 +6,7 @@ fault, 2 if the command failed, 130 after Ctrl-C.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from savable_pipeline.tools.cli.dataset_commands import check, index, info, prev
 from savable_pipeline.tools.cli.ledger_command import ledger_app
 from savable_pipeline.tools.cli.loader_commands import plan, serve, state, verify_resume
 
-_COMMANDS = [  # in the order of use: panel, command, example
+_COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # in the order of use: panel, command, example
     ("Look", info, "savable info photos/"),
     ("Look", preview, "savable preview photos/ -o photos.html"),
     ("Look", check, "savable check s3://bucket/shards/ --workers 8"),

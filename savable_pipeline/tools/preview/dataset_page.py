@@ -155,7 +155,7 @@ def dataset_pages(
     }
     for page, numbers in enumerate(chosen.pages):
         of_dataset, broken, read = (_numbers(dataset) if page == 0 else {}), np.zeros(0, np.int64), 0
-        if page == 0 and not wanted.words and not is_remote(dataset.root):
+        if page == 0 and not wanted.words and not is_remote(dataset.address):
             broken, read = _unreadable(dataset, wanted.seed)
         others = np.setdiff1d(broken, np.concatenate(chosen.pages))[:_MOST_BROKEN]
         shown = np.sort(np.concatenate([numbers, others]))

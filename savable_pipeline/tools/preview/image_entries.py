@@ -169,7 +169,7 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
                     raise ValueError(f"not decoded: {about}, more than {LARGEST_PIXELS:,} pixels")
                 return thumbnail_of_pixels(_decoded(image)), about
     except UnidentifiedImageError:
-        raise ValueError("unreadable image: no format that is shown") from None
+        raise ValueError(f"unreadable image: not {', '.join(IMAGE_FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise whatever they like about damaged data
         text = str(error) or type(error).__name__
         raise ValueError(text if text.startswith("not decoded") else f"unreadable image: {text}") from error

@@ -161,7 +161,7 @@ def _docs() -> str:
         for link in metadata.metadata("savable_pipeline").get_all("Project-URL") or ():
             name, _, url = link.partition(", ")
             if name == "Documentation":
-                return url
+                return str(url)
     return ""
 
 

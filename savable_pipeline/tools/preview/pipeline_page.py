@@ -112,7 +112,10 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
         found = [sample for row in traced_rows(stage, BatchSamples.of(stage.ref)) for sample in row]
     except SavableError as error:
         return Card(f"batch {number}", f"its samples are not known: {first_line(error)}", entries)
-    sources = [f"{sample.shard} · {sample.key} · sample {sample.ref.index:,}" for sample in found[:_MOST_SOURCES]]
+    sources = [
+        f"{sample.shard} · " * (sample.shard != ".") + f"{sample.key} · sample {sample.ref.index:,}"  # "." is a folder
+        for sample in found[:_MOST_SOURCES]
+    ]
     if len(found) > _MOST_SOURCES:
         sources.append(f"{len(found) - _MOST_SOURCES:,} more")
     return Card(f"batch {number}", f"{len(found):,} samples", entries, sources=sources)

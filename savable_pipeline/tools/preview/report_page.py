@@ -176,7 +176,11 @@ def report_page(ledger: LedgerFiles) -> bytes:
         waited=waited(counters),
         advice=list(advice(counters, slowest_wait=slowest_wait)),
         seconds=counters.seconds,
-        waits=picture({"all ranks": mean, "the rank that waited most": worst}, counters.unit, most=0.1),
+        waits=picture(
+            {"all ranks": mean} | ({"the rank that waited most": worst} if worst != mean else {}),
+            counters.unit,
+            most=0.1,
+        ),
         stages=_shares(counters.of_stages("seconds/")),
         times=_times(counters),
         names=counters.names,
