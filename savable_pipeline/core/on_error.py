@@ -96,7 +96,7 @@ def from_user_code(error: ErrorType) -> ErrorType:
 
 
 def shortened(error: ErrorType) -> ErrorType:
-    """Return an error of this package without a traceback, and another one with the frames of the user's code."""
+    """Return the error without this package's frames in its traceback."""
     return error.with_traceback(None) if isinstance(error, SavableError) else from_user_code(error)
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments where they are written; messages name the closest option, or where it is set."""
+"""Checks of settings where they are written, with advice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def closest(name: object, names: Iterable[object], prefix: str = "") -> str:
 
 
 def check_count(stage: str, setting: str, value: object) -> None:
-    """Raise TypeError unless a setting is an int, and ValueError unless it is at least 1."""
+    """Raise TypeError or ValueError unless a setting is an int of at least 1."""
     try:
         count = index(value)  # type: ignore[arg-type]
     except TypeError:

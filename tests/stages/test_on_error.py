@@ -137,7 +137,7 @@ def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shard
         values_and_refs(after, 2)
     share = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=0.5)
     assert len(taken(share)) == 200
-    with pytest.raises(sp.EncodeError, match="101 of the 202 samples"):  # 100 are never too large a share
+    with pytest.raises(sp.EncodeError, match="101 of the first 202 samples"):  # 100 are never too large a share
         taken(sp.Encode(reader(folder), Odd(), on_error="skip"))
 
 

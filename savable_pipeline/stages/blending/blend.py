@@ -53,7 +53,7 @@ _Elements: TypeAlias = NDArray[Any]  # refs of samples, REF (n,), or `Element`s,
 def check_blend(
     sources: Iterable[str], weights: Mapping[str, Weight] | Schedule | None, by: By, until: Until, stride: int
 ) -> None:
-    """Raise ValueError or TypeError for a wrong setting of a `Blend` of sources with these names."""
+    """Raise ValueError or TypeError for a wrong setting of a `Blend`."""
     for name in sources:
         if not isinstance(name, str) or not name or set("/#") & set(name):
             raise ValueError(f"Blend: the name of a source must be a non-empty str without / and #, not {name!r}")

@@ -95,8 +95,7 @@ def test_a_source_that_gives_nothing_in_its_first_epoch_is_an_error(
     steps, error = steps_until_error(pipeline, lanes=lanes, num_workers=num_workers)
     found = re.match(r"Encode skipped the first ([\d,]+) samples of the source 'web'", error)
     assert found and 300 <= int(found[1].replace(",", "")) <= most and steps <= most / 15
-    assert f": 'no text' {found[1]}; " in error and f"on the {lanes} lanes" in error
-    assert error.endswith("leave it out of the Blend")
+    assert f": 'no text' {found[1]}. " in error and f"on {lanes} lanes" in error
 
 
 def test_a_large_source_that_gives_nothing_is_an_error_after_10_000_samples(tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int
     root, named = str(make_shards([40])), "the source 'web'" if blend else "the data"
     with (
         sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=num_workers) as own,
-        pytest.raises(sp.EncodeError, match=f"{named} has given nothing: Encode left out all of its first"),
+        pytest.raises(sp.EncodeError, match=rf"Encode skipped the first [\d,]+ samples of {named}"),
     ):
         list(own)
 

@@ -49,7 +49,7 @@ def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_wh
     names: dict[str, Any] = {"__name__": "composer.core.state"}
     exec("def ask(callbacks, loader): return {i: one(loader) for i, one in enumerate(callbacks)}", names)
     assert names["ask"]([callback], make())[0]["slot"] == 0
-    with pytest.raises(sp.SavableError, match=r"Composer keeps the state of rank 0 only.*composer\.SavableData"):
+    with pytest.raises(sp.SavableError, match=r"Composer saves the state of rank 0 only.*composer\.SavableData"):
         names["ask"]([callback], make(ranks=(0, 2)))
 
 
