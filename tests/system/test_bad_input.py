@@ -81,7 +81,7 @@ def test_a_shard_that_goes_while_it_is_read(make_shards: Any, change: str, num_w
         (folder / "0000.tar").write_bytes((folder / "0000.tar").read_bytes()[:9000])
     for _ in range(2):
         told = (
-            r"0000\.tar: (No such file|9000 bytes, but \d+ when it was indexed|truncated: it ends at byte 9000)"
+            r"0000\.tar: (No such file|9000 bytes, but \d+ when indexed|truncated: it ends at byte 9000)"
             "|no .tar file in this folder"  # a worker that lists the folder after the only shard went
         )
         with pytest.raises(sp.SavableError, match=told):
@@ -179,7 +179,7 @@ def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any,
 @pytest.mark.parametrize("version", [0, STATE + 1, str(STATE), None])
 def test_a_state_of_another_version(pipeline: Any, state: dict[str, Any], version: Any) -> None:
     saved = f"ORDER {ORDER} and STATE {'none' if version is None else repr(version)}"
-    told = f"the state: saved with {saved}, but this release reads ORDER {ORDER} and STATE {STATE}: "
+    told = f"the state: saved with {saved}, but this release reads ORDER {ORDER} and STATE {STATE}. "
     assert told in refused(pipeline, {**state, "state": version})
 
 

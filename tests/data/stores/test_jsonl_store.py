@@ -73,7 +73,7 @@ def test_the_key_may_be_a_field(tmp_path: Path) -> None:
         ('{"id": null}', "'id' of key= is missing or null"),
         ("[3]", "'id' of key= is missing or null"),
         ('{"id": "\\ud800"}', "'id' of key= is not UTF-8"),
-        ('{"id": 1', "no JSON: "),
+        ('{"id": 1', "invalid JSON: "),
     ],
 )
 def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(

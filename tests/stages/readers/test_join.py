@@ -170,7 +170,7 @@ def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> Non
 def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_path: Path, data: Path) -> None:
     write_tar(tmp_path / "0.tar", [("s000001.captions.txt", b"its own")])
     sample = next(custom.Join(sp.TarShardReader(tmp_path, sp.Lane()), {"captions": data / "captions"}))
-    with pytest.raises(sp.ShardError, match=r"has a part 'captions\.txt' of its own"):
+    with pytest.raises(sp.ShardError, match=r"has a part 'captions\.txt', as the joined store has"):
         sample["captions.txt"]
 
 

@@ -99,7 +99,7 @@ def test_a_video_without_a_rate_and_settings_out_of_range_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             VideoTokens(300, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="VideoFrames: expected fps above 0"):
+    with pytest.raises(ValueError, match=r"VideoFrames: .*expected fps above 0"):
         VideoFrames(min_frames=0)
 
 

@@ -107,7 +107,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["convert", "in", "file"], "file is a file"),
         (["convert", "in", "file/out"], "Not a directory"),
         (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
-        (["convert", "in", "out", "--only", " , "], "--only= names no part; expected extensions, such as jpg,txt"),
+        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
@@ -179,7 +179,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"source: '{source}' there, '{other}' here\nsamples: 2 there, 3 here" in result.stderr
+    assert f"source: '{source}' there, '{other}' here samples: 2 there, 3 here" in result.stderr
     same_sizes = fill(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())

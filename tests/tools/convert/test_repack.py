@@ -70,7 +70,7 @@ def test_a_compressed_tar_under_the_name_of_a_plain_one_is_told_and_converted(
         write_tar(folder / name, [(f"k{first + n}.txt", b"text %d" % (first + n)) for n in range(2)])
     plain = (folder / "b.tar").read_bytes()
     (folder / "b.tar").write_bytes(compress(plain))
-    told = "a compressed tar cannot be read at an offset; Run `savable convert`"
+    told = "a compressed tar cannot be read at an offset. Re-pack it by `savable convert`"
     with pytest.raises(sp.ShardError, match=f"b.tar: {told}"):
         sp.TarShardReader(folder, sp.Lane())
     for command, code in (("info", 2), ("check", 1), ("preview", 2)):
