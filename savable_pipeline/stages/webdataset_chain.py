@@ -244,7 +244,9 @@ class _Chain:
 
     def pipeline(self, read: ReadShards, options: Mapping[str, Any]) -> Pipeline:
         """Return the pipeline of the stages that were added."""
-        items = self.items(read, options, encode=bool(self.stages or self.batch or self.item_buffers))
+        chooses_parts = self.suffixes is not None or self.select_files is not None
+        encode = bool(self.stages or self.batch or self.item_buffers or chooses_parts)
+        items = self.items(read, options, encode=encode)
         if self.batch is None:
             return items
         size, _, partial_batches = self.batch

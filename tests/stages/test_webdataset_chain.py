@@ -175,6 +175,13 @@ def test_webdataset_can_mix_and_repeat(urls: str, caplog: pytest.LogCaptureFixtu
         assert len(list(loader)) == len(list(loader)) == 14
 
 
+def test_parts_that_are_not_selected_are_left_out_without_any_stage(urls: str) -> None:
+    chosen = dataset(urls, select_files=lambda name: name.endswith("cls"))
+    assert [digest(_fields(each)) for each in sp.read(chosen, block_size=1000)] == [
+        digest(_fields(each)) for each in chosen
+    ]
+
+
 def marked(name: str, sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, name: True}
 
