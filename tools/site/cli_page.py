@@ -24,7 +24,7 @@ $ savable check shards/
 
 `PATH` and `SRC` may be a folder, a glob, a file or a URL. Results go to stdout, progress and errors to stderr. The exit
 code is 0 if all is well, 1 if the data or the run has an error, 2 if the command failed, and 130 after Ctrl-C. Every
-command has `--help`.
+command has `--help`. Ctrl-C or SIGTERM ends `savable convert` after the current samples, and a second SIGTERM at once.
 """
 
 
