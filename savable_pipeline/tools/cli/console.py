@@ -6,6 +6,7 @@ import contextlib
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeAlias
 
@@ -96,47 +97,32 @@ TargetArgument: TypeAlias = Annotated[
     ),
 ]
 # Panels of options in `--help`.
-INPUT, OUTPUT, PARALLELISM = "Input", "Output", "Parallelism"
+input_option = partial(typer.Option, rich_help_panel="Input")
+output_option = partial(typer.Option, rich_help_panel="Output")
+parallel_option = partial(typer.Option, rich_help_panel="Parallelism")
 # How data are read: of `convert`, `info`, `check` and `preview`.
 KeyEndOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--key-end", metavar="first|last", help="The dot of a file name that ends its key.", rich_help_panel=INPUT
-    ),
+    str | None, input_option("--key-end", metavar="first|last", help="The dot of a file name that ends its key.")
 ]
 ClassesOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--classes", help="Folders: number the top folders as part cls.", rich_help_panel=INPUT),
+    bool, input_option("--classes", help="Folders: number the top folders as part cls.")
 ]
 ClassesFromOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--classes-from", help="As --classes, numbered as in this folder or file.", rich_help_panel=INPUT),
+    Path | None, input_option("--classes-from", help="As --classes, numbered as in this folder or file.")
 ]
 KeyFieldOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--key-field", help="Records: the field with the key of a sample.", rich_help_panel=INPUT),
+    str | None, input_option("--key-field", help="Records: the field with the key of a sample.")
 ]
 FileFieldOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--file-field",
-        metavar="FIELD[=PART]",
-        help="Records: a field that names a file (repeatable).",
-        rich_help_panel=INPUT,
-    ),
+    input_option("--file-field", metavar="FIELD[=PART]", help="Records: a field that names a file (repeatable)."),
 ]
 FilesFromOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--files-from", help="Records: the folder of the files that they name.", rich_help_panel=INPUT),
+    Path | None, input_option("--files-from", help="Records: the folder of the files that they name.")
 ]
-WorkersOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--workers", help="Processes. Default: one per core.", rich_help_panel=PARALLELISM),
-]
-JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
-SeedOption: TypeAlias = Annotated[
-    int | None, typer.Option("--seed", help="Pipelines: the seed. Default: 0.", rich_help_panel=INPUT)
-]
+WorkersOption: TypeAlias = Annotated[int | None, parallel_option("--workers", help="Processes. Default: one per core.")]
+JsonOption: TypeAlias = Annotated[bool, output_option("--json", help="Print one JSON object.")]
+SeedOption: TypeAlias = Annotated[int | None, input_option("--seed", help="Pipelines: the seed. Default: 0.")]
 _LINE_EVERY_S = 10.0
 
 

@@ -14,9 +14,6 @@ from rich.console import Console
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
-    INPUT,
-    OUTPUT,
-    PARALLELISM,
     ClassesFromOption,
     ClassesOption,
     FileFieldOption,
@@ -27,7 +24,10 @@ from savable_pipeline.tools.cli.console import (
     err,
     errors_as_lines,
     exit_failed,
+    input_option,
     out,
+    output_option,
+    parallel_option,
     print_counts,
     print_warnings,
     printable,
@@ -49,47 +49,30 @@ def convert(
         ),
     ],
     target: Annotated[
-        str,
-        typer.Argument(metavar="DST", help="The folder for the shards, or its URL: s3://, gs://, az://."),
+        str, typer.Argument(metavar="DST", help="The folder for the shards, or its URL: s3://, gs://, az://.")
     ],
     as_kind: Annotated[
-        str | None,
-        typer.Option("--as", metavar="KIND", help=f"The kind of SRC: {', '.join(WORDS)}.", rich_help_panel=INPUT),
+        str | None, input_option("--as", metavar="KIND", help=f"The kind of SRC: {', '.join(WORDS)}.")
     ] = None,
-    only: Annotated[
-        str | None, typer.Option(metavar="PARTS", help="Only these parts, such as jpg,txt.", rich_help_panel=INPUT)
-    ] = None,
-    keys: Annotated[
-        Path | None, typer.Option(help="A file of keys: only their samples.", rich_help_panel=INPUT)
-    ] = None,
+    only: Annotated[str | None, input_option(metavar="PARTS", help="Only these parts, such as jpg,txt.")] = None,
+    keys: Annotated[Path | None, input_option(help="A file of keys: only their samples.")] = None,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     classes_from: ClassesFromOption = None,
     key_field: KeyFieldOption = None,
     file_field: FileFieldOption = None,
-    no_files: Annotated[
-        bool, typer.Option("--no-files", help="Records: no field names a file.", rich_help_panel=INPUT)
-    ] = False,
+    no_files: Annotated[bool, input_option("--no-files", help="Records: no field names a file.")] = False,
     files_from: FilesFromOption = None,
-    allow_outside: Annotated[
-        bool, typer.Option("--allow-outside", help="Also read linked files outside SRC.", rich_help_panel=INPUT)
-    ] = False,
-    no_check_images: Annotated[
-        bool, typer.Option("--no-check-images", help="Do not decode images and media.", rich_help_panel=INPUT)
-    ] = False,
-    unpacked_bytes: Annotated[
-        int, typer.Option(help="Most bytes of a decompressed shard or record.", rich_help_panel=INPUT)
-    ] = 1 << 30,
-    shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.", rich_help_panel=OUTPUT)] = 256_000_000,
-    shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.", rich_help_panel=OUTPUT)] = None,
+    allow_outside: Annotated[bool, input_option("--allow-outside", help="Also read linked files outside SRC.")] = False,
+    no_check_images: Annotated[bool, input_option("--no-check-images", help="Do not decode images and media.")] = False,
+    unpacked_bytes: Annotated[int, input_option(help="Most bytes of a decompressed shard or record.")] = 1 << 30,
+    shard_bytes: Annotated[int, output_option(help="Most bytes in a shard.")] = 256_000_000,
+    shard_samples: Annotated[int | None, output_option(help="Most samples in a shard.")] = None,
     split: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FRACTION", help="A split by key hash (repeatable).", rich_help_panel=OUTPUT),
+        list[str] | None, output_option(metavar="NAME=FRACTION", help="A split by key hash (repeatable).")
     ] = None,
-    reshard: Annotated[bool, typer.Option("--reshard", help="Tars: write new shards.", rich_help_panel=OUTPUT)] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Exit with 0 despite rejects.", rich_help_panel=OUTPUT)
-    ] = False,
+    reshard: Annotated[bool, output_option("--reshard", help="Tars: write new shards.")] = False,
+    skip_bad: Annotated[bool, output_option("--skip-bad", help="Exit with 0 despite rejects.")] = False,
     workers: WorkersOption = None,
     engine: EngineOption = "local",
 ) -> None:
@@ -174,8 +157,7 @@ def _keys(path: Path) -> list[str]:
 
 ENGINES = ("local", "ray")
 EngineOption: TypeAlias = Annotated[
-    str,
-    typer.Option(metavar="|".join(ENGINES), help="Local processes or a Ray cluster.", rich_help_panel=PARALLELISM),
+    str, parallel_option(metavar="|".join(ENGINES), help="Local processes or a Ray cluster.")
 ]
 
 

@@ -15,8 +15,6 @@ from rich.table import Table
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.tools.cli.console import (
-    INPUT,
-    OUTPUT,
     ClassesOption,
     FileFieldOption,
     FilesFromOption,
@@ -28,7 +26,9 @@ from savable_pipeline.tools.cli.console import (
     err,
     errors_as_lines,
     exit_failed,
+    input_option,
     out,
+    output_option,
     print_counts,
     print_warnings,
     printable,
@@ -52,8 +52,7 @@ SourceArgument: TypeAlias = Annotated[
     typer.Argument(metavar="PATH|PIPELINE", help="A dataset as for info, or a pipeline: file.py:name or module:name."),
 ]
 ColumnsOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="NAMES", help="Tables: only these columns, such as image,txt.", rich_help_panel=INPUT),
+    str | None, input_option(metavar="NAMES", help="Tables: only these columns, such as image,txt.")
 ]
 
 
@@ -165,9 +164,7 @@ def index(
     path: PathArgument,
     workers: WorkersOption = None,
     engine: EngineOption = "local",
-    media: Annotated[
-        bool, typer.Option("--media", help="Also read the headers of audio, video and images.", rich_help_panel=INPUT)
-    ] = False,
+    media: Annotated[bool, input_option("--media", help="Also read the headers of audio, video and images.")] = False,
 ) -> None:
     """Index the shards of a dataset before a run.
 
@@ -227,9 +224,7 @@ def check(
     path: PathArgument,
     as_json: JsonOption = False,
     workers: WorkersOption = None,
-    decode: Annotated[
-        float, typer.Option(help="The fraction of audio and video to decode.", rich_help_panel=INPUT)
-    ] = 1.0,
+    decode: Annotated[float, input_option(help="The fraction of audio and video to decode.")] = 1.0,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     key_field: KeyFieldOption = None,
@@ -298,17 +293,15 @@ def _where(problem: Problem) -> str:
 
 def preview(
     source: SourceArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)] = Path(
-        "preview.html"
-    ),
-    samples: Annotated[int, typer.Option(help="Dataset: samples per page, at most 500.", rich_help_panel=OUTPUT)] = 24,
-    pages: Annotated[int, typer.Option(help="Dataset: linked pages at most.", rich_help_panel=OUTPUT)] = 1,
-    part: Annotated[str, typer.Option(help="Dataset: only samples with this part.", rich_help_panel=INPUT)] = "",
-    key: Annotated[str, typer.Option(help="Dataset: only samples with this key: 'cat*'.", rich_help_panel=INPUT)] = "",
-    batches: Annotated[int, typer.Option(help="Pipeline: batches to show.", rich_help_panel=OUTPUT)] = 3,
-    seed: Annotated[int, typer.Option(help="The seed of the choice or of the run.", rich_help_panel=INPUT)] = 0,
-    lane: Annotated[int, typer.Option(help="Pipeline: the lane to show.", rich_help_panel=INPUT)] = 0,
-    lanes: Annotated[int, typer.Option(help="Pipeline: the number of lanes.", rich_help_panel=INPUT)] = 1,
+    output: Annotated[Path, output_option("--output", "-o", help="The page to write.")] = Path("preview.html"),
+    samples: Annotated[int, output_option(help="Dataset: samples per page, at most 500.")] = 24,
+    pages: Annotated[int, output_option(help="Dataset: linked pages at most.")] = 1,
+    part: Annotated[str, input_option(help="Dataset: only samples with this part.")] = "",
+    key: Annotated[str, input_option(help="Dataset: only samples with this key: 'cat*'.")] = "",
+    batches: Annotated[int, output_option(help="Pipeline: batches to show.")] = 3,
+    seed: Annotated[int, input_option(help="The seed of the choice or of the run.")] = 0,
+    lane: Annotated[int, input_option(help="Pipeline: the lane to show.")] = 0,
+    lanes: Annotated[int, input_option(help="Pipeline: the number of lanes.")] = 1,
     key_end: KeyEndOption = None,
     classes: ClassesOption = False,
     key_field: KeyFieldOption = None,

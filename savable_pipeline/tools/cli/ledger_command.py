@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.tools.cli.console import INPUT, OUTPUT, check_output, errors_as_lines, out, printable
+from savable_pipeline.tools.cli.console import (
+    check_output,
+    errors_as_lines,
+    input_option,
+    out,
+    output_option,
+    printable,
+)
 
 ledger_app = typer.Typer(help="Look up what a run received, in its ledger.", no_args_is_help=True)
 
@@ -19,10 +26,8 @@ _Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder of S
 def find(
     folder: _Folder,
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of samples.")],
-    source: Annotated[str | None, typer.Option(help="Only this source of a Blend.", rich_help_panel=INPUT)] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Where the data of the source is now.", rich_help_panel=INPUT)
-    ] = None,
+    source: Annotated[str | None, input_option(help="Only this source of a Blend.")] = None,
+    data: Annotated[str | None, input_option(help="Where the data of the source is now.")] = None,
 ) -> None:
     """Show when samples reached the trainer.
 
@@ -53,14 +58,10 @@ def again(
     pipeline: Annotated[
         str, typer.Argument(metavar="PIPELINE", help="The pipeline of the run: file.py:name or module:name.")
     ],
-    slot: Annotated[int, typer.Option(help="The slot of the batch.", rich_help_panel=INPUT)],
-    epoch: Annotated[int, typer.Option(help="The epoch of the batch.", rich_help_panel=INPUT)] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="The file for the batch, by torch.save.", rich_help_panel=OUTPUT)
-    ] = None,
+    slot: Annotated[int, input_option(help="The slot of the batch.")],
+    epoch: Annotated[int, input_option(help="The epoch of the batch.")] = 0,
+    output: Annotated[Path | None, output_option("--output", "-o", help="The page to write.")] = None,
+    save: Annotated[Path | None, output_option(help="The file for the batch, by torch.save.")] = None,
 ) -> None:
     """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
@@ -88,7 +89,7 @@ def again(
 @ledger_app.command(epilog="Example: `savable ledger report runs/ledger -o report.html`")
 def report(
     folder: _Folder,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", rich_help_panel=OUTPUT)],
+    output: Annotated[Path, output_option("--output", "-o", help="The page to write.")],
 ) -> None:
     """Write an HTML report of a run."""
     from savable_pipeline.run.ledger.reader import LedgerFiles

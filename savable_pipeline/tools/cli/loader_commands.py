@@ -15,15 +15,15 @@ from rich.table import Column, Table
 
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import (
-    INPUT,
-    OUTPUT,
-    PARALLELISM,
     JsonOption,
     SeedOption,
     TargetArgument,
     err,
     errors_as_lines,
+    input_option,
     out,
+    output_option,
+    parallel_option,
     printable,
     progress_of,
 )
@@ -40,20 +40,12 @@ _SHOWN = 8  # samples named
 def plan(
     target: TargetArgument,
     seed: SeedOption = None,
-    lanes: Annotated[
-        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 96.", rich_help_panel=INPUT)
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=PARALLELISM)] = 1,
-    nodes: Annotated[int, typer.Option(help="Machines for these ranks.", rich_help_panel=PARALLELISM)] = 1,
-    batch_s: Annotated[
-        float | None, typer.Option(help="Measured seconds to build a batch.", rich_help_panel=PARALLELISM)
-    ] = None,
-    step_s: Annotated[
-        float | None, typer.Option(help="Measured seconds of a training step.", rich_help_panel=PARALLELISM)
-    ] = None,
-    node_workers: Annotated[
-        int, typer.Option(help="Workers on a CPU node of savable serve.", rich_help_panel=PARALLELISM)
-    ] = 16,
+    lanes: Annotated[int | None, input_option(help="Pipelines: the number of lanes. Default: 96.")] = None,
+    ranks: Annotated[int, parallel_option(help="Data-parallel ranks.")] = 1,
+    nodes: Annotated[int, parallel_option(help="Machines for these ranks.")] = 1,
+    batch_s: Annotated[float | None, parallel_option(help="Measured seconds to build a batch.")] = None,
+    step_s: Annotated[float | None, parallel_option(help="Measured seconds of a training step.")] = None,
+    node_workers: Annotated[int, parallel_option(help="Workers on a CPU node of savable serve.")] = 16,
     as_json: JsonOption = False,
 ) -> None:
     """Plan steps, lanes, memory and traffic of a run.
@@ -100,22 +92,15 @@ def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
 def verify_resume(
     target: TargetArgument,
     seed: SeedOption = None,
-    lanes: Annotated[
-        int | None, typer.Option(help="Pipelines: the number of lanes. Default: 12.", rich_help_panel=INPUT)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Batches. Default: two of each lane.", rich_help_panel=INPUT)
-    ] = None,
-    cut: Annotated[
-        list[int] | None, typer.Option(help="Interrupt after this batch (repeatable).", rich_help_panel=INPUT)
-    ] = None,
-    random_cuts: Annotated[int, typer.Option(help="Further interruptions.", rich_help_panel=INPUT)] = 3,
-    draw: Annotated[int, typer.Option(help="The seed of these interruptions.", rich_help_panel=INPUT)] = 0,
+    lanes: Annotated[int | None, input_option(help="Pipelines: the number of lanes. Default: 12.")] = None,
+    steps: Annotated[int | None, input_option(help="Batches. Default: two of each lane.")] = None,
+    cut: Annotated[list[int] | None, input_option(help="Interrupt after this batch (repeatable).")] = None,
+    random_cuts: Annotated[int, input_option(help="Further interruptions.")] = 3,
+    draw: Annotated[int, input_option(help="The seed of these interruptions.")] = 0,
     workers: Annotated[
-        list[int] | None,
-        typer.Option(help="num_workers of a segment (repeatable). Default: 2, 0.", rich_help_panel=PARALLELISM),
+        list[int] | None, parallel_option(help="num_workers of a segment (repeatable). Default: 2, 0.")
     ] = None,
-    pictures: Annotated[Path, typer.Option(help="The folder for images that differ.", rich_help_panel=OUTPUT)] = Path(),
+    pictures: Annotated[Path, output_option(help="The folder for images that differ.")] = Path(),
 ) -> None:
     """Check that your loader resumes exactly.
 
@@ -337,12 +322,9 @@ def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
 
 
 def serve(
-    listen: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="The address. Port 0 is a free one.", rich_help_panel=INPUT),
-    ],
-    key_file: Annotated[Path, typer.Option(help="The key, in a file that only you can read.", rich_help_panel=INPUT)],
-    workers: Annotated[int, typer.Option(help="Worker processes of this machine.", rich_help_panel=PARALLELISM)],
+    listen: Annotated[str, input_option(metavar="HOST:PORT", help="The address. Port 0 is a free one.")],
+    key_file: Annotated[Path, input_option(help="The key, in a file that only you can read.")],
+    workers: Annotated[int, parallel_option(help="Worker processes of this machine.")],
 ) -> None:
     """Serve workers of this machine to loaders on others.
 
