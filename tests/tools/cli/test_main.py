@@ -185,7 +185,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     (same_sizes / "000.txt").write_bytes(text.upper())
     result = run("convert", same_sizes, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"000.txt; source '{source}' there, '{same_sizes}' here" in result.stderr
+    assert f"000.txt; source: '{source}' there, '{same_sizes}' here" in result.stderr
 
 
 def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
