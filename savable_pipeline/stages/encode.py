@@ -177,10 +177,9 @@ class Encode(TakesItems):
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
-        dataset, base, absent = None, 0, None
+        first, dataset, base, absent = ahead.next, None, 0, None
         if status is not None:
             status[0] = self.info.depth
-        first = ahead.next
         chosen = ahead.samples[first : first + n - len(elements)]
         for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:

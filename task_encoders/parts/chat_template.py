@@ -116,7 +116,7 @@ class OwnTemplate:
         ```python
         from types import SimpleNamespace
         from task_encoders import OwnTemplate
-        OwnTemplate(SimpleNamespace(chat_template=None))   # ValueError: SimpleNamespace has no chat_template; pass ...
+        OwnTemplate(SimpleNamespace(chat_template=None))   # ValueError: SimpleNamespace has no chat_template. Pass ...
         OwnTemplate(SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=print)).content   # 'text'
         ```
     """

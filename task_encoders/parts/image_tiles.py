@@ -169,7 +169,7 @@ class NativeSize(ImageTiles):
         from task_encoders import NativeSize
         NativeSize().size(1280, 720)                      # (1288, 728)
         NativeSize(max_pixels=448 * 448).size(1280, 720)  # (588, 336)
-        NativeSize().size(1000, 4)                        # ValueError: an image of 1000 × 4 pixels: one side is ...
+        NativeSize().size(1000, 4)                        # ValueError: image of 1000 × 4 pixels: one side is ...
         ```
     """
 
@@ -243,7 +243,7 @@ class Tiles(ImageTiles):
         from task_encoders import Tiles
         Tiles().grid(1280, 720)                              # (4, 2)
         len(Tiles().tiles(Image.new("RGB", (1280, 720))))    # 9
-        Tiles(side=440)                                      # ValueError: Tiles: a side of 440 pixels has 31 ...
+        Tiles(side=440)                                      # ValueError: Tiles: 440 pixels are 31 patches of 14, ...
         ```
     """
 

@@ -163,7 +163,7 @@ class MRope:
         ```python
         from task_encoders import MRope
         MRope(tokens_per_second=2).settings()    # {'tokens_per_second': 2}
-        MRope(0)                                 # ValueError: MRope: tokens_per_second is above 0, not 0
+        MRope(0)                                 # ValueError: MRope: tokens_per_second must be above 0, not 0
         ```
     """
 

@@ -57,7 +57,7 @@ class Tokenizer:
         tokenizer = Tokenizer(lambda text: [len(word) for word in text.split()], bos=100, eos=101)
         tokenizer("a cat sleeps")   # tensor([100,   1,   3,   6, 101])
         tokenizer("")               # tensor([], dtype=torch.int64)
-        Tokenizer("gpt2")           # ValueError: a tokenizer is a function from str to token ids or ...
+        Tokenizer("gpt2")           # ValueError: not a tokenizer: 'gpt2'. Pass ...
         ```
     """
 

@@ -166,7 +166,7 @@ def _image_error(data: bytes) -> str:
                 image.draft(image.mode, (1, 1))  # of JPEG all codes are read, and an eighth of the pixels made
                 image.load()
     except UnidentifiedImageError:
-        return "unreadable image: no image format that is read"
+        return "unreadable image: not JPEG, PNG, WebP, GIF, BMP, TIFF or PPM"
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise errors of any type for damaged data

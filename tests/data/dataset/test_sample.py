@@ -132,7 +132,7 @@ def test_postscript_never_reaches_another_program(
     sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     with pytest.raises(UnidentifiedImageError, match=r"69 bytes: not an image of JPEG, PNG, "):
         sample.image(extension)
-    assert decode_error("jpg", POSTSCRIPT) == "unreadable image: no image format that is read"
+    assert decode_error("jpg", POSTSCRIPT) == "unreadable image: not JPEG, PNG, WebP, GIF, BMP, TIFF or PPM"
     assert not reached
 
 

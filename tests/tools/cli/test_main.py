@@ -62,7 +62,7 @@ def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -
         "        1 × no extension",
         "  no[red]dot: no extension",
     ]
-    assert lines[6] == "  bad00.jpg: unreadable image (no image format that is read)"
+    assert lines[6] == "  bad00.jpg: unreadable image (not JPEG, PNG, WebP, GIF, BMP, TIFF or PPM)"
     assert lines[-3:] == [
         "  … 2 more",
         f"all of them: {tmp_path / 'out/.nv-meta/savable.rejected.jsonl'}",
@@ -289,7 +289,9 @@ def test_check_says_a_fault_of_many_samples_in_one_line_with_their_number_and_th
     assert lines[1:3] == ["      120 × unreadable image", "        1 × malformed JSON"]
     (fault,) = [line for line in lines[3:] if "unreadable" in line]
     first, others = fault.split(" (120 times; also ")
-    assert first.startswith("000.jpg: ") and first.endswith("unreadable image: no image format that is read")
+    assert first.startswith("000.jpg: ") and first.endswith(
+        "unreadable image: not JPEG, PNG, WebP, GIF, BMP, TIFF or PPM"
+    )
     assert [name in others for name in ("001.jpg", "002.jpg", "003.jpg", "004.jpg")] == [True, True, True, False]
     assert others.endswith(" and 116 more)") and len(lines) == 6 and "malformed JSON" in lines[4]
     assert lines[0].startswith("121 problems found in 121 samples (") and lines[5] == "FAILED: 121 problems"
