@@ -26,7 +26,7 @@ from savable_pipeline.errors import SavableError
 
 log = logging.getLogger(__name__)
 
-NO_LOCKS_THERE = "Write to a folder on a local disk, or mount Lustre with -o flock"
+LOCK_ADVICE = "Write to a folder on a local disk, or mount Lustre with -o flock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _TOUCH_S = 5.0
 _DEAD_S = 60.0

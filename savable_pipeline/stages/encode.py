@@ -355,9 +355,9 @@ _WARNED: set[type] = set()
 def _warn_of_own_draws(encoder: TaskEncoder) -> None:
     """Warn, once for each class, of Albumentations: its pipelines draw from generators that nothing else seeds."""
     kind = type(encoder)
-    held = [value for own in (*kind.__mro__, encoder) for value in getattr(own, "__dict__", {}).values()]
-    draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in held)
-    names = {name for value in held for name in getattr(getattr(value, "__code__", None), "co_names", ())}
+    attributes = [value for own in (*kind.__mro__, encoder) for value in getattr(own, "__dict__", {}).values()]
+    draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in attributes)
+    names = {name for value in attributes for name in getattr(getattr(value, "__code__", None), "co_names", ())}
     if draws and "set_random_seed" not in names and kind not in _WARNED:
         _WARNED.add(kind)
         logging.getLogger(__name__).warning(

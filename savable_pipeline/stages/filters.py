@@ -178,7 +178,7 @@ class ItemFilter(PassThrough, ItemStage):
         for item in self.source:
             kept = self._keeps(item)
             if kept:
-                self._limits.count_kept()
+                self._limits.count_passed()
                 return item
             self._limits.count([kept])
             if kept is None:
@@ -239,7 +239,7 @@ class _Limits:
         if counts.row >= max_empty_samples(self._stage.info.population):
             self._raise(f"{counts.row:,} in a row")
 
-    def count_kept(self) -> None:
+    def count_passed(self) -> None:
         """Count a result that stays, as `count` does."""
         counts = self.counts
         counts.tried, counts.kept, counts.row = counts.tried + 1, counts.kept + 1, 0

@@ -122,8 +122,8 @@ def read(
         from savable_pipeline.stages.webdataset_chain import read_webdataset
 
         chosen = unlike_defaults(read, options)
-        made: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
-        return made  # type: ignore[no-any-return]
+        pipeline: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
+        return pipeline  # type: ignore[no-any-return]
     check_name("read", "split", split)
     check_samples("read", subset, block_size, window, on_error)
     check_epochs("read", epochs)

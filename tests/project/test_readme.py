@@ -85,7 +85,7 @@ def _train(train_step: Callable[[int, Any], None], num_workers: int | None = Non
 def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() -> None:
     text = README.read_text()
     ends = {
-        "The first minute": "tools/quickstart/first_minute.py",
+        "First minute": "tools/quickstart/first_minute.py",
         "Quickstart": "tools/quickstart/quickstart.py",
         "Tests": "-m pytest -n auto",
     }

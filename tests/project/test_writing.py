@@ -62,18 +62,18 @@ FIELD_NAMES = re.compile(  # names that libraries and the field use
 )
 
 MOST = {  # what the last change had reached
-    "private words on pages": 155,
+    "private words on pages": 0,
     "sentences without a subject": 0,
-    "clauses as nouns": 5,
-    "marks above one in 60 words": 256,
-    "pages without code in 25 lines": 6,
-    "headings": 16,
-    "code lines over 84 characters": 152,
-    "long messages": 27,
+    "clauses as nouns": 0,
+    "marks above one in 60 words": 1,
+    "pages without code in 25 lines": 0,
+    "headings": 0,
+    "code lines over 84 characters": 0,
+    "long messages": 0,
     "messages with internal numbers": 0,
-    "negatives in messages": 2,
-    "summaries of docstrings over 80 characters": 1701,
-    "banned identifiers": 642,
+    "negatives in messages": 0,
+    "summaries of docstrings over 80 characters": 1699,
+    "banned identifiers": 640,
 }
 
 

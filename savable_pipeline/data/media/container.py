@@ -41,7 +41,7 @@ _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CRC_AT = 22
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
 _NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
-_NOT_HERE = "is not supported. Convert it, for example by `ffmpeg -i FILE FILE.flac`"
+_UNSUPPORTED = "is not supported. Convert it, for example by `ffmpeg -i FILE FILE.flac`"
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
@@ -175,7 +175,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
     with kept_place(file):
         head = file.read(16)
     if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
-        raise MediaError(f"{name}: {kind} {_NOT_HERE}")
+        raise MediaError(f"{name}: {kind} {_UNSUPPORTED}")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with media_errors(name, "cannot be opened"):
         return pyav().open(file, container_options=options, buffer_size=_READ_BYTES, metadata_errors="replace")
@@ -339,7 +339,7 @@ class MediaStream:
         self._stream, self.codec = stream, stream.codec_context.name
         if self.codec.startswith("wma"):
             self.close()
-            raise MediaError(f"{self.name}: Windows Media audio {_NOT_HERE}")
+            raise MediaError(f"{self.name}: Windows Media audio {_UNSUPPORTED}")
         self._at_start = True  # nothing was decoded so far
 
     @property

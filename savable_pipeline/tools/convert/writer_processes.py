@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from savable_pipeline.core.file_locks import NO_LOCKS_THERE, needs_locks
+from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
 from savable_pipeline.data.shards.processes import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.shard_job import ShardJob, write_shard
@@ -131,7 +131,7 @@ def locked(folder: Path, busy: str = "") -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
-            with needs_locks(folder, NO_LOCKS_THERE):
+            with needs_locks(folder, LOCK_ADVICE):
                 fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError as error:
             raise SavableError(busy) from error
