@@ -33,7 +33,8 @@ from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES, Cache, Classes, Kind, RangeColumns, Source, recognize
+from savable_pipeline.data.stores.sample_names import Classes
+from savable_pipeline.data.stores.source import STORES, Cache, Kind, RangeColumns, Source, recognize
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:

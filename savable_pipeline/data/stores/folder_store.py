@@ -41,8 +41,7 @@ from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_o
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import Reject, is_hidden, outside, parts_fault, printable
-from savable_pipeline.data.stores.source import Classes
+from savable_pipeline.data.stores.sample_names import Classes, Reject, is_hidden, outside, parts_fault, printable
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)

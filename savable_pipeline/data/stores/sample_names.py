@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,6 +14,7 @@ from savable_pipeline.data.shards.tar import split_name
 
 PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
 TAR_ENDINGS = (*TAR_FILES.suffixes, *PACKED)
+Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
 _OF_DESKTOPS = ("Thumbs.db", "desktop.ini")
 
 

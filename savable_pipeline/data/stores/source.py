@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -60,7 +60,6 @@ CONTAINERS = {
 }
 LEROBOT_INFO = "meta/info.json"
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
-Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
 _PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
 
 ARROW_FILES = ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp")))

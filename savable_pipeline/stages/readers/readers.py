@@ -16,7 +16,8 @@ from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import STORES, Classes, RangeColumns
+from savable_pipeline.data.stores.sample_names import Classes
+from savable_pipeline.data.stores.source import STORES, RangeColumns
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample

@@ -28,7 +28,7 @@ from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.folder_store import class_names
-from savable_pipeline.data.stores.source import Classes
+from savable_pipeline.data.stores.sample_names import Classes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
