@@ -331,7 +331,7 @@ def test_an_encoder_that_gives_two_results_is_told_of_other_threads_where_there_
         pytest.raises(sp.EncodeError, match="not what another thread changes meanwhile, a"),
     ):
         next(own)
-    with loader(pipeline, sp.Workers(0)) as own, pytest.raises(sp.EncodeError, match="alone, not on a clock"):
+    with loader(pipeline, sp.Workers(0)) as own, pytest.raises(sp.EncodeError, match="settings and `rng`, not a clock"):
         next(own)
 
 

@@ -143,7 +143,7 @@ def test_no_changed_byte_of_a_frame_is_taken() -> None:
         changed = bytearray(frame)
         changed[at] ^= 1 << at % 8
         found, why = received(changed)
-        assert not found and "frame 0" in why
+        assert not found and "message 0" in why
 
 
 @pytest.mark.parametrize("trusted", [False, True])
