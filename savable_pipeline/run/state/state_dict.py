@@ -108,8 +108,8 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
         expected = batches_before(slot, lane, lanes)
         if found.lane != lane or found.epoch != epoch or found.batches != expected:
             raise CheckpointMismatchError(
-                f"{name} is at batch {found.batches} instead of {expected}. Load states of one step.\n  epoch "
-                f"{found.epoch}, lane {found.lane}, slot {slot} of epoch {epoch}"
+                f"{name} is at batch {found.batches} of lane {found.lane}, epoch {found.epoch}, instead of batch "
+                f"{expected} of lane {lane}, epoch {epoch}. Load states of one step.\n  the state is at slot {slot}"
             )
         if found.facts != facts.digest:
             raise CheckpointMismatchError(

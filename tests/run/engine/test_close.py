@@ -189,7 +189,7 @@ def test_a_forked_child_of_the_trainer_that_asks_for_batches_is_told_to_make_a_l
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert b"Make the loader in the process that iterates over it" in os.read(told, 1000)
+    assert b"Create it in the process that uses it" in os.read(told, 1000)
     assert take(own, 6) == take(loader(pipeline, 0), 10)[4:]
     own.close()
     os.close(told)

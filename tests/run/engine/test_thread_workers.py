@@ -123,11 +123,11 @@ class Seeded(NumberEncoder):
         (lambda read: read.encode(Seeded()), r"torch.* of Seeded.* set global_rng = False in the class"),
         (
             lambda read: read.map(numbered),
-            r"\.map\(…\) has .* python, numpy, torch .* write \.map\(…, global_rng=False\)",
+            r"\(python, numpy, torch\) of \.map\(…\)\. .* write \.map\(…, global_rng=False\)",
         ),
         (
             lambda read: read.filter(small).map(numbered, global_rng=False),
-            r"\.filter\(…\) has .* write \.filter\(…, global_rng=False\)",
+            r"\(python, numpy, torch\) of \.filter\(…\)\. .* write \.filter\(…, global_rng=False\)",
         ),
     ],
 )
@@ -328,10 +328,10 @@ def test_an_encoder_that_gives_two_results_is_told_of_other_threads_where_there_
     pipeline = sp.read(make_shards([60])).encode(Counting()).batch(2)
     with (
         loader(pipeline) as own,
-        pytest.raises(sp.EncodeError, match="not on what another thread changes meanwhile, a"),
+        pytest.raises(sp.EncodeError, match="not what another thread changes meanwhile, a"),
     ):
         next(own)
-    with loader(pipeline, sp.Workers(0)) as own, pytest.raises(sp.EncodeError, match="alone, not on a clock"):
+    with loader(pipeline, sp.Workers(0)) as own, pytest.raises(sp.EncodeError, match="settings and `rng`, not a clock"):
         next(own)
 
 
@@ -483,7 +483,7 @@ def test_a_loader_whose_thread_is_slow_closes_without_it(
     next(own)
     time.sleep(0.1)
     own.close()
-    assert "thread 1 did not end in 0.2 s" in caplog.text
+    assert "thread 1 did not end within 0.2 s" in caplog.text
     encoder.may.set()
 
 
@@ -506,7 +506,7 @@ def test_torchs_number_of_threads_is_told_where_it_may_matter(make_shards: Any, 
         loader(partial(number_pipeline, str(make_shards([40])))).close()
     finally:
         torch.set_num_threads(before)
-    assert "torch has 3 threads in this process, and one in worker processes" in caplog.text
+    assert "torch has 3 threads here and one in worker processes" in caplog.text
 
 
 def test_a_filter_leaves_the_trainers_generators_alone_without_workers(make_shards: Any) -> None:

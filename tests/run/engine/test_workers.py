@@ -290,7 +290,7 @@ def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch:
     pipeline = partial(number_pipeline, str(make_shards([20])))
     with (
         loader(pipeline, 1, workers=sp.Workers(start_method="spawn")) as own,
-        pytest.raises(sp.WorkerError, match=r"a worker has not started in 0\.001 s"),
+        pytest.raises(sp.WorkerError, match=r"a worker did not start within 0\.001 s"),
     ):
         next(own)
 

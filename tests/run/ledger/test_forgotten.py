@@ -93,7 +93,8 @@ def test_where_no_state_was_saved_it_is_a_warning(make: Any, folder: Path, caplo
     again = make()
     take(again, 2)
     (told,) = warned(caplog)
-    assert f"{folder} has this run's batches up to slot 3 of epoch 0, and" in told and "Load the state before" in told
+    assert f"{folder} has this run's batches up to slot 3 of epoch 0, which are repeated now" in told
+    assert "stop and load it before the first batch" in told
     again.close()
     take(again, 1)
     assert len(warned(caplog)) == 1
@@ -171,5 +172,5 @@ def test_another_runs_ledger_is_refused_as_such(make: Any, shards: str, folder: 
     take(own, 2)
     own.state_dict()
     take(own, 1)
-    with pytest.raises(sp.SavableError, match="has the ledger of a run with seed=3"):
+    with pytest.raises(sp.SavableError, match="has the ledger of seed=3"):
         next(sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder))

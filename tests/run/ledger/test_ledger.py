@@ -595,7 +595,7 @@ def test_another_run_is_refused_in_a_folder_before_its_ledger_cannot_be_read_any
     take(loader(partial(toy_pipeline, shards), folder), 3)
     before = sorted(folder.iterdir())
     other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder)
-    with pytest.raises(sp.SavableError, match="of a run with seed=3 and lanes=12, here seed=4"):
+    with pytest.raises(sp.SavableError, match="has the ledger of seed=3 and lanes=12, not 4 and 12"):
         next(iter(other))
     assert sorted(folder.iterdir()) == before
     LedgerFiles(folder)

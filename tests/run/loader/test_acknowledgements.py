@@ -482,7 +482,7 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
         next(own)
         with pytest.raises(SavableError, match=r"max_in_flight=8.*Call acknowledge or drop") as caught:
             next(own)
-        assert "8 rows are in flight, and the 4" in str(caught.value)
+        assert "8 rows are in flight and the next batch has 4" in str(caught.value)
         own.acknowledge(first["receipts"][:3])
         with pytest.raises(SavableError, match="max_in_flight"):
             next(own)

@@ -83,7 +83,7 @@ def test_each_batch_that_counts_is_made_again(tmp_path: Path, given: dict[tuple[
 
 @pytest.mark.usefixtures("given")
 def test_one_str_is_not_taken_for_many_keys(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not one str: give \['s000001'\]"):
+    with pytest.raises(ValueError, match=r"keys must be a list: \['s000001'\]"):
         sp.Ledger(tmp_path / "ledger").find("s000001")
 
 

@@ -192,7 +192,7 @@ def test_a_shard_between_others_is_refused_with_a_name_that_would_do(
     state = after(5, folder=folder)
     write_tar(folder / new, members)
     told = refusal(loader(folder), state)
-    assert f"the new shard {new} comes before {last}" in told
+    assert f"the new shard {new} sorts before {last}" in told
     assert f"such as {advice}" in told
     (folder / new).rename(folder / advice)
     index_files(folder, TARS)

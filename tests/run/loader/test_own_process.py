@@ -50,7 +50,7 @@ def through_workers(give: Callable[[], Any], workers: int = 2) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, workers: int) -> None:
-    with pytest.raises(sp.SavableError, match=f"was made in worker 0 of the {workers} of torch's DataLoader"):
+    with pytest.raises(sp.SavableError, match=f"was created in worker 0 of the {workers} of torch's DataLoader"):
         through_workers(make, workers)
 
 
@@ -113,7 +113,7 @@ def test_a_forked_process_does_not_go_on_with_its_parents_loader(
     with make(**settings) as loader:
         found = take(loader, 3) if begun else []
         told = in_a_fork(lambda: next(iter(loader)))
-        assert f"SavableError: this loader was made in process {os.getpid()} but is used in its fork" in told
+        assert f"SavableError: this loader was created in process {os.getpid()} but is used in its fork" in told
         assert "SavableError" in in_a_fork(lambda: loader.skip(LANES))
         assert found + take(loader, 6 - len(found)) == expected  # the parent's goes on
 

@@ -49,7 +49,7 @@ def test_a_pipeline_with_all_stages_is_no_matter(
 def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
     (told,) = said_of(lambda lane: sp.Encode(sp.TarShardReader(root, lane, shuffle=False), NumberEncoder()), caplog)
-    assert told.startswith("WARNING the pipeline ends with Encode, which yields items, so a step takes a single one")
+    assert told.startswith("WARNING the pipeline ends with Encode, so each step gets a single element")
 
 
 @pytest.mark.parametrize(("point", "inside"), [(30, False), (300, False), (20, True)])
@@ -291,5 +291,5 @@ def test_settings_of_an_encoder_that_no_state_would_know_are_named(
         return sp.Batcher(sp.Encode(samples, encoder), size=4)
 
     (hint,) = said_of(partial(pipeline, encoder=Scaled(0.5)), caplog)
-    assert hint.startswith("WARNING Scaled has name, scale, of which no saved state knows")
+    assert hint.startswith("WARNING Scaled: a state does not compare name, scale.")
     assert said_of(partial(pipeline, encoder=Told(0.5)), caplog) == []

@@ -255,8 +255,7 @@ def test_slots_that_ranks_leave_out_at_the_end_of_an_epoch_are_told(
     ]
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if line.startswith("the last")] == [
-        "the last 1 slots of epoch 0 are given to no rank: 4 ranks that began at a slot they do not divide would need "
-        "more for a step"
+        "the last 1 slots of epoch 0 are dropped, because 4 ranks resumed at a slot that they do not divide"
     ]
 
 

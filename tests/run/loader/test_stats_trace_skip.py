@@ -94,7 +94,7 @@ def test_a_trainer_that_starves_is_told_where_the_time_goes(
 @pytest.mark.parametrize(("num_workers", "pack"), [(0, None), (2, "best_fit")])
 def test_trace_names_every_sample_of_the_last_batch_in_order(pipeline: Any, num_workers: int, pack: str | None) -> None:
     with loader(partial(pipeline, pack=pack), num_workers) as own:
-        with pytest.raises(ValueError, match="none has been given"):
+        with pytest.raises(ValueError, match="none has been returned"):
             own.trace()
         for slot, batch in zip(range(30), own, strict=False):
             found = own.trace()

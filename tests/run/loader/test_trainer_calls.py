@@ -157,9 +157,8 @@ def test_a_restarted_job_that_loads_nothing_is_told_at_its_first_batch(
         assert told(make()) == []
     monkeypatch.setenv(name, "2")
     (found,) = told(make())
-    assert found.startswith(
-        f"{name}=2: this job was restarted, but its loader begins at the first batch. Load the last"
-    )
+    assert found.startswith(f"{name}=2: this job was restarted, but the loader starts at the first batch.")
+    assert found.endswith("call load_state_dict first.")
     loaded = make()
     loaded.load_state_dict(start)  # of a run that was saved before its first batch
     assert told(loaded) == told(make(on_iter="restart")) == []

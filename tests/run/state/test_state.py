@@ -127,9 +127,9 @@ def test_lanes_are_read_and_checked_to_be_of_the_step() -> None:
 
 
 def test_a_lane_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
-    with pytest.raises(sp.CheckpointMismatchError, match="holds the lanes 0-1, 3 of 4, but this rank needs lane 2"):
+    with pytest.raises(sp.CheckpointMismatchError, match="the state has lanes 0-1, 3 of 4, but this rank needs lane 2"):
         read_lanes(flat([0, 1, 3]), [0, 2])
-    with pytest.raises(sp.CheckpointMismatchError, match="holds the lanes none of 4"):
+    with pytest.raises(sp.CheckpointMismatchError, match="has lanes none of 4"):
         read_lanes(flat([]), [0])
 
 
@@ -144,14 +144,14 @@ def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([], "a state is a dict, not list"),
-        ({}, "it holds nothing, but not epoch, fingerprint, lanes, slot"),
+        ([], "a state must be a dict, not list"),
+        ({}, r"it lacks epoch, fingerprint, lanes, slot\.\n  It has nothing\."),
         ({**flat([0]), "state": "2"}, f"STATE '2', {HERE}"),
         ({**flat([0]), "order": True}, f"ORDER True and STATE {STATE}, {HERE}"),
-        ({**flat([0]), "slot": -1}, "the state's slot is -1"),
-        ({**flat([0]), "epoch": "1"}, "the state's epoch is '1'"),
-        ({**flat([0]), "lanes": True}, "the state's lanes is True"),
-        ({**flat([0]), "lanes": 0}, "no lanes"),
+        ({**flat([0]), "slot": -1}, "slot of the state is -1, not a count"),
+        ({**flat([0]), "epoch": "1"}, "epoch of the state is '1', not a count"),
+        ({**flat([0]), "lanes": True}, "lanes of the state is True, not a count"),
+        ({**flat([0]), "lanes": 0}, "the state has no lanes"),
     ],
 )
 def test_what_is_no_flat_state_is_a_state_error(state: Any, message: str) -> None:
@@ -174,7 +174,10 @@ def test_the_ranks_states_are_merged_into_one() -> None:
         (flat([1], epoch=1), "differ in epoch: 1 and 0"),
         (flat([1], of=8), "differ in lanes: 8 and 4"),
         (flat([1], run=RUNS[1]), "differ in fingerprint; "),
-        ({**flat([1]), "lane_00001": flat([1], slot=2)["lane_00001"]}, "lane_00001: its batch 1 .*needs batch 2"),
+        (
+            {**flat([1]), "lane_00001": flat([1], slot=2)["lane_00001"]},
+            "lane_00001 is at batch 1 of lane 1, epoch 0, instead of batch 2 of lane 1",
+        ),
     ],
 )
 def test_states_of_different_steps_or_runs_are_not_merged(other: dict[str, Any], message: str) -> None:

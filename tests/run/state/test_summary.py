@@ -106,7 +106,7 @@ def test_a_state_in_json_is_read_as_such_and_in_a_folder_of_a_trainer(checkpoint
         (tmp_path / name).write_text(json.dumps(to_json(state)))
         assert read_checkpoint(tmp_path / name) == state
     assert read_checkpoint(tmp_path) == state
-    for raw, said in (("[1]", "holds no state"), ("{", "no JSON"), ("[" * 100_000, "no JSON")):
+    for raw, said in (("[1]", "it has no state of a SavableLoader"), ("{", "no JSON"), ("[" * 100_000, "no JSON")):
         (tmp_path / "mine.json").write_text(raw)
         with pytest.raises(errors.StateError, match=said):
             read_checkpoint(tmp_path / "mine.json")
@@ -122,7 +122,11 @@ def test_a_setting_that_one_state_lacks_is_missing_and_not_none(checkpoints: lis
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [({"model": 1}, "holds no state"), (None, "cannot read it"), ("damaged", "checksum does not match")],
+    [
+        ({"model": 1}, "it has no state of a SavableLoader"),
+        (None, "cannot read it"),
+        ("damaged", "checksum does not match"),
+    ],
 )
 def test_what_is_no_state_is_one_clear_line(checkpoints: list[Path], tmp_path: Path, content: Any, said: str) -> None:
     path = tmp_path / "other.pt"
