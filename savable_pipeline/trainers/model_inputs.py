@@ -231,12 +231,9 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
             continue
         takes = _EYES.get(config.model_type, {}).get(field)
         if takes is None or (field == "image" and "cu_seqlens" in batch):
-            able = ", ".join(name for name, fields in _EYES.items() if field in fields) or "none"
-            packed = " of packs" if "cu_seqlens" in batch else ""
-            raise ValueError(
-                f"a batch has {field!r}, which {config.model_type} does not take{packed}. Use ChatEncoder or "
-                f"InterleavedEncoder with vision=Vision(...), or one of: {able}."
-            )
+            packed = " in packs" if takes else ""
+            cure = "Remove the packer" if takes else _cure_of(field)
+            raise ValueError(f"a batch has {field!r}{packed}, which {config.model_type} does not take. {cure}.")
         if config.model_type in _ROPES and "mrope_ids" not in batch:
             rate = getattr(config.vision_config, "tokens_per_second", None)
             raise ValueError(
@@ -244,6 +241,14 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
             )
         made |= takes(batch, config)
     return made
+
+
+def _cure_of(field: str) -> str:
+    """What to do about a medium that the model does not take."""
+    able = ", ".join(name for name, fields in _EYES.items() if field in fields)
+    if field == "image":
+        return f"Use ChatEncoder or InterleavedEncoder with vision=Vision(...), or one of these models: {able}"
+    return f"Use one of these models: {able}" if able else "Remove it from the batch"
 
 
 def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:

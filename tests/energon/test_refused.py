@@ -82,8 +82,8 @@ def train(root: Path, encoder: Any, **settings: Any) -> Any:
         (Building, None, "Delete it, and write it as a stage"),
         (Remembering, None, "is not @stateless and writes to self. Keep no state"),
         (ManyBatches, None, "encode_batch must not be a generator. Yield from encode_sample"),
-        (ManyPacks, 4, "pack_selected_samples is a generator"),
-        (Plain, 4, "packing needs Plain.select_samples_to_pack"),
+        (ManyPacks, 4, "pack_selected_samples must not be a generator. Yield from encode_sample"),
+        (Plain, 4, "packing needs select_samples_to_pack and pack_selected_samples of Plain"),
         (ByBatch, None, "encode_sample uses current_batch_index.*Use it in `batch`"),
         (Both, None, "Write only one of them"),
         (Uncooked, None, "has no cookers"),
@@ -123,7 +123,7 @@ def test_unknown_and_unused_arguments(root: Path, caplog: pytest.LogCaptureFixtu
 
 def test_ranks_that_do_not_divide_the_lanes_are_told_of_lanes(root: Path) -> None:
     data = train(root, Plain(), worker_config=config(rank=3, world_size=64), repeat=True)
-    with pytest.raises(ValueError, match=r"64 ranks do not divide the 96 lanes.*lanes=128"):
+    with pytest.raises(ValueError, match=r"64 ranks do not divide 96 lanes.*lanes=128"):
         ours.get_savable_loader(data)
 
 

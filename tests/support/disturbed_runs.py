@@ -65,7 +65,7 @@ def check_disturbed(
             assert given == expected[slot], f"slot {slot} differs; legs: {disturbed.legs}"
         assert len(found) + len(disturbed.skipped) == len(expected)
         if folder is not None:
-            how: Any = {"sample_ids": ids, "epoch_slots": epoch_slots, "most_ahead": disturbed.most_ahead}
+            how: Any = {"ids": ids, "epoch_slots": epoch_slots, "most_ahead": disturbed.most_ahead}
             _check_ledger(folder, plan, found, draw, again=again, **how)
     compared["pipelines"] += 1
     compared["batches"] += len(found)

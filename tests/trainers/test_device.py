@@ -75,7 +75,7 @@ def test_with_repeat_each_batch_is_given_that_often_and_loaded_once(shards: str)
         assert often.state_dict() == plain.state_dict() and often.trace() == plain.trace()
     with pytest.raises(StopIteration):
         next(often)
-    with pytest.raises(ValueError, match="repeat=0: each batch is given at least once"):
+    with pytest.raises(ValueError, match="repeat must be at least 1, not 0"):
         OnDevice(make(), "cpu", repeat=0)
 
 

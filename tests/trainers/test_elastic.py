@@ -136,7 +136,7 @@ def test_states_that_do_not_fit_are_refused(shards: str) -> None:
     with pytest.raises(sp.CheckpointMismatchError, match="differ in slot: 6 and 0"):
         complete_state(ranks[0], [own, ranks[1].state_dict()], first)
     other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12).state_dict()
-    with pytest.raises(sp.CheckpointMismatchError, match="another run: its fingerprint"):
+    with pytest.raises(sp.CheckpointMismatchError, match="the last state is of another run, with another fingerprint"):
         complete_state(ranks[0], [own], {**first, "fingerprint": other["fingerprint"]})
     with pytest.raises(StateError, match="fingerprint: "):
         complete_state(ranks[0], [own], {**first, "fingerprint": b"damaged"})

@@ -122,7 +122,7 @@ def test_the_samples_of_a_part_are_those_of_its_rows(named: bool) -> None:
 
 @pytest.mark.parametrize("value", [7, 0.5, torch.tensor(3), torch.zeros(3), ["a"], "ab"])
 def test_a_field_that_is_not_of_the_rows_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(ValueError, match="the field 'mine' is not of 2 rows"):
+    with pytest.raises(ValueError, match="field 'mine' does not have 2 rows"):
         split({"tokens": torch.zeros(2, 4), "mine": value}, 2)
 
 

@@ -389,9 +389,11 @@ def test_images_of_captions_go_to_git() -> None:
     documents = [written((text, True), pixel_values=normal(photo)[None]) for text, photo in pairs]
     inputs = model_inputs(encoder.batch(items, Rng(7)), model)
     assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
-    with pytest.raises(ValueError, match="'image', which git does not take here of packs"):
+    with pytest.raises(ValueError, match=r"'image' in packs, which git does not take\. Remove the packer"):
         model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
-    with pytest.raises(ValueError, match=r"'image', which llama does not take.* one of: git"):
+    with pytest.raises(
+        ValueError, match=r"'image', which llama does not take\. Use ChatEncoder or .* or one of these models: git\."
+    ):
         model_inputs(encoder.batch(items, Rng(7)), made("Llama"))
 
 
@@ -473,9 +475,9 @@ def test_packs_are_refused_where_the_attention_gets_no_mask() -> None:
 def test_what_is_no_batch_of_tokens_or_no_model_is_named() -> None:
     model = made("Llama")
     batch = text_batch()
-    with pytest.raises(ValueError, match=r"this one has labels, tokens$"):
+    with pytest.raises(ValueError, match=r"This batch has labels, tokens\.$"):
         model_inputs({name: batch[name] for name in ("tokens", "labels")}, model)
-    with pytest.raises(TypeError, match="not Linear: for a model of your own, use the batch as it is"):
+    with pytest.raises(TypeError, match=r"not Linear\. For your own model, use the batch as it is"):
         model_inputs(batch, torch.nn.Linear(1, 1))
     whole = text_batch([[0, 1, 2, 3]], multiple=4)
     with pytest.raises(ValueError, match="not parts of cut_context"):
@@ -491,18 +493,18 @@ def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
     vision = Vision(NativeSize(4, 2, 64, 1024), IMAGE)
     encoder = InterleavedEncoder(vision=vision, audio=AudioTokens(305))
     seen = encoder.batch([item(encoder, story("a", PHOTOS[0], "b"))], Rng(7))
-    with pytest.raises(ValueError, match=r"'patches', which llama does not take here .models that do: qwen"):
+    with pytest.raises(ValueError, match=r"'patches', which llama does not take\. Use one of these models: qwen"):
         model_inputs(seen, made("Llama"))
-    with pytest.raises(ValueError, match=r"give the encoder rope=MRope\(tokens_per_second=2\)"):
+    with pytest.raises(ValueError, match=r"needs mrope_ids\. Set rope=MRope\(tokens_per_second=2\) in the encoder"):
         model_inputs(seen, qwen())
-    with pytest.raises(ValueError, match=r"patches of \(3, 2, 4, 4\).*the model has \(3, 2, 14, 14\)"):
+    with pytest.raises(ValueError, match=r"patches have \(3, 2, 4, 4\).*the model needs \(3, 2, 14, 14\)"):
         model_inputs({**seen, "mrope_ids": torch.zeros(1, 3)}, qwen())
     two = [item(encoder, story("a", photo, "b")) for photo in (PHOTOS[0], PHOTOS[0][:8])]
     with pytest.raises(ValueError, match="internvl takes tiles of one size"):
         model_inputs(encoder.batch(two, Rng(7)), internvl())
     document = {"texts": [None, "b"], "images": [None, None], "audios": ["0.wav", None]}
     heard = item(encoder, sample({"json": document, "0.wav": audio_bytes(1)}))
-    with pytest.raises(ValueError, match=r"'audio_mels', which llama does not take here .models that do: none"):
+    with pytest.raises(ValueError, match=r"'audio_mels', which llama does not take\. Remove it from the batch"):
         model_inputs(encoder.batch([heard], Rng(7)), made("Llama"))
 
 
@@ -513,7 +515,7 @@ def test_what_a_model_would_learn_otherwise_without_an_error_is_named() -> None:
     check_inputs(model_inputs(text_batch(None), model), model)
     cured = r"Return model_inputs\("
     for raw in (batch, {**inputs, "cu_seqlens": batch["cu_seqlens"]}):
-        with pytest.raises(ValueError, match=f"which LlamaForCausalLM does not take: {cured}"):
+        with pytest.raises(ValueError, match=rf"which LlamaForCausalLM does not take\. {cured}"):
             check_inputs(raw, model)
     ahead = {"input_ids": batch["tokens"], "labels": batch["labels"]}
     with pytest.raises(ValueError, match=f"the model shifts them again. {cured}"):
@@ -523,7 +525,7 @@ def test_what_a_model_would_learn_otherwise_without_an_error_is_named() -> None:
     for other in (torch.nn.Linear(1, 1), type("Own", (type(model),), {"__module__": "own"})(model.config)):
         check_inputs(ahead, other)
     with_flash(model)
-    with pytest.raises(ValueError, match="flash_attention_2, which takes the documents of packs in several rows"):
+    with pytest.raises(ValueError, match="flash_attention_2, which misreads packs in several rows"):
         check_inputs(inputs, model)
     check_inputs(model_inputs(batch, model), model)
     check_inputs(model_inputs(text_batch(None), model), model)

@@ -116,7 +116,7 @@ def test_a_trainer_that_trained_on_more_than_was_given_is_found(make: Any) -> No
     trainer = Trainer(make(), ahead=0)
     trainer.steps(2)
     trainer.trained += 1
-    with pytest.raises(sp.SavableError, match="trained on 3 of them"):
+    with pytest.raises(sp.SavableError, match="used 3 of 2 batches"):
         trainer.batches.check()
 
 
@@ -191,7 +191,7 @@ def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) ->
     trainer.steps(3)
     trainer.batches.skip(2)
     state = trainer.batches.state_dict()
-    with pytest.raises(sp.CheckpointMismatchError, match="2 slots from slot 4 of epoch 0"):
+    with pytest.raises(sp.CheckpointMismatchError, match="2 slots to skip, from slot 4 of epoch 0"):
         make().load_state_dict(state)
     for damaged in (b"[", b'[["a", 1, 2]]', 7):
         with pytest.raises(StateError, match="to_skip"):
