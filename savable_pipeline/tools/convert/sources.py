@@ -225,7 +225,8 @@ def _below_url(url: str) -> str:
     add_names(marks, (name for name in names if not any(map(is_hidden, name.split("/")))))
     if url.startswith("http"):
         raise ValueError(
-            f"{url}: nothing found, and web servers cannot be listed. Name the files: {url.rstrip('/')}/{{000..099}}.tar"
+            f"{url}: nothing found, and web servers cannot be listed. "
+            f"Name the files: {url.rstrip('/')}/{{000..099}}.tar"
         )
     if not marks.names:
         raise ValueError(f"{url}: nothing found. Check the URL")
