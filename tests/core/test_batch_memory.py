@@ -161,7 +161,7 @@ def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
 
 @pytest.mark.parametrize(("hold", "epochs"), [(0, 1), (20, None)])
 def test_batches_of_any_size_are_the_same_from_workers_as_without(
-    make_shards: Any, epochs: int | None, candidates: int
+    make_shards: Any, epochs: int | None, hold: int
 ) -> None:
     pipeline = partial(varying, str(make_shards([120, 100])), epochs)
     alone = sp.SavableLoader(pipeline, seed=1, lanes=6)
@@ -170,9 +170,9 @@ def test_batches_of_any_size_are_the_same_from_workers_as_without(
         held, found = [], []
         for _, batch in zip(range(50), loader, strict=False):
             found.append(digest(batch))
-            held = [batch, *held][:candidates]
+            held = [batch, *held][:hold]
         assert found == expected
-        assert [digest(batch) for batch in held] == expected[: -candidates - 1 : -1][: len(held)]
+        assert [digest(batch) for batch in held] == expected[: -hold - 1 : -1][: len(held)]
 
 
 class Raw(sp.TaskEncoder):

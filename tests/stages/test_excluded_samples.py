@@ -302,7 +302,7 @@ def test_a_pipeline_that_would_give_them_is_refused(shards: str, file: str) -> N
 
 def test_a_lane_of_nothing_else_is_an_error(shards: str, tmp_path: Path) -> None:
     (tmp_path / "all").write_text("".join(f"s{number:06d}\n" for number in range(107)))
-    with pytest.raises(sp.EncodeError, match="the last as 'excluded'"):
+    with pytest.raises(sp.EncodeError, match="the last one with 'excluded'"):
         next(loader(partial(simple, shards, str(tmp_path / "all"))))
 
 

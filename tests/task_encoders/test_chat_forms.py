@@ -225,7 +225,7 @@ def test_an_error_names_the_sample_what_was_found_and_the_forms(record: Any, fou
     )
     with pytest.raises(sp.EncodeError, match=found) as raised:
         next(items)
-    assert forms in str(raised.value) and "key 'k7'" in str(raised.value) and ".tar" in str(raised.value)
+    assert forms in str(raised.value) and "sample 'k7' of 000000.tar: " in str(raised.value)
 
 
 def test_rows_without_a_conversation_are_skipped_by_the_names_that_were_looked_for() -> None:

@@ -223,10 +223,13 @@ def _below_url(url: str) -> str:
     if indexed:
         return indexed[0]
     add_names(marks, (name for name in names if not any(map(is_hidden, name.split("/")))))
-    if not marks.names or url.startswith("http"):
+    if url.startswith("http"):
         raise ValueError(
-            f"{url}: nothing found. Check it, or name the files of a web server: {url.rstrip('/')}/{{000..099}}.tar"
+            f"{url}: nothing found, and web servers cannot be listed. "
+            f"Name the files: {url.rstrip('/')}/{{000..099}}.tar"
         )
+    if not marks.names:
+        raise ValueError(f"{url}: nothing found. Check the URL")
     folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
     _refuse_several(url, [folder for folder in folders if kind_behind(f"{url.rstrip('/')}/{folder}", session)])
     found = _of_names(url, marks)

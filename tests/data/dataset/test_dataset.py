@@ -229,8 +229,9 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
 
 def test_reads_are_noted_until_the_end_of_the_context_also_after_an_error(shards: Path) -> None:
     dataset = open_any(shards)
-    samples, noted = all_samples(dataset), list[int]()
-    with pytest.raises(KeyError), dataset.noting_reads(noted.append):
+    samples, noted = all_samples(dataset), list[tuple[int, int]]()
+    with pytest.raises(KeyError), dataset.noting_reads(lambda size, taken_ns: noted.append((size, taken_ns))):
         assert samples[0]["txt"] == b"one" and samples[1].array("txt").nbytes == 1000
         assert samples[0]["jpg"]
-    assert samples[0]["json"] == b"{}" and noted == [3, 1000]
+    assert samples[0]["json"] == b"{}" and [size for size, _ in noted] == [3, 1000]
+    assert all(taken_ns > 0 for _, taken_ns in noted)

@@ -145,7 +145,7 @@ def test_shards_join_a_run_of_many(caplog: pytest.LogCaptureFixture) -> None:
     state = state_of(entries(1500))
     with loader(entries(1600)) as run:
         run.load_state_dict(state, allow={"shards"})
-        assert "100 new shards, from 01500.bin on: read from epoch 1 on" in caplog.text
+        assert "100 new shards, from 01500.bin on, are read from epoch 1 on" in caplog.text
         seen = [number for _ in range(900) for number in next(run).tolist()]
     assert max(seen) < 3000
     with (

@@ -91,7 +91,7 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
     with video(data, begin_s=3.0, end_s=4.1) as found:  # as much as rounded times may be late
         assert numbers(found.frames([0.0, 1.05])) == [30, 39]
     for begin_s, end_s in ((3.0, 5.0), (7.0, 8.0), (7.0, None)):
-        with pytest.raises(MediaError, match=r"invalid range from .*, but the file ends at 4\.000 s"):
+        with pytest.raises(MediaError, match=r"a range from .*, but the file ends at 4\.000 s"):
             video(data, begin_s=begin_s, end_s=end_s)  # type: ignore[arg-type]
 
 

@@ -257,5 +257,5 @@ def test_where_the_cache_lies_and_how_large_it_may_be_come_from_arguments_then_t
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12 GB")
     with pytest.raises(ValueError, match="SAVABLE_CACHE_BYTES must be a number of bytes, not '12 GB'"):
         cache_bytes(None, tmp_path)
-    with pytest.raises(ValueError, match="at least 1 token, not 0"):
+    with pytest.raises(ValueError, match="cache_bytes must be at least 1, not 0"):
         cache_bytes(0, tmp_path)

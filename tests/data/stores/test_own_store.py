@@ -1,4 +1,4 @@
-"""A store of one's own: the rows of a SQLite table, as docs/own-stage.md shows it, with the whole promise."""
+"""A store of one's own: the rows of a SQLite table, as docs/own-store.md shows it, with the whole promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from savable_pipeline.testing import assert_exact_resume
 from tests.project.pages import ROOT, blocks_of
 from tests.support.toy_pipelines import ToyEncoder
 
-PAGE = ROOT / "docs/own-stage.md"
+PAGE = ROOT / "docs/own-store.md"
 
 
 def store_of_the_page() -> Any:

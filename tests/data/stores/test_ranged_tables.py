@@ -151,7 +151,7 @@ def test_columns_of_ranges_must_be_there(tmp_path: Path) -> None:
         custom.ParquetReader(write(tmp_path), sp.Lane(), ranges=wrong)
     with pytest.raises(sp.ShardError, match=r"'begin', which ranges= names, is not there"):
         list(next(custom.JsonlReader(write(tmp_path / "lines", "jsonl"), sp.Lane(), ranges=wrong)))
-    with pytest.raises(ValueError, match=r"ranges: 'audio' is \(path, begin, end\)"):
+    with pytest.raises(ValueError, match=r"ranges: 'audio' must be \(path, begin, end\), .*not 'path'"):
         custom.JsonlReader(tmp_path / "lines", sp.Lane(), ranges={"audio": "path"})  # type: ignore[dict-item]
     assert list(samples(tmp_path, columns=["id"])[0]) == ["id", "path", "start", "end", "audio"]
 

@@ -83,7 +83,7 @@ def test_a_compressed_shard_has_the_hash_of_the_compressed_file(tmp_path: Path) 
 def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_an_error(tmp_path: Path) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds"))
     assert not check(str(folder)).problems
-    with pytest.raises(ValueError, match="validate_hash is an algorithm of hashlib or xxhash, not 'ours'"):
+    with pytest.raises(ValueError, match="validate_hash must be an algorithm of hashlib or xxhash, not 'ours'"):
         custom.MdsReader(folder, sp.Lane(), validate_hash="ours")
     with pytest.raises(sp.ShardError, match=r"index\.json has no sha256 of it, but ours"):
         next(custom.MdsReader(folder, sp.Lane(), validate_hash="sha256")).json()

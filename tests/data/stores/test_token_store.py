@@ -81,7 +81,7 @@ def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_to
     for name in "ab":
         np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
     os.truncate(tmp_path / "a.bin", 39)
-    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; Copy it again, or give"):
+    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
         custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
     reader = custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
     assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2

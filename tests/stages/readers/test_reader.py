@@ -338,7 +338,7 @@ def test_a_reader_without_a_lane_or_of_other_files_says_what_to_write(make_shard
     with pytest.raises(TypeError, match=r"needs a lane after 'x', not None. Use sp\.read\('x'\)"):
         sp.TarShardReader("x")  # type: ignore[call-arg]
     (tmp_path / "chat.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(sp.ShardError, match=r"a file of the kind jsonl, not tar; sp\.read\(…\) reads any kind"):
+    with pytest.raises(sp.ShardError, match=r"a file of the kind jsonl, not tar\. sp\.read\(…\) reads any kind"):
         sp.TarShardReader(str(tmp_path / "chat.jsonl"), sp.Lane())
     with pytest.raises(AttributeError, match=r"no attribute 'shuffle': sp\.read\(…\)\.shuffle\(…\) makes a chain"):
         sp.TarShardReader(str(make_shards([3])), sp.Lane()).shuffle(100)  # type: ignore[attr-defined]

@@ -123,9 +123,9 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["preview", "in/000.jpg"], "/in DST`"),
         (
             ["state", "gone"],
-            "gone: no such file; expected a file with the loader's state in it",
+            "gone: no such file. Pass a file with the state of a loader, of torch.save or to_json",
         ),
-        (["state", "in"], "in: a folder; expected a file with the loader's state in it, of torch.save or to_json"),
+        (["state", "in"], "in: a folder. Pass a file with the state of a loader, of torch.save or to_json"),
         (["info", "bad.tar"], "bad.tar"),
     ],
 )

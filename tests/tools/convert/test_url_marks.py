@@ -31,7 +31,7 @@ from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
             r"has a\.parquet and other files \(1\.jpg\)",
         ),
         (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
-        ([], "{http}/data/", r"name the files of a web server: .*/data/\{000\.\.099\}\.tar"),
+        ([], "{http}/data/", r"web servers cannot be listed\. Name the files: .*/data/\{000\.\.099\}\.tar"),
         ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
         ([], "ftp://b/a.jsonl", "unsupported URL. Use one of s3, gs, az, http, https"),
     ],

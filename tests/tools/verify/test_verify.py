@@ -98,7 +98,7 @@ def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
     (folder / "gone").mkdir()  # for pictures; there are no shards
     done = run(folder / "gone", "tests.support.toy_impure:good")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "no such file or folder" in done.stderr.splitlines()[-2]
+    assert "no such file or folder" in done.stderr.splitlines()[-1]
 
 
 # Without interpreters.
