@@ -69,8 +69,8 @@ class GrowingSamples:
         rising = all(low < high for row in (self._begins, known) for low, high in pairwise(row))
         if self._begins[0] != 0 or not rising or not 1 <= known[0] <= known[-1] <= all_shards:
             raise CheckpointMismatchError(
-                f"{dataset.address}: the state is of another dataset. Pass the saved one.\n  shards of the state "
-                f"{self.pairs}, here {all_shards}"
+                f"{dataset.address}: the state is of another dataset. Pass the saved one.\n  shards joined as (epoch, "
+                f"shards) {self.pairs}, here are {all_shards}"
             )
         self._dataset, self._selection = dataset, selection
         self._stretches = [self.first(shards) for shards in known]

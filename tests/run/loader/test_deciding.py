@@ -588,7 +588,7 @@ def test_real_ranks_that_decide_otherwise_are_named_on_both_and_go_on_as_before(
         other = f"rank {rank} from slot 2 on: {mine}, but rank {1 - rank} from slot 2 on: {theirs}"
         assert other in found["said"][0] and found["said"][1] == 14 and found["slot"] == 38
     assert (
-        "rank 0 from slot 26 on: max_length=8, but rank 1 ValueError: decide: max_length is at least 1"
+        "rank 0 from slot 26 on: max_length=8, but rank 1 ValueError: reconfigure: max_length must be 1 to 20"
         in ranks[0]["said"][2]
     )
     assert ranks[1]["said"][2].startswith("reconfigure: max_length must be 1 to")

@@ -334,7 +334,8 @@ def test_joined_shards_that_are_not_there_are_refused_and_the_loader_loads_the_n
     wrong = {**saved, "facts": pack_state(facts)}
     for name in ("lane_00000", "lane_00001", "lane_00002"):
         wrong[name] = sealed({**plain_of(saved[name]), "facts": facts.digest})
-    with pytest.raises(sp.CheckpointMismatchError, match="shards joined"):
+    told = r"of another dataset\. .*\n  shards joined as \(epoch, shards\) \[\(0, 1\), \(1, 900\)\], here are 3"
+    with pytest.raises(sp.CheckpointMismatchError, match=told):
         own.load_state_dict(wrong)
     own.close()
     own.load_state_dict(toy(folder).state_dict())
