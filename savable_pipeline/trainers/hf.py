@@ -400,7 +400,7 @@ def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
     if length and length % steps and in_mid_epoch:
         raise ValueError(
             f"gradient_accumulation_steps={steps} does not divide the {length} batches of an epoch. Change it, or "
-            "use epochs=None with max_steps, or save_strategy='epoch'."
+            "use epochs=None with max_steps, or save_strategy='epoch' without enable_jit_checkpoint."
         )
 
 

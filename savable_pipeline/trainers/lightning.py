@@ -274,8 +274,9 @@ def _check_untrained(trainer: Any) -> None:
     begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     if begun:
         raise StateError(
-            f"the trainer is at batch {begun} of {trainer.current_epoch} epochs, but the checkpoint has no state of "
-            "the loader. Resume from one with a SavableDataModule, whose `setup` calls super().setup(stage)."
+            f"the trainer has trained on {begun} batches in {trainer.current_epoch} whole epochs, but has no state of "
+            "the loader. Resume from a checkpoint with a SavableDataModule, whose `setup` calls super().setup(stage), "
+            "or load the weights and fit with a new Trainer."
         )
 
 

@@ -172,7 +172,10 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
         with loader_of(data, on_error="skip") as there, loader_of(url, on_error="skip") as here:
             assert batches(here) == batches(there)
         bucket.put_object(Key="some/where/0002.tar", Body=os.urandom(1536))
-        with loader_of(url) as loader, pytest.raises(sp.ShardError, match=r"0002.tar: 1536 bytes, but \d+ when it"):
+        with (
+            loader_of(url) as loader,
+            pytest.raises(sp.ShardError, match=r"0002.tar: 1536 bytes, but \d+ when indexed"),
+        ):
             batches(loader)
 
 

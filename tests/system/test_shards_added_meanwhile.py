@@ -166,7 +166,7 @@ def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: 
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
     first, second = ranks_at_different_times(data, 3)
     with pytest.raises(
-        sp.CheckpointMismatchError, match=r"rank 1 found other shards than rank 0, or .*: 3 here, 2 there"
+        sp.CheckpointMismatchError, match=r"rank 1 and rank 0 found different shards.*\n  3 here, 2 there"
     ):
         next(second)
     next(first)  # asks no more
@@ -184,7 +184,7 @@ def test_ranks_of_a_new_group_that_have_begun_different_numbers_of_runs_before(
     next(loader(data, ranks=(0, 2)))
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: groups[1])
     _, second = ranks_at_different_times(data, 3)
-    with pytest.raises(sp.CheckpointMismatchError, match="rank 1 found other shards than rank 0"):
+    with pytest.raises(sp.CheckpointMismatchError, match="rank 1 and rank 0 found different shards"):
         next(second)
 
 

@@ -47,13 +47,13 @@ def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
     deflate = zlib.compressobj()
     zeros = bytes(1 << 24)
     raw = b"".join(deflate.compress(zeros) for _ in range(64)) + deflate.flush()
-    with pytest.raises(StateError, match=r"fingerprint: more than 134\.2 MB inflated; use another copy"):
+    with pytest.raises(StateError, match=r"fingerprint: more than 134\.2 MB inflated\. Use another copy"):
         unpack_fingerprint(pack_state(Compressed(raw)))
 
 
 def test_settings_that_would_not_be_read_back_are_refused_when_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_LARGEST", 1000)
-    with pytest.raises(ValueError, match=r"take 2.* kB, most of it Encode.*; a state holds at most 1.*"):
+    with pytest.raises(ValueError, match=r"have 2\.\d kB, more than 1\.\d kB, most of it Encode\."):
         pack_fingerprint(Fingerprint({"seed": 1, "Encode.table": "x" * 2000}, {}))
 
 
@@ -61,7 +61,7 @@ def test_settings_that_would_not_be_read_back_are_refused_when_saved(monkeypatch
 def test_a_lane_whose_lists_are_deep(depth: int) -> None:
     body = b"\x91" * depth + b"\xc0"
     raw = pack_state(LaneState(0, 0, stages={"x": msgspec.Raw(body)}))
-    with pytest.raises(StateError, match=r"lane 0: .*use another copy"):
+    with pytest.raises(StateError, match=r"lane 0: .*Use another copy"):
         unpack_state(raw, LaneState, "lane 0")
 
 
@@ -107,7 +107,7 @@ TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
         (f"a0: &a0 [x]\n{TENS}sources: *a11\n", r"line \d+, column \d+: more than 100,000 values"),
         ("sources: &a {b: *a}\n", r"line 1: .*the alias \*a contains itself"),
         ("sources: {a: {path: a, weight: '1e99999999'}}", "line 1: the weight of 'a' is too large"),
-        ("sources: {true: {path: a, weight: 1}}", "line 1: the name True is not a text; write it in quotes"),
+        ("sources: {true: {path: a, weight: 1}}", "line 1: the name True is not a string. Write it in quotes"),
         (f"sources: {'[' * 1500}", "deeper than 20"),
         ("sources: \0", "line 1: .*special characters are not allowed"),
     ],

@@ -255,7 +255,7 @@ def test_loaders_of_several_runs_are_refused(shards: Path, settings: dict[str, A
 def test_ranks_at_different_places_are_refused(make_shards: Any) -> None:
     ranks = ranks_of(partial(number_pipeline, str(make_shards([40, 40])), epochs=None), 2)
     next(ranks[1])
-    with pytest.raises(ValueError, match="at different places, slot 0 of epoch 0, slot 2 of epoch 0: load one state"):
+    with pytest.raises(ValueError, match=r"the ranks are at slot 0 of epoch 0, slot 2 of epoch 0\. Load one state"):
         next(steps_of_ranks(ranks))
 
 

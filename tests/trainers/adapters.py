@@ -72,7 +72,10 @@ def trainer(make: Any, folder: Path, loader: Any = None, evaluation: Any = None,
 
 @pytest.mark.parametrize(
     "settings,match",
-    [({"ignore_data_skip": False}, "ignore_data_skip=True"), ({"auto_find_batch_size": True}, "smaller batches")],
+    [
+        ({"ignore_data_skip": False}, "ignore_data_skip=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported"),
+    ],
 )
 def test_hf_arguments_that_would_change_a_resumed_run_are_refused(
     make: Any, tmp_path: Path, settings: dict[str, Any], match: str
@@ -84,7 +87,7 @@ def test_hf_arguments_that_would_change_a_resumed_run_are_refused(
 def test_hf_accumulation_that_leaves_the_last_step_of_a_resumed_epoch_out_is_refused(make: Any, tmp_path: Path) -> None:
     for saves in ({}, {"save_strategy": "epoch", "enable_jit_checkpoint": True}):
         with pytest.raises(
-            ValueError, match="an epoch has 18 batches, which gradient_accumulation_steps=4 does not divide"
+            ValueError, match="gradient_accumulation_steps=4 does not divide the 18 batches of an epoch"
         ):
             trainer(make, tmp_path, gradient_accumulation_steps=4, **saves).train()
     trainer(make, tmp_path, gradient_accumulation_steps=4, save_strategy="epoch", max_steps=1).train()
@@ -181,7 +184,7 @@ class Skips(hf.SavableTrainer):
 
 def test_hf_skipped_batches_are_found_at_the_first_step(make: Any, tmp_path: Path) -> None:
     arguments = trainer(make, tmp_path).args
-    with pytest.raises(sp.SavableError, match=r"2 batches were given .* trained on 1 of them"):
+    with pytest.raises(sp.SavableError, match="used 1 of 2 batches"):
         Skips(Model(), arguments, train_loader=make()).train()
 
 

@@ -70,12 +70,14 @@ def test_hf_goes_on_from_the_newest_checkpoint_that_is_whole_and_names_the_other
     resumed = trainer(make, tmp_path, loader, max_steps=8)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == loader.state_dict()["slot"] == 8
-    (told,) = [record.getMessage() for record in caplog.records if "not whole" in record.getMessage()]
-    assert "checkpoint-4; newer" in told and "checkpoint-6, whose trainer_state.json" in told
+    (told,) = [record.getMessage() for record in caplog.records if "are incomplete" in record.getMessage()]
+    assert (
+        "checkpoint-4. Newer checkpoints are incomplete: " in told and "checkpoint-6, whose trainer_state.json" in told
+    )
     assert "checkpoint-7, whose savable_loader.json is not there" in told
     again = trainer(make, tmp_path, max_steps=8)
     again.train(resume_from_checkpoint=True)  # from 8, which is whole: nothing is left to do
-    assert len([record for record in caplog.records if "not whole" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "are incomplete" in record.getMessage()]) == 1
 
 
 def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_o
         made.train(resume_from_checkpoint=resume or None)
         return made.state.global_step
 
-    forgets = "EarlyStoppingCallback starts again"
+    forgets = "EarlyStoppingCallback restarts"
     assert run("straight", 14) == 8
     assert run("kept", 6) == 6
     shutil.copytree(tmp_path / "kept", tmp_path / "forgotten")

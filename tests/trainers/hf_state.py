@@ -172,7 +172,7 @@ def test_an_accumulation_for_which_no_epoch_is_long_enough_is_an_error_and_no_ru
 def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:
     trainer(tmp_path, make(), gradient_accumulation_steps=16, max_steps=1).train()
     made = trainer(tmp_path, make(), gradient_accumulation_steps=17, max_steps=1)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=17: .* at most 16 batches"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=17 exceeds the limit of 16"):
         made.train()
     assert not made.model.seen
 

@@ -500,7 +500,7 @@ def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
     with pytest.raises(ValueError, match=r"patches have \(3, 2, 4, 4\).*the model needs \(3, 2, 14, 14\)"):
         model_inputs({**seen, "mrope_ids": torch.zeros(1, 3)}, qwen())
     two = [item(encoder, story("a", photo, "b")) for photo in (PHOTOS[0], PHOTOS[0][:8])]
-    with pytest.raises(ValueError, match="internvl takes tiles of one size"):
+    with pytest.raises(ValueError, match=r"internvl needs equal tiles, not \[\[2, 4\], \[4, 4\]\]"):
         model_inputs(encoder.batch(two, Rng(7)), internvl())
     document = {"texts": [None, "b"], "images": [None, None], "audios": ["0.wav", None]}
     heard = item(encoder, sample({"json": document, "0.wav": audio_bytes(1)}))

@@ -83,7 +83,7 @@ def test_a_callback_that_gives_the_state_of_one_of_several_ranks_is_refused_when
 
     data = SavableData(make("endless"), batch_size=4)
     made = trainer(data, [data, Own()])
-    with pytest.raises(sp.SavableError, match=r"Composer keeps the state of rank 0 only.*SavableData"):
+    with pytest.raises(sp.SavableError, match=r"Composer saves the state of rank 0 only.*SavableData"):
         made.save_checkpoint(str(tmp_path / "saved.pt"))
 
 

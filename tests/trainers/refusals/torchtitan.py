@@ -38,7 +38,7 @@ def test_the_function_is_told_what_torchtitan_gives_and_its_rank_goes_on_from_it
 
 def test_only_a_loader_is_taken(make: Any) -> None:
     config = with_torchtitan.SavableDataLoader.Config(make=lambda **given: [])
-    with pytest.raises(TypeError, match="make must give a SavableLoader, not list"):
+    with pytest.raises(TypeError, match="make must return a SavableLoader, not list"):
         config.build(**GIVEN)
 
 
