@@ -109,7 +109,7 @@ def test_nginx_that_stays_down_is_an_error_and_the_run_goes_on_when_it_is_back(
     with loader_of(f"{web.url}/data/", cache_bytes=60_000) as loader:
         found = batches(loader, 3)
         web.follow("return 503;")
-        with pytest.raises(RemoteError, match=rf"{web.url}/data/000.\.tar: tried ([2-9]|\d\d+) times .*503"):
+        with pytest.raises(RemoteError, match=rf"{web.url}/data/000.\.tar: ([2-9]|\d\d+) tries in .* s failed: .*503"):
             for _ in range(STEPS):
                 found.append(next(loader))
         web.follow("")
