@@ -275,7 +275,7 @@ def _check_untrained(trainer: Any) -> None:
     if begun:
         raise StateError(
             f"the trainer has trained on {begun} batches in {trainer.current_epoch} whole epochs, but has no state of "
-            "the loader. Resume from a checkpoint of a SavableDataModule, or load the weights and fit with a new Trainer."
+            "the loader. Resume from a checkpoint of a SavableDataModule, or fit the weights with a new Trainer."
             "\n  `setup` of the SavableDataModule calls super().setup(stage)"
         )
 
