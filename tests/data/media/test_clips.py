@@ -143,7 +143,7 @@ def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[
 
     for _ in draws(6):
         at = order.randrange(len(whole) // 4, len(whole) * 3 // 4)
-        data = whole[:at] + order.randbytes(100) + whole[at + 100 :]
+        data = whole[:at] + order.randbytes(400) + whole[at + 400 :]
         after_others = behind(data, 0)
         for part in range(8):
             alone = behind(data, part)
