@@ -35,7 +35,7 @@ def convert_on_small_disks(kind: str, folder: Path) -> tuple[int, int]:
         try:
             convert_in_halves(source, disk / "out", workers=1)
         except SavableError as error:
-            assert "the disk is full" in str(error) and "start again to continue" in str(error), error
+            assert "disk or quota is full" in str(error) and "start again to continue" in str(error), error
             assert shards <= {path.name for path in (disk / "out").glob("*.tar")}, "a shard that was finished is gone"
             kept += bool(shards)
         else:
