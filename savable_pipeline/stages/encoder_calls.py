@@ -69,9 +69,9 @@ class EncoderCalls:
         if encoder is not upstream.encoder:
             encoder = upstream.lane.own(encoder)
         if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
-            raise ValueError(
-                f"{stage}: {type(encoder).__name__} has no pack(items, rng). Write one, or remove the packer."
-            )
+            mapped = type(encoder).__name__ == "MappedFunction"
+            fix = "Use .encode() with an encoder that has pack()" if mapped else "Write one, or remove the packer"
+            raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
         self._is_upstream = encoder is upstream.encoder
         self.encoder_name = type(encoder).__name__

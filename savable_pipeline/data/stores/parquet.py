@@ -12,6 +12,7 @@ child survived are in the index, and a file is checked to have its indexed foote
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -119,6 +120,8 @@ def _bytes_of(column: Any) -> tuple[int, int]:
 
 def _groups_by_child(footer: bytes, size: int) -> _Groups:
     """What `_groups` returns or raises, in a child process. Raises `ParquetFooterError` if that ends it, twice."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ImportError("Parquet files need pyarrow. Run `pip install pyarrow`")
     with _asking:
         for _ in range(2):
             child = _children.get(os.getpid())

@@ -201,7 +201,7 @@ def warn_unused(position: Position, population: int, left_out: Mapping[str, int]
     if lanes_left:
         log.warning(
             "epoch %d ends after %d rounds, because lane %s is exhausted. %d lanes of this rank have more samples, "
-            "which are dropped. Use fewer lanes to drop less.",
+            'which are dropped. Pass tail="pad" to keep them, or use fewer lanes.',
             epoch,
             rounds,
             dry[0] if dry else "(of another rank)",

@@ -36,7 +36,6 @@ from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.folder_store import FolderStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.ranges import EpisodeRange, LeRobotStore
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.source import LEROBOT_INFO, STORES
@@ -148,9 +147,13 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
 
 def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:
     """A problem for each video of an episode that has fewer frames than its row lists; nothing is decoded."""
+    if type(store).__name__ != "LeRobotStore":
+        return
+    from savable_pipeline.data.stores.ranges import EpisodeRange  # imports pyarrow, which other files do not need
+
     times: dict[str, NDArray[np.float64]] = {}  # of the frames of each file
     for row in range(store.entries[0].samples):
-        for part in store.range_parts if isinstance(store, LeRobotStore) else ():
+        for part in store.range_parts:  # type: ignore[attr-defined]
             try:
                 said = msgspec.json.decode(store.read(0, row, part), type=EpisodeRange)
                 if said.path not in times:

@@ -480,3 +480,10 @@ def test_what_is_read_does_not_depend_on_how_many_rows_are_decoded_at_a_time(tmp
     assert [(few.read(0, i, "txt"), few.read(0, i, "id")) for i in range(1000)] == [
         (txt.encode(), b"%d" % i) for i, txt in enumerate(table["txt"].to_pylist())
     ]
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(ImportError, match="pip install pyarrow"):
+        sp.open_dataset(tmp_path / "a.parquet")
