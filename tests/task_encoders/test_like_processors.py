@@ -207,7 +207,7 @@ def test_tokens_of_each_tile_stand_between_its_texts_and_batches_cut_and_count_i
         ("LLaVA 1.5", {"do_center_crop": False}, "do_center_crop=False"),
         ("LLaVA 1.5", {"crop_size": {"height": 224, "width": 224}}, "crop_size="),
         ("LLaVA 1.5", {"do_normalize": False}, "do_normalize=False"),
-        ("LLaVA on SigLIP", {"resample": 2}, "resample=2, where"),
+        ("LLaVA on SigLIP", {"resample": 2}, "resample=2, but .* needs .*BICUBIC"),
         ("SmolVLM2 500M", {"do_image_splitting": False}, "do_image_splitting=False"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_processor_that_is_not_known_or_does_not_say_its_patches_is_refused() 
         Vision.from_processor(processor("InternVL3"))
     other = processor("LLaVA 1.5")
     other.num_additional_image_tokens = 0
-    with pytest.raises(ValueError, match=r"num_additional_image_tokens=0, where .* takes 1"):
+    with pytest.raises(ValueError, match=r"num_additional_image_tokens=0, but .* needs 1"):
         Vision.from_processor(other)
 
 
