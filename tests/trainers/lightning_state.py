@@ -196,7 +196,7 @@ def test_a_trainer_that_has_trained_needs_the_state_of_the_loader(make: Any, tmp
     saved = torch.load(newest(tmp_path / "saved"), weights_only=False)
     assert len(saved["loops"]["fit_loop"]["state_dict"].pop("combined_loader")) == 1
     torch.save(saved, tmp_path / "without.ckpt")
-    with pytest.raises(StateError, match="with a SavableDataModule"):
+    with pytest.raises(StateError, match="from a checkpoint of a SavableDataModule"):
         fit(trainer(tmp_path, max_epochs=2), SavableDataModule(make()), resume=tmp_path / "without.ckpt")
 
 
