@@ -126,9 +126,9 @@ class ProcessConnection:
         if not self.ended:
             self._host.signal(self.number, STACK_SIGNAL)
         deadline = time.monotonic() + (0.0 if self.ended else _STACK_S)
-        while "File" not in (stack := self._status.new_stack(answer_request.__name__)) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._status.holds_stack(answer_request.__name__):
             time.sleep(0.02)
-        return stack
+        return self._status.new_stack(answer_request.__name__)
 
     def kill(self) -> bool:
         """Send SIGKILL."""

@@ -80,11 +80,13 @@ class StatusPage:
         except ValueError:  # the page was closed meanwhile
             return ""
 
+    def holds_stack(self, outermost: str) -> bool:
+        """In the trainer: whether a new stack is written as far as the function `outermost`, its end for a reader."""
+        return f"in {outermost}\n".encode() in os.pread(self.descriptor, 1 << 16, self._read_to)
+
     def new_stack(self, outermost: str) -> str:
         """In the trainer: the stack, written since the last call, of the thread that runs the function `outermost`."""
-        size, start = os.fstat(self.descriptor).st_size, self._read_to
-        raw = os.pread(self.descriptor, min(size - start, 1 << 16), start) if size > start else b""
-        self._read_to = max(size, start)
+        raw, self._read_to = os.pread(self.descriptor, 1 << 16, self._read_to), os.fstat(self.descriptor).st_size
         return _calls_within(outermost, raw.decode(errors="replace"))
 
     def close(self) -> None:

@@ -243,8 +243,7 @@ def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(faulty: Any
         with pytest.raises(sp.WorkerError, match=told) as caught:
             next(own)
         assert 1.9 < time.monotonic() - start < 30  # not the minute that the encoder hangs
-        frames = r"innermost call first:\n(.*\n)*?.*line \d+ in fail\n.*line \d+ in encode\n"  # `fail` may call others
-        assert re.search(frames, str(caught.value))
+        assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", str(caught.value))
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         (tmp_path / "cured").touch()
         found += [next(own) for _ in range(6)]
