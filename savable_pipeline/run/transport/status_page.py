@@ -81,7 +81,7 @@ class StatusPage:
             return ""
 
     def holds_stack(self, outermost: str) -> bool:
-        """In the trainer: whether a new stack is written as far as the function `outermost`, its end for a reader."""
+        """Whether a new stack is written as far as the function `outermost`."""
         return f"in {outermost}\n".encode() in os.pread(self.descriptor, 1 << 16, self._read_to)
 
     def new_stack(self, outermost: str) -> str:
