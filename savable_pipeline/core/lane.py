@@ -87,6 +87,7 @@ class Lane:
         self.facts = facts
         self.worker = WorkerContext() if worker is None else worker
         self.unused: int | None = None  # samples read since the last batch; None without a loader
+        self.skips = False  # whether the current batch is skipped: nothing need be built that decides nothing
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}
 

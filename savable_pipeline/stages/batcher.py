@@ -258,8 +258,8 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
-        """The next `n` items, or as many as there are."""
-        while len(items := self._held.ready(n)) < n and self._take(n):
+        """The next `n` items, or as many as there are; unmade where they are skipped."""
+        while len(items := self._held.ready(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 

@@ -217,17 +217,21 @@ class ItemBuffer:
         if self._share is not None:
             self._share.release(element)
 
-    def ready(self, n: int) -> list[Any]:
+    def ready(self, n: int, *, skips: bool = False) -> list[Any]:
         """Return the first items, made; elements that can no longer be made are removed.
 
         Args:
             n: How many; fewer are returned if fewer are held.
+            skips: Leave those unmade that cannot be lost.
         """
         made = [element.value for element in self._elements[:n]]
         if not [True for value in made if value is UNMADE]:
             return made
         made = []
         while (at := len(made)) < min(n, len(self._elements)):
+            if skips and self._holder.source.is_certain(self._elements[at].ref):
+                made.append(self._elements[at].value)
+                continue
             item, ref = self.look(at)
             if type(item) is Skip:
                 self.remove(at)

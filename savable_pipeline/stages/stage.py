@@ -227,6 +227,14 @@ class Stage:
         """
         return self.source.fetch_rows(ref, size) if self._asks_source else (self.fetch(ref), ())
 
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether rebuilding an element cannot end in a `Skip`: it works, or raises.
+
+        Args:
+            ref: The ref of the element.
+        """
+        return self._asks_source and self.source.is_certain(ref)
+
     @property
     def _asks_source(self) -> bool:
         """Whether `fetch` is the default: elements of this stage are its source's."""

@@ -169,9 +169,13 @@ class LaneRunner:
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind: the batch, its ref, and whether there is another. Saves the lane's state."""
-        batch = None if want == "peek" else self._next(live, want)
-        ref = () if want == "peek" or batch is _DRY else live.stage.ref
-        more = batch is not _DRY and self._more(live)
+        live.lane.skips = want != "batch"
+        try:
+            batch = None if want == "peek" else self._next(live, want)
+            ref = () if want == "peek" or batch is _DRY else live.stage.ref
+            more = batch is not _DRY and self._more(live)
+        finally:
+            live.lane.skips = False
         if batch is _DRY and self._job.pad:
             batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1

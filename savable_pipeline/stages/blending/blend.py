@@ -162,6 +162,7 @@ class _WeightedSources(Stage):
             encoder=common_encoder([info.encoder for info in infos]),
             excluded=reduce(or_, (info.excluded for info in infos)),
             gives_excluded=any(info.gives_excluded for info in infos),
+            raises=all(info.raises for info in infos),
             declared=any(info.declared for info in infos),
         )
 
@@ -204,6 +205,10 @@ class _WeightedSources(Stage):
     def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
         """The element with this ref, and the ref of what is left of it."""
         return self._source_of(ref).fetch_left(ref)
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """See `Stage.is_certain`."""
+        return self._source_of(ref).is_certain(ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):

@@ -199,8 +199,12 @@ class Balance(TakesItems):
             if not self._held:
                 return []
             at = self._rule.choose([pack.waiting for pack in self._packs])
-            sizes, whole = self._held[at].sizes, self._held[at].ref
-            item, ref = self._held.take(at)
+            element = self._held[at]
+            sizes, whole = element.sizes, element.ref
+            if self.lane.skips and not self._makes and self.source.is_certain(whole):
+                item, ref = element.value, self._held.remove(at).ref
+            else:
+                item, ref = self._held.take(at)
             waiting = self._packs.pop(at).waiting
             if type(item) is not Skip:
                 self._gave(waiting)

@@ -180,6 +180,10 @@ class ItemPacker(TakesItems):
             self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
         return packed, refs, sizes
 
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether a pack cannot be skipped, nor lose an item."""
+        return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
+
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
         return self.fetch_left(ref)[0]

@@ -108,7 +108,8 @@ class Join(TakesRefs):
 
     def describe(self) -> StageInfo:
         """The source's: as deep, so that stages after it draw the random numbers that they would without it."""
-        return replace(self.source.info)
+        info = self.source.info
+        return replace(info, raises=info.raises and self.missing == "empty")
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
