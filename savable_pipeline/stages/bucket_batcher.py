@@ -335,21 +335,25 @@ class BucketBatcher(EncoderBatches):
 
     def __next__(self) -> Any:
         key = self._due()
+        if key is None:
+            raise StopIteration
         held, size = self._buckets[key], self._size(key)
         batch = self._filled_up(held.ready(size), held.refs()[:size], size)
         self._release(key)
         return batch
 
-    def pass_over(self) -> None:
-        """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
-        self._release(self._due())
+    def pass_over(self) -> bool:
+        """Skip the next batch without calling `encoder.batch`; False at the end."""
+        key = self._due()
+        if key is not None:
+            self._release(key)
+        return key is not None
 
-    def _due(self) -> Bucket:
-        """The bucket of the next batch, whose items are made. Raises StopIteration if there is none."""
+    def _due(self) -> Bucket | None:
+        """The bucket of the next batch, whose items are made; None at the end."""
         key = self._next_bucket()
-        if key is None:
-            raise StopIteration
-        self._note_first(self._buckets[key].refs()[0])
+        if key is not None:
+            self._note_first(self._buckets[key].refs(1)[0])
         return key
 
     def _rows_of(self, item: Any) -> int:

@@ -30,7 +30,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -57,7 +57,7 @@ class EncodeState(msgspec.Struct):
     avoided: dict[str, bytes] = {}
 
 
-class Encode(TakesItems):
+class Encode(ChunkedStage, ItemStage):
     """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.

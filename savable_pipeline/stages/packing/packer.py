@@ -23,7 +23,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -61,7 +61,7 @@ def check_packing(
         check_cost("OnlinePacker", cost)
 
 
-class OnlinePacker(TakesItems):
+class OnlinePacker(ChunkedStage, ItemStage):
     """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
     Args:

@@ -33,7 +33,7 @@ from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
-from savable_pipeline.stages.stage import Stage, State, TakesRefs, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
@@ -149,7 +149,7 @@ class _ReaderState(msgspec.Struct):
     cut: SavedCount = 0
 
 
-class _TakesLane(TakesRefs):
+class _TakesLane(ChunkedStage, SampleStage):
     """What is said where a reader is made without a lane, or used as a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
@@ -309,7 +309,7 @@ class RecordReader(_TakesLane):
         self._announced = position  # the dataset was asked to prefetch up to here
         self._skips = False  # whether it was not, since these refs are skipped
 
-    def take_refs(self, n: int) -> RefArray:
+    def take(self, n: int) -> RefArray:
         """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
         parts = []
         if self._skips and not self.lane.skips:
