@@ -262,7 +262,7 @@ class Batcher(EncoderBatches):
 
     def _fill(self, n: int) -> list[Any]:
         """The next `n` items, or as many as there are; unmade where they are skipped."""
-        while len(items := self._held.ready(n, skips=self.lane.skips)) < n and self._take(n):
+        while len(items := self._held.values(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 

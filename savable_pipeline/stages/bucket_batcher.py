@@ -338,7 +338,7 @@ class BucketBatcher(EncoderBatches):
         if key is None:
             raise StopIteration
         held, size = self._buckets[key], self._size(key)
-        batch = self._filled_up(held.ready(size), held.refs()[:size], size)
+        batch = self._filled_up(held.values(size), held.refs(size), size)
         self._release(key)
         return batch
 
@@ -408,16 +408,17 @@ class BucketBatcher(EncoderBatches):
     def _put_taken(self) -> Bucket | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
         element = self._taken[0]
-        item, ref, key = element.value, element.ref, self._key_unmade(element)
+        key = self._key_unmade(element)
         if key is None:
-            item, ref = self._taken.look(0)
-            key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+            if not element.is_made:
+                self.source.make([element])
+            key = None if type(element.value) is Skip else self._key(element.value)  # a `Skip` was counted upstream
         if key is not None and key[1] == self._sizes.buckets:
-            self._skipped(ref)
+            self._skipped(element.ref)
             key = None
         elif key is not None:
-            self._by_source.kept_one(ref)
-            self._put(key, item, ref)
+            self._by_source.kept_one(element.ref)
+            self._put(key, element.value, element.ref)
             if self._rule is not None:
                 self._rule.came(key)
         self._taken.drop(1)
@@ -452,10 +453,15 @@ class BucketBatcher(EncoderBatches):
     def _make(self, key: Bucket, i: int) -> bool:
         """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
         held = self._buckets[key]
-        item, ref = held.look(i)
-        found = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+        element = held[i]
+        if element.is_made:
+            return True
+        copy = Element(element.ref, sizes=element.sizes)
+        self.source.make([copy])
+        item, ref = copy.value, copy.ref
+        found = None if type(item) is Skip else self._key(item)  # a `Skip` was counted upstream
         if found == key:
-            held.keep(i, item, ref)
+            element.value, element.ref, element.sizes = item, ref, copy.sizes
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(

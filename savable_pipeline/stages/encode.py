@@ -7,7 +7,7 @@ encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, make, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, fetched, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -43,6 +43,7 @@ _LIST = (
     "%s returned a list of %d dicts, which is a single item: a batch has a list of as many dicts. To make an item of "
     "each, yield them, or return iter(...)"
 )
+_MOST_OPENED = 10_000
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
@@ -114,6 +115,7 @@ class Encode(ChunkedStage, ItemStage):
         self._encoder = encoder
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
+        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # taken, but not made yet, with declared sizes
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
@@ -164,8 +166,12 @@ class Encode(ChunkedStage, ItemStage):
             self._take_samples(elements, len(elements) + 1)
             return
         element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
+        if not skips:
+            self._opened[element.ref[:2]] = sample, size
+            if len(self._opened) > _MOST_OPENED:
+                del self._opened[next(iter(self._opened))]
         if self._makes:
-            make(element, self)
+            self.make([element])
         self._ahead.next += 1
         elements.append(element)
 
@@ -292,7 +298,18 @@ class Encode(ChunkedStage, ItemStage):
 
         Raises `EncodeError` if the encoder raises, or no longer makes that part of the sample.
         """
-        sample = self.source.fetch(ref)
+        return fetched(self, ref)
+
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of items, or a `Skip`: see `fetch`."""
+        for element in elements:
+            element.value = self._made(element)
+
+    def _made(self, element: Element) -> Any:
+        ref = element.ref
+        sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
+        if sample is None:
+            sample = self.source.fetch(element.ref)
         if sample.index in self.info.excluded:
             return EXCLUDED
         lost = self._skipped.lost_before(sample)
@@ -300,7 +317,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.part(sample, part_of(ref))
+            return self.keyed.part(sample, part_of(element.ref), size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -422,11 +439,11 @@ class KeyedEncoder:
         except Exception as error:
             raise EncoderError(error) from error
 
-    def part(self, sample: Sample, part: int) -> Any:
+    def part(self, sample: Sample, part: int, size: Size | None = None) -> Any:
         """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
         made, rng = self.encoded(sample)
         try:
-            self.declared.check(sample, made)
+            self.declared.check(sample, made, size)
         except EncodeError:
             raise
         except Exception as error:
@@ -531,10 +548,10 @@ class DeclaredSize:
         length = self._encoder.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
-    def check(self, sample: Sample, item: Any) -> None:
-        """Raise `EncodeError` if the item of a sample has another size than the encoder declared."""
-        declared = self.of(sample)
-        if declared is None:
+    def check(self, sample: Sample, item: Any, declared: Size | None) -> None:
+        """Raise `EncodeError` if the item of a sample has another size than the encoder declares, or did."""
+        declared = self.of(sample) if declared is None else declared
+        if declared is None or not self.known:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"

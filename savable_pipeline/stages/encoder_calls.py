@@ -80,7 +80,7 @@ class EncoderCalls:
         self._lane = upstream.lane
         self._key: int | None = None
         self._combine = combine
-        self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
+        self.has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
         self._seed_globals = seeder(encoder.global_rng)
 
@@ -150,7 +150,7 @@ class EncoderCalls:
 
     def images(self, item: Any) -> int:
         """The number of images of an item."""
-        if not self._has_images:
+        if not self.has_images:
             return 0
         try:
             images = index(self.encoder.images(item))

@@ -14,7 +14,7 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, parse_state
 
 _MAX_BUFFER_BYTES = 1 << 30
 
@@ -81,8 +81,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         """Take the next 1 to `n` elements: random ones, each replaced by the source's next, or by the last."""
         buffer = self._buffer
         self._fill()
-        if self._makes and isinstance(buffer, ItemBuffer) and buffer:
-            make(buffer[self._slot()], self.source)
+        if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
+            self.source.make([buffer[at]])
         fresh: Any = self.source.take(n) if len(buffer) == self.size else ()
         if len(fresh):
             slots = below(words(self._key, self._draws, len(fresh)), self.size)

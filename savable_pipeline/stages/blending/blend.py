@@ -9,8 +9,9 @@ sources  a ──▶ ahead  a0 a1 a2                 what was taken of each befo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import groupby
 from operator import index, or_
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
@@ -34,13 +35,12 @@ from savable_pipeline.stages.stage import (
     SampleStage,
     Stage,
     State,
-    make,
     parse_state,
     saved_refs,
 )
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
-from savable_pipeline.stages.task_encoder import common_encoder
+from savable_pipeline.stages.task_encoder import Skip, common_encoder
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +230,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
         return self._source_of(ref).fetch(ref)
 
-    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """The element with this ref, and the ref of what is left of it."""
-        return self._source_of(ref).fetch_left(ref)
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of elements, each by its source."""
+        for stage, mine in groupby(elements, lambda element: self._source_of(element.ref)):
+            stage.make(list(mine))
 
     def is_certain(self, ref: ItemRef) -> bool:
         """See `Stage.is_certain`."""
@@ -338,8 +339,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 break
             self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
         ready = len(self._ahead[name])
-        if self._makes and n and ready and self.yields != "samples":
-            make(self._ahead[name][0], source)
+        if self._makes and n and ready and self.yields != "samples" and not self._ahead[name][0].is_made:
+            source.make([self._ahead[name][0]])
         return ready
 
     def _array(self, taken: Any) -> _Elements:
@@ -370,8 +371,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
-        make(element, stage)
         if not element.is_made:
+            stage.make([element])
+        if type(element.value) is Skip:
             return None
         encoder = stage.info.encoder
         assert encoder is not None

@@ -27,7 +27,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 PAST = 16  # times `candidates`: packs given last that count
@@ -200,16 +200,15 @@ class Balance(ChunkedStage, ItemStage):
                 return []
             at = self._rule.choose([pack.waiting for pack in self._packs])
             element = self._held[at]
-            sizes, whole = element.sizes, element.ref
-            if self.lane.skips and not self._makes and self.source.is_certain(whole):
-                item, ref = element.value, self._held.remove(at).ref
-            else:
-                item, ref = self._held.take(at)
+            skips = self.lane.skips and not self._makes and self.source.is_certain(element.ref)
+            if not (skips or element.is_made):
+                self.source.make([element])
+            self._held.remove(at)
             waiting = self._packs.pop(at).waiting
-            if type(item) is not Skip:
+            if type(element.value) is not Skip:
                 self._gave(waiting)
-                return [Element(ref, item, left_sizes(sizes, whole, ref))]
-            self._skipped(item)
+                return [element]
+            self._skipped(element.value)
 
     def _gave(self, waiting: WaitingPack) -> None:
         slots = self._rule.count - waiting.arrival
@@ -238,8 +237,9 @@ class Balance(ChunkedStage, ItemStage):
                 return
             (element,) = elements
             if element.sizes is None:
-                make(element, self.source)
                 if not element.is_made:
+                    self.source.make([element])
+                if type(element.value) is Skip:
                     continue
                 element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
             self._packs.append(self._held_pack(element.ref, self._rule.count, element.sizes))
