@@ -516,7 +516,7 @@ DATA = [
         "cache checksums",
         "Blocks in the cache that a crash or the disk has changed are given as they are.",
         _DATA + "stores/cached_blocks.py",
-        "        return bool((present & 1).all()) and all(self.is_right(shard, row, stop) for row, stop in runs(fresh))\n",
+        "        return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))\n",
         "        return bool((present & 1).all()) and len(fresh) >= 0\n",
         ("tests/data/remote/test_spoiled_cache.py", "tests/data/remote"),
         caught_by="tests/data/remote/test_spoiled_cache.py::test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fetched_again[jsonl]",
@@ -538,7 +538,7 @@ DATA = [
         "A link that breaks off again and again is given up after the time for retries, although bytes come.",
         _DATA + "remote/object_store.py",
         "                if progress() != before:\n"
-        "                    begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()\n",
+        "                    start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()\n",
         "",
         ("tests/data/remote/test_object_store.py", "tests/data/remote"),
         caught_by="tests/data/remote/test_listing.py::test_a_listing_that_gets_farther_each_time_is_not_given_up",
