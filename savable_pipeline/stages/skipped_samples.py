@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.core.files import is_out_of_handles
+from savable_pipeline.core.files import lacks_handles
+from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.on_error import (
     OnError,
     check_on_error,
     described,
     from_user_code,
-    is_of_environment,
+    is_environment_error,
     reason_of,
     skips,
 )
@@ -51,19 +52,23 @@ def _fix(function: str, error: Exception) -> str:
     """What to do about an error of an encoder or a filter."""
     if isinstance(error, ImportError):
         return "Install what is missing and resume."
-    if is_out_of_handles(error):
+    if lacks_handles(error):
         return "Raise `ulimit -n` and resume."
     value = "False" if function.startswith(".filter") else "sp.Skip(...)"
     skip = 'pass on_error="skip".'
-    return f"Fix this and resume, or {skip}" if is_of_environment(error) else f"Return {value} or {skip}"
+    return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
 class _Snapshot(NamedTuple):
-    """The counts at the start of a call, restored if the call fails."""
+    """The counts at some sample, restored if what follows fails."""
 
     errors: int
     row: int
+    noted: int
     rows: dict[int, int]
+    counted: Counter[str]
+    items: int
+    next: int
 
 
 class SkippedSamples:
@@ -80,11 +85,12 @@ class SkippedSamples:
         counts: Counter[str],
         upstream: StageInfo,
         ahead: SamplesAhead,
+        seeding: Seeding,
     ) -> None:
         check_limits(on_error, max_errors)
         self._counts = counts
         self._lane = upstream.lane
-        self._ahead = ahead
+        self._ahead, self._seeding = ahead, seeding
         self._population = upstream.population
         self._function = function
         self._on_error = on_error
@@ -102,13 +108,19 @@ class SkippedSamples:
         """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
         self._counted.clear()
         self._elements, self._noted = elements, 0
-        return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
+        return self.mark()
+
+    def mark(self) -> _Snapshot:
+        """Snapshot the counts, the number of items and the position within such a call."""
+        rows, counted, ahead = self._by_source.rows, self._counted, self._ahead
+        return _Snapshot(self.errors, self._row, self._noted, {**rows}, counted.copy(), len(self._elements), ahead.next)
 
     def roll_back(self, before: _Snapshot) -> None:
-        """Undo the counting of a call that failed."""
+        """Return to a snapshot."""
         self._counts.subtract(self._counted)
-        self.errors, self._row, self._by_source.rows = before
-        self._elements = []
+        self._counts.update(before.counted)
+        self.errors, self._row, self._noted, self._by_source.rows, self._counted, items, self._ahead.next = before
+        del self._elements[items:]
 
     def end(self, tags: frozenset[int]) -> None:
         """Count the items of a call, of sources with these tags."""
@@ -130,6 +142,8 @@ class SkippedSamples:
         Raises `EncodeError` after `max_empty_samples` in a row without an item, of one source, or of all with those
         that are excluded: these may be all of a source.
         """
+        if skip is not EXCLUDED:
+            self._seeding.check()
         self._end_rows()
         self._row += 1
         row, of = self._row, ""
@@ -152,6 +166,7 @@ class SkippedSamples:
 
     def tolerate(self, sample: Sample, error: Exception) -> None:
         """Skip the sample that is next in `ahead` because of an error if `on_error` says so; else raise the error."""
+        self._seeding.check()
         fault: SavableError
         on_error: OnError
         if isinstance(error, ShardError):
@@ -162,9 +177,9 @@ class SkippedSamples:
             fault, on_error = self.failed(sample, error), self._on_error
             fault.__cause__ = from_user_code(error)
         # A library that is not installed here is no fault of any sample: all would be skipped, and elsewhere none.
-        if is_out_of_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
+        if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
             raise fault
-        if is_of_environment(error):
+        if is_environment_error(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
         self._lost(sample, reason_of(error), str(fault).split(_DETAILS)[0])
@@ -175,6 +190,7 @@ class SkippedSamples:
 
     def avoided_again(self, sample: Sample) -> None:
         """Skip a sample that is not to be tried again."""
+        self._seeding.check()
         reason = self.avoided[sample.index, sample.epoch]
         self._lost(sample, reason, "avoided since it failed before")
 

@@ -39,9 +39,9 @@ class TaskEncoder:
 
     Each method must be pure: its result depends only on its arguments, the encoder's settings and random numbers drawn
     during the call. Draw these from `rng`, which is keyed by the run's seed and the sample, pack or batch. Python's
-    `random`, `numpy.random` and `torch` are seeded for the call too, so that existing transforms resume exactly; that
-    costs about 7 µs a call, and `global_rng` turns it off. An error of a method becomes an `EncodeError` that names the
-    stage and the data.
+    `random`, `numpy.random` and `torch` are seeded for the calls of a method that draws from them, so that existing
+    transforms resume exactly: see `global_rng`. An error of a method becomes an `EncodeError` that names the stage and
+    the data.
 
     Example:
         >>> class Crops(sp.TaskEncoder):
@@ -55,8 +55,9 @@ class TaskEncoder:
         (torch.Size([2, 4, 4, 3]), tensor([0, 1]))
     """
 
-    global_rng: bool | tuple[str, ...] = True
-    """The global generators to seed for each call: True (all), False (none), or some of "python", "numpy", "torch"."""
+    global_rng: bool | tuple[str, ...] | None = None
+    """The global generators to seed for each call: all if a call is found to draw from one (None), all (True), none
+    (False), or some of "python", "numpy", "torch"."""
 
     thread_safe: bool = False
     """Set it True if threads may call its methods at the same time: as workers they then need no copy each."""
@@ -262,7 +263,10 @@ class _AmbiguousEncoder(TaskEncoder):
     """Stands for the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
 
     def __init__(self, encoders: list[TaskEncoder]) -> None:
-        self.global_rng = tuple(sorted({kind for encoder in encoders for kind in kinds(encoder.global_rng)}))
+        settings = [encoder.global_rng for encoder in encoders]
+        self.global_rng = (
+            None if None in settings else tuple(sorted({name for each in settings for name in kinds(each)}))
+        )
 
     def length(self, item: Any) -> int:
         raise self._unclear("length")

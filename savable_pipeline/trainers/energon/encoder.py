@@ -71,6 +71,8 @@ class FromEnergon(TaskEncoder):
         ```
     """
 
+    global_rng = True  # its methods count on freshly seeded generators
+
     def __init__(
         self,
         task_encoder: Any,
