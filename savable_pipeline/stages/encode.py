@@ -6,7 +6,6 @@ encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.global_rng import DrawFound, Seeding
+from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
@@ -25,7 +24,7 @@ from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
+from savable_pipeline.stages.encoder_calls import made_encoder
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
@@ -107,13 +106,13 @@ class Encode(TakesItems):
         super().__init__(source)
         encoder = made_encoder("Encode", encoder, source.lane)
         self._ahead = SamplesAhead()
+        self._skipped = SkippedSamples(
+            encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
+        )
         self.on_error = on_error
         self.one_for_one: bool = encoder.one_to_one
         self._encoder = encoder
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
-        self._skipped = SkippedSamples(
-            encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead, self.keyed.seeding
-        )
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
@@ -141,9 +140,9 @@ class Encode(TakesItems):
                 else:
                     self._take_samples(elements, n)
         except BaseException:
-            self._skipped.roll_back(before)  # the call returns no item: undo it as a whole
-            ahead.next = first
+            ahead.next = first  # the call returns no item: undo it as a whole
             self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None
+            self._skipped.roll_back(before)
             raise
         self._skipped.end(self.info.tags)
         self.counts["items"] += len(elements)
@@ -174,30 +173,15 @@ class Encode(TakesItems):
         return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
-        """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items.
-
-        Of a row that turns out to draw, it takes none, or those up to the last error: its caller tries again.
-        """
-        first = self._ahead.next
-        samples = self._ahead.samples[first : first + min(n - len(elements), self.keyed.seeding.longest_row)]
-        self._row = self._skipped.mark()
-        try:
-            with self.keyed.row(len(samples)) as encode:
-                self._encode_samples(samples, encode, elements)
-        except DrawFound:
-            self._skipped.roll_back(self._row)
-
-    def _confirm(self) -> None:
-        """Mark the sample as done: it was counted, which a draw that is found later must not undo."""
-        self._row = self._skipped.mark()._replace(next=self._ahead.next + 1)
-
-    def _encode_samples(self, samples: list[Sample], encode: EncodeCall, elements: list[Element]) -> None:
+        """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        avoided, excluded, seed = self._skipped.avoided, self.info.excluded, keyed.seeding.seed
+        encode, seed = keyed.encode_many(), keyed.seed_globals
+        avoided, excluded = self._skipped.avoided, self.info.excluded
         first, dataset, base, absent = ahead.next, None, 0, None
         if status is not None:
             status[0] = self.info.depth
-        for ahead.next, sample in enumerate(samples, first):
+        chosen = ahead.samples[first : first + n - len(elements)]
+        for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
                 base, reason = keyed.base(dataset.source), absent_reason(dataset)
@@ -211,7 +195,6 @@ class Encode(TakesItems):
                 status[1], status[2] = index, epoch
             if avoided and (index, epoch) in avoided:
                 self._skipped.avoided_again(sample)
-                self._confirm()
                 continue
             ref = (index, epoch, 0)
             rng = Rng(base, ref)
@@ -221,7 +204,6 @@ class Encode(TakesItems):
                 item = encode(sample, rng)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
-                self._confirm()
                 continue
             if type(item) not in plain:
                 if type(item) is Skip or item is None or hasattr(item, "__next__"):
@@ -249,7 +231,6 @@ class Encode(TakesItems):
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
-        self.keyed.seeding.check()
         if item is None:
             self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"))
         elif self._encoder.one_to_one:
@@ -271,29 +252,22 @@ class Encode(TakesItems):
         fan, skipped = self._fan, self._skipped
         assert fan is not None
         if fan.made is None and self._is_left_out(fan.sample):
-            self._fan = None  # which started before the state was saved: all of it is dropped, with the other samples
+            self._fan = None  # which began before the state was saved: all of it is left out, with the other samples
             return
         self._report_sample(fan.sample)
-        first, n = fan.count, min(n, len(elements) + self.keyed.seeding.longest_row)
-        self._row = skipped.mark()
         try:
-            with self.keyed.seeding.row(n - len(elements)):
-                while len(elements) < n:
-                    part, item = fan.count, fan.next()
-                    if type(item) is Skip:
-                        skipped.skipped(fan.sample, item)
-                    elif item is not DONE:
-                        elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
-                    else:
-                        if not part:
-                            skipped.skipped(fan.sample, Skip("an iterator without items"))
-                        break
+            while len(elements) < n:
+                part, item = fan.count, fan.next()
+                if type(item) is Skip:
+                    skipped.skipped(fan.sample, item)
+                elif item is not DONE:
+                    elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
                 else:
-                    return
-        except DrawFound:
-            skipped.roll_back(self._row)
-            self._fan = FanOut(self.keyed, fan.sample, count=first)
-            return
+                    if not part:
+                        skipped.skipped(fan.sample, Skip("an iterator without items"))
+                    break
+            else:
+                return
         except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
             skipped.tolerate(fan.sample, failed.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
@@ -400,11 +374,10 @@ class KeyedEncoder:
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
-        self.seeding = seeding_of(encoder, lane)
-        unchecked = check == 0 and purpose == "encode"
-        self._check = None if unchecked else _purity_check(encoder, lane, self.seeding, check)
+        self._check = _purity_check(encoder, lane, check)
         self._plain: EncodeCall = encoder.encode
         self.encode: EncodeCall = self._check or self._plain
+        self.seed_globals = seeder(encoder.global_rng)
         _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
         self.encoder = encoder
@@ -412,18 +385,11 @@ class KeyedEncoder:
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def row(self, calls: int) -> Iterator[EncodeCall]:
-        """Within this context, encode so many samples: by the encoder itself where nothing is to be checked."""
-        check = self._check if self.encode is self._check else None
-        left = check.left if check else 0
-        try:
-            with self.seeding.row(calls):
-                yield self.encode if check is None or check.is_due() else self._plain
-        except DrawFound:
-            if check is not None:
-                check.left = left
-            raise
+    def encode_many(self) -> EncodeCall:
+        """What encodes the next samples: the encoder itself, once no more samples are to be checked."""
+        if self._check is not None and self._check.left <= 0 and self.encode is self._check:
+            self.encode, self._check = self._plain, None
+        return self.encode
 
     def base(self, source: int) -> int:
         """The base of the keys of the random numbers of samples with this `Ref.source`."""
@@ -434,18 +400,15 @@ class KeyedEncoder:
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
         """What `encode` makes of a sample, and its random numbers. Raises `EncoderError`."""
         rng = Rng(self.base(sample.origin.source), (sample.index, sample.epoch, 0))
-        if self.seeding.seed is not None:
-            self.seeding.seed(rng.key)
+        if self.seed_globals is not None:
+            self.seed_globals(rng.key)
         try:
             return self.encode(sample, rng), rng
         except Exception as error:
             raise EncoderError(error) from error
 
     def part(self, sample: Sample, part: int) -> Any:
-        """Rebuild a part of a sample. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
-        return self.seeding.alone(self._part, sample, part)
-
-    def _part(self, sample: Sample, part: int) -> Any:
+        """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
         made, rng = self.encoded(sample)
         try:
             self.declared.check(sample, made)
@@ -466,11 +429,11 @@ class KeyedEncoder:
         return item
 
 
-def _purity_check(encoder: TaskEncoder, lane: Lane, seeding: Seeding, share: float | None) -> PurityCheck:
+def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
     """The check of some samples, by default of the first ones that all lanes of a process encode."""
     if share is None:
-        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, seeding, lane))
-    return PurityCheck(encoder, share, seeding, lane)
+        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, in_threads=lane.in_thread))
+    return PurityCheck(encoder, share, in_threads=lane.in_thread) if share else None
 
 
 class FanOut:
@@ -520,8 +483,8 @@ class FanOut:
 
     def _next(self, made: Iterator[Any], rng: Rng) -> Any:
         rng.rekey((self.sample.index, self.sample.epoch, self.count))
-        if self._keyed.seeding.seed is not None:
-            self._keyed.seeding.seed(rng.key)
+        if self._keyed.seed_globals is not None:
+            self._keyed.seed_globals(rng.key)
         try:
             item = next(made, DONE)
         except Exception as error:

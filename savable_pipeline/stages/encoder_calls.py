@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Literal, TypeGuard, TypeVar, cast
 
-from savable_pipeline.core.global_rng import Seeding
+from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
 from savable_pipeline.stages.task_encoder import TaskEncoder, encoder_settings
@@ -54,20 +53,6 @@ def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
     return False
 
 
-def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seeding:
-    """The seeding of a method, or of the function of a `.map` or `.filter`, for all lanes of a process."""
-    function = encoder.function if isinstance(encoder, MappedFunction) else encoder
-    name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
-    setting = encoder.global_rng
-    if setting is None and method == "batch" and getattr(encoder.batch, "__func__", None) is TaskEncoder.batch:
-        setting = False  # torch's collation draws nothing
-
-    def make() -> tuple[Seeding, Any]:  # with the function, so that no other one gets its id
-        return Seeding(name, setting, in_thread=lane.in_thread), function
-
-    return lane.shared(("seeding", id(function), method, setting), make)[0]
-
-
 class EncoderCalls:
     """Calls an encoder's methods for one stage, which combines items into packs or batches.
 
@@ -96,7 +81,7 @@ class EncoderCalls:
         self._combine = combine
         self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
-        self._seeding = seeding_of(encoder, self._lane, combine)
+        self._seed_globals = seeder(encoder.global_rng)
 
     def settings(self) -> dict[str, Any]:
         """What the stage's settings have of the encoder; nothing of the one upstream, whose stage lists them."""
@@ -110,30 +95,31 @@ class EncoderCalls:
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
         """The lane's pack or batch `number`, made of these items."""
-        names = f"{self.encoder_name}.{self._combine}", f"{self._combine} {number}"
-        return self._seeding.alone(
-            self._call, self._combined, items, names, self._seeding, number, self.key(info), info
-        )
+        rng = self._begun(self.key(info), number, info)
+        try:
+            return self._combined(items, rng)
+        except Exception as error:
+            which = f", {self._combine} {number} ({len(items)} items)"
+            raise self._failed(self._combine, error, which) from from_user_code(error)
 
     def selected(self, select: Callable[[list[Any], Rng], T], items: list[Any], number: int, info: StageInfo) -> T:
-        """The result of a user's function of these items, in round `number` of the lane."""
-        seeding, names = seeding_of(self.encoder, self._lane, "select"), ("select", f"round {number}")
-        return seeding.alone(self._call, select, items, names, seeding, number, info.key("select"), info)
+        """What a function of the user's says about these items, in round `number` of the lane."""
+        rng = self._begun(info.key("select"), number, info)
+        try:
+            return select(items, rng)
+        except Exception as error:
+            which = f", round {number} ({len(items)} items)"
+            raise self._error("select", error, which) from from_user_code(error)
 
-    def _call(
-        self, function: Callable[[list[Any], Rng], T], items: list[Any], names: tuple[str, str], seeding: Seeding,
-        number: int, key: int, info: StageInfo,
-    ) -> T:  # fmt: skip
+    def _begun(self, key: int, number: int, info: StageInfo) -> Rng:
+        """The random numbers of a call, for which the global generators are seeded and the stage is reported."""
         status = info.lane.worker.status
         if status is not None:
             status[0] = info.depth
         rng = Rng(key, (number, 0, 0))
-        if seeding.seed is not None:
-            seeding.seed(rng.key)
-        try:
-            return function(items, rng)
-        except Exception as error:
-            raise self._error(names[0], error, f", {names[1]} ({len(items)} items)") from from_user_code(error)
+        if self._seed_globals is not None:
+            self._seed_globals(rng.key)
+        return rng
 
     def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
         """Length and images of each item; None if the encoder does not say how to measure one."""

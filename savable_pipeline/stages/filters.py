@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.global_rng import DrawFound
 from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
@@ -60,15 +59,16 @@ class SampleFilter(TakesRefs):
         keep: Callable[..., bool],
         *,
         on_error: OnError = "raise",
-        global_rng: bool | tuple[str, ...] | None = None,
+        global_rng: bool | tuple[str, ...] = True,
     ) -> None:
         super().__init__(source)
         self.keep, self.on_error = keep, on_error
         encoder = MappedFunction(".filter", source.lane.own(keep), global_rng=global_rng)
         self._ahead = SamplesAhead()
+        self._skipped = SkippedSamples(
+            f".filter({mapped_name(keep)})", on_error, _MAX_ERRORS, self.counts, source.info, self._ahead
+        )
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
-        name, seeding = f".filter({mapped_name(keep)})", self.keyed.seeding
-        self._skipped = SkippedSamples(name, on_error, _MAX_ERRORS, self.counts, source.info, self._ahead, seeding)
         self._limits = _Limits(self, keep)
 
     def take_refs(self, n: int) -> RefArray:
@@ -81,25 +81,20 @@ class SampleFilter(TakesRefs):
             given: list[Element] = []
             first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
             try:
-                chosen = ahead.samples[first : first + min(n, self.keyed.seeding.longest_row)]
-                with self.keyed.seeding.row(len(chosen)):
-                    for ahead.next, sample in enumerate(chosen, first):
-                        untried = sample.index in excluded or absent_reason(sample.origin)
-                        kept.append(True if untried else self._keeps(sample))
-                        if kept[-1]:
-                            given.append(Element((sample.index, sample.epoch, 0)))
-                        if kept[-1] is None:
-                            break  # it is counted, which a draw that is found later must not undo
+                chosen = ahead.samples[first : first + n]
+                for ahead.next, sample in enumerate(chosen, first):
+                    untried = sample.index in excluded or absent_reason(sample.origin)
+                    kept.append(True if untried else self._keeps(sample))
+                    if kept[-1]:
+                        given.append(Element((sample.index, sample.epoch, 0)))
                 ahead.next += 1
-            except DrawFound:
-                ahead.next = first
-                continue
             except SavableError:
-                if not given or len(kept) > ahead.next - first:  # the row drew in a thread
+                if not given:
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
-                self._skipped.roll_back(before)  # the call returns no sample: undo it as a whole
+                ahead.next = first  # the call returns no sample: undo it as a whole
+                self._skipped.roll_back(before)
                 raise
             self._skipped.end(self.info.tags)
             self._limits.count(kept)

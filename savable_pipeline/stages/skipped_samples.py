@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from savable_pipeline.core.files import lacks_handles
-from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.on_error import (
     OnError,
     check_on_error,
@@ -60,15 +59,11 @@ def _fix(function: str, error: Exception) -> str:
 
 
 class _Snapshot(NamedTuple):
-    """The counts at some sample, restored if what follows fails."""
+    """The counts at the start of a call, restored if the call fails."""
 
     errors: int
     row: int
-    noted: int
     rows: dict[int, int]
-    counted: Counter[str]
-    items: int
-    next: int
 
 
 class SkippedSamples:
@@ -85,12 +80,11 @@ class SkippedSamples:
         counts: Counter[str],
         upstream: StageInfo,
         ahead: SamplesAhead,
-        seeding: Seeding,
     ) -> None:
         check_limits(on_error, max_errors)
         self._counts = counts
         self._lane = upstream.lane
-        self._ahead, self._seeding = ahead, seeding
+        self._ahead = ahead
         self._population = upstream.population
         self._function = function
         self._on_error = on_error
@@ -108,19 +102,13 @@ class SkippedSamples:
         """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
         self._counted.clear()
         self._elements, self._noted = elements, 0
-        return self.mark()
-
-    def mark(self) -> _Snapshot:
-        """Snapshot the counts, the number of items and the position within such a call."""
-        rows, counted, ahead = self._by_source.rows, self._counted, self._ahead
-        return _Snapshot(self.errors, self._row, self._noted, {**rows}, counted.copy(), len(self._elements), ahead.next)
+        return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
 
     def roll_back(self, before: _Snapshot) -> None:
-        """Return to a snapshot."""
+        """Undo the counting of a call that failed."""
         self._counts.subtract(self._counted)
-        self._counts.update(before.counted)
-        self.errors, self._row, self._noted, self._by_source.rows, self._counted, items, self._ahead.next = before
-        del self._elements[items:]
+        self.errors, self._row, self._by_source.rows = before
+        self._elements = []
 
     def end(self, tags: frozenset[int]) -> None:
         """Count the items of a call, of sources with these tags."""
@@ -142,8 +130,6 @@ class SkippedSamples:
         Raises `EncodeError` after `max_empty_samples` in a row without an item, of one source, or of all with those
         that are excluded: these may be all of a source.
         """
-        if skip is not EXCLUDED:
-            self._seeding.check()
         self._end_rows()
         self._row += 1
         row, of = self._row, ""
@@ -166,7 +152,6 @@ class SkippedSamples:
 
     def tolerate(self, sample: Sample, error: Exception) -> None:
         """Skip the sample that is next in `ahead` because of an error if `on_error` says so; else raise the error."""
-        self._seeding.check()
         fault: SavableError
         on_error: OnError
         if isinstance(error, ShardError):
@@ -190,7 +175,6 @@ class SkippedSamples:
 
     def avoided_again(self, sample: Sample) -> None:
         """Skip a sample that is not to be tried again."""
-        self._seeding.check()
         reason = self.avoided[sample.index, sample.epoch]
         self._lost(sample, reason, "avoided since it failed before")
 

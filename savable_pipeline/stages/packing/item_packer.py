@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.containers import changed_part, parts_of
+from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
@@ -226,7 +226,7 @@ def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
     """The groups that `select` makes, as positions of their items. Raises ValueError for a wrong answer."""
-    before = list(map(parts_of, items))
+    before = list(map(part_versions, items))
     groups = _groups(select(list(items), rng))
     for item, parts in zip(items, before, strict=True):
         if (name := changed_part(item, parts)) is not None:
