@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -31,7 +31,6 @@ KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
 _MOST_TRIES = 8  # of a row in a thread, while other threads draw
-_UNLIMITED = 1 << 40
 _STATES = 4  # of which rows use one after the other
 _WORD_BITS = 624 * 32  # so many bits of output determine the whole state of a Mersenne Twister
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
@@ -53,28 +52,22 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
     named = kinds(setting)
     if not named:
         return None
-    python, numpy, torch = (kind in named for kind in KINDS)
+    python, numpy, torch_ = (kind in named for kind in KINDS)
     seed_python, seed_numpy, seed_torch = random.seed, np.random.seed, None
-    if torch and setting is not None:
-        seed_torch = _seed_torch()
+    if torch_:
+        import torch
+
+        seed_torch = torch.default_generator.manual_seed
 
     def seed(key: int) -> None:
-        nonlocal seed_torch
         if python:
             seed_python(key)
         if numpy:
             seed_numpy(key & 0xFFFFFFFF)
-        if torch:
-            seed_torch = seed_torch or _seed_torch()
+        if seed_torch is not None:
             seed_torch(key)
 
     return seed
-
-
-def _seed_torch() -> Callable[[int], object]:
-    import torch
-
-    return torch.default_generator.manual_seed
 
 
 class DrawFound(BaseException):
@@ -95,62 +88,60 @@ class Seeding:
 
     Attributes:
         seed: Seeds them for the next call of the row; None where nothing does.
-        longest_row: The most calls that a row may have.
     """
 
     def __init__(self, name: str, setting: bool | tuple[str, ...] | None, *, in_thread: bool) -> None:
         self._name, self._in_thread = name, in_thread
-        self._seed = self.seed = seeder(setting)
-        self._may_watch, self._watches = setting is None, False
+        self._seeder = cache(lambda: seeder(setting))  # torch is imported when a call is to be seeded
+        self.seed: Callable[[int], None] | None = None
+        self._may_watch, self._watches, self._rows, self._tries = setting is None, False, 0, 0
         self._second_runs = 0 if in_thread else _SECOND_RUNS
-        self._rows = self._tries = 0
-        self.longest_row = _UNLIMITED
 
     @contextlib.contextmanager
-    def row(self, calls: int) -> Iterator[None]:
-        """Within this context there are at most so many calls. Raises `DrawFound` at the end if they drew unseeded."""
+    def row(self, calls: int) -> Iterator[Callable[[int], None] | None]:
+        """Yield `seed` for so many calls. Raises `DrawFound` after them, or after an error, if they drew unseeded."""
         self._watches = self._may_watch and (calls >= _SHORTEST_ROW or self._in_thread)
-        self.seed = None if self._watches else self._seed
-        if self._watches:
-            self._start()
+        self.seed = None if self._watches else self._seeder()
+        self._start()
         try:
-            yield
-            self._end()
+            yield self.seed
+            self.end_row()
         except Exception:
-            self._end()
+            self.end_row()
             raise
         finally:
             self._watches = False
 
     def _start(self) -> None:
         """Put the generators into another state, without a cached normal number; a thread only reads them."""
-        if self._in_thread:
+        if self._watches and self._in_thread:
             self._before: Any = _all_states()
-            return
-        self._rows += 1
-        states = _states(os.getpid(), imported("torch") is not None)
-        python, key, self._before = states[self._rows % _STATES]
-        random.setstate(python)
-        _seed_others(key)
-
-    def _end(self) -> None:
-        if self._watches:
-            if (_all_states() if self._in_thread else _outputs()) != self._before:
-                self.seed_from_now()
-            self._tries, self.longest_row = 0, min(2 * self.longest_row, _UNLIMITED)
+        elif self._watches:
+            self._rows += 1
+            states = _states(os.getpid(), imported("torch") is not None)
+            python, key, self._before = states[self._rows % _STATES]
+            random.setstate(python)
+            _seed_others(key)
 
     def check(self) -> None:
         """Raise `DrawFound` if a call of the row drew unseeded until now."""
-        self._end()
+        watches = self._watches
+        self.end_row()
+        self._watches = watches
+        self._start()
+
+    def end_row(self) -> None:
+        """Raise `DrawFound` as `check`; the row has no more calls."""
         if self._watches:
-            self._start()
+            if (_all_states() if self._in_thread else _outputs()) != self._before:
+                self.seed_from_now()
+            self._watches, self._tries = False, 0
 
     def seed_from_now(self) -> None:
         """Raise `DrawFound` if the row is watched: its results depend on a global generator."""
         if not self._watches:
             return
-        self._tries += 1
-        self._watches, self._may_watch, self.longest_row = False, self._in_thread, 1 if self._in_thread else _UNLIMITED
+        self._watches, self._may_watch, self._tries = False, self._in_thread, self._tries + 1
         if self._in_thread and self._tries > _MOST_TRIES:
             raise EncodeError(
                 f"{self._name} draws from global random generators, which worker threads cannot seed. Use only `rng`, "
@@ -159,13 +150,13 @@ class Seeding:
         raise DrawFound
 
     def wants_second_run(self) -> bool:
-        """Whether a call of the row is to be repeated from another state."""
+        """Whether to repeat a call of the row from another state: the results differ if they depend on it."""
         return self._watches and self._second_runs > 0
 
     def start_second_run(self) -> None:
         """Change to another state between two runs of a call. Raises `DrawFound` if the first one drew."""
-        self._second_runs -= self._watches
         self.check()
+        self._second_runs -= self._watches
 
     def alone(self, call: Callable[..., T], *arguments: Any) -> T:
         """The result of a call outside of rows, which is to use `seed`."""
@@ -174,7 +165,7 @@ class Seeding:
                 return call(*arguments)
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def _states(process: int, has_torch: bool) -> list[tuple[Any, int, Any]]:
     """States that no other process has: Python's, a key of the others, and what `_outputs` then returns."""
     states = []
@@ -220,21 +211,20 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
 
     Afterwards, restores torch's number of threads and the trainer's global generators named in `seeded`.
     """
-    torch = imported("torch")  # if nothing has imported torch, it has no state to restore
-    threads = torch.get_num_threads() if torch else 1
-    python = random.getstate() if "python" in seeded else None
-    numpy = np.random.get_state() if "numpy" in seeded else None
-    torch_ = torch.default_generator.get_state() if torch and "torch" in seeded else None
-    if torch and threads != 1:
+    torch, restores = imported("torch"), list[Callable[[], object]]()
+    if "python" in seeded:
+        restores.append(partial(random.setstate, random.getstate()))
+    if "numpy" in seeded:
+        restores.append(partial(np.random.set_state, np.random.get_state()))
+    if torch and "torch" in seeded:
+        restores.append(partial(torch.default_generator.set_state, torch.default_generator.get_state()))
+    if torch and (threads := torch.get_num_threads()) != 1:
         torch.set_num_threads(1)
+        restores.append(partial(torch.set_num_threads, threads))
     try:
         yield
     finally:
-        if python is not None:
-            random.setstate(python)
-        if numpy is not None:
-            np.random.set_state(numpy)
-        if torch and torch_ is not None:
-            torch.default_generator.set_state(torch_)
-        if torch and threads != 1:
-            torch.set_num_threads(threads)
+        for restore in restores:
+            restore()
+        if not torch and (torch := imported("torch")):
+            torch.default_generator.seed()  # as after an import: it has no state that could be restored

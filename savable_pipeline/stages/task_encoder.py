@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from savable_pipeline.core.batch_memory import collate
-from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 
@@ -254,36 +253,15 @@ class Decoded(TaskEncoder):
 
 def common_encoder(encoders: list[TaskEncoder | None]) -> TaskEncoder | None:
     """The encoder that all sources share; an `_AmbiguousEncoder` if they have several."""
-    if all(encoder is encoders[0] for encoder in encoders):
-        return encoders[0]
-    return _AmbiguousEncoder([encoder for encoder in encoders if encoder is not None])
+    return encoders[0] if all(encoder is encoders[0] for encoder in encoders) else _AmbiguousEncoder()
 
 
 class _AmbiguousEncoder(TaskEncoder):
-    """Stands for the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
+    """Represents the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
 
-    def __init__(self, encoders: list[TaskEncoder]) -> None:
-        settings = [encoder.global_rng for encoder in encoders]
-        self.global_rng = (
-            None if None in settings else tuple(sorted({name for each in settings for name in kinds(each)}))
-        )
+    global_rng = False
 
-    def length(self, item: Any) -> int:
-        raise self._unclear("length")
+    def _raise(self, *_: Any) -> NoReturn:
+        raise ValueError("the sources of the Blend have several encoders. Choose one of them with encoder=.")
 
-    def images(self, item: Any) -> int:
-        raise self._unclear("images")
-
-    def cut(self, item: Any, start: int, stop: int) -> Any:
-        raise self._unclear("cut")
-
-    def pack(self, items: list[Any], rng: Rng) -> Any:
-        raise self._unclear("pack")
-
-    def batch(self, items: list[Any], rng: Rng) -> Any:
-        raise self._unclear("batch")
-
-    def _unclear(self, method: str) -> ValueError:
-        return ValueError(
-            f"the sources of the Blend have several encoders. Pass encoder= to choose the one with {method}."
-        )
+    length = images = cut = pack = batch = _raise  # type: ignore[assignment]
