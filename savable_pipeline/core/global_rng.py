@@ -31,18 +31,16 @@ KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
 _MOST_TRIES = 8  # of a row in a thread, while other threads draw
-_STATES = 4  # of which rows use one after the other
-_WORD_BITS = 624 * 32  # so many bits of output determine the whole state of a Mersenne Twister
+_BITS = 624 * 32  # so many bits of output determine the whole state of a Mersenne Twister
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
-_NUMPY_BYTES = 624 * 4 + 4  # NumPy's words and its position
+_BYTES = 624 * 4 + 4  # NumPy's words and its position
 
 
 def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
     """The generators that are seeded by `TaskEncoder.global_rng`. Raises ValueError for a wrong setting."""
     if setting is None or isinstance(setting, bool):
         return () if setting is False else KINDS
-    unknown = [name for name in setting if name not in KINDS]
-    if unknown or isinstance(setting, str):
+    if isinstance(setting, str) or not set(setting) <= set(KINDS):
         raise ValueError(f"global_rng={setting!r}: expected None, True, False or a tuple of some of {KINDS}")
     return tuple(setting)
 
@@ -105,9 +103,9 @@ class Seeding:
         self._start()
         try:
             yield self.seed
-            self.end_row()
+            self.check(ends=True)
         except Exception:
-            self.end_row()
+            self.check(ends=True)
             raise
         finally:
             self._watches = False
@@ -119,35 +117,29 @@ class Seeding:
         elif self._watches:
             self._rows += 1
             states = _states(os.getpid(), imported("torch") is not None)
-            python, key, self._before = states[self._rows % _STATES]
-            random.setstate(python)
-            _seed_others(key)
+            start, self._before = states[self._rows % len(states)]
+            start()
 
-    def check(self) -> None:
-        """Raise `DrawFound` if a call of the row drew unseeded until now."""
-        watches = self._watches
-        self.end_row()
-        self._watches = watches
-        self._start()
-
-    def end_row(self) -> None:
-        """Raise `DrawFound` as `check`; the row has no more calls."""
+    def check(self, *, ends: bool = False) -> None:
+        """Raise `DrawFound` if a call of the row drew unseeded until now. `ends`: whether the row has no more calls."""
         if self._watches:
             if (_all_states() if self._in_thread else _outputs()) != self._before:
                 self.seed_from_now()
-            self._watches, self._tries = False, 0
+            if ends:
+                self._watches, self._tries = False, 0
+            else:
+                self._start()
 
     def seed_from_now(self) -> None:
         """Raise `DrawFound` if the row is watched: its results depend on a global generator."""
-        if not self._watches:
-            return
-        self._watches, self._may_watch, self._tries = False, self._in_thread, self._tries + 1
-        if self._in_thread and self._tries > _MOST_TRIES:
-            raise EncodeError(
-                f"{self._name} draws from global random generators, which worker threads cannot seed. Use only `rng`, "
-                "or start_method='fork', or global_rng=False if only the trainer draws."
-            )
-        raise DrawFound
+        if self._watches:
+            self._watches, self._may_watch, self._tries = False, self._in_thread, self._tries + 1
+            if self._in_thread and self._tries > _MOST_TRIES:
+                raise EncodeError(
+                    f"{self._name} draws from global random generators, which worker threads cannot seed. Use only "
+                    "`rng`, or start_method='fork', or global_rng=False if only the trainer draws."
+                )
+            raise DrawFound
 
     def wants_second_run(self) -> bool:
         """Whether to repeat a call of the row from another state: the results differ if they depend on it."""
@@ -166,26 +158,20 @@ class Seeding:
 
 
 @lru_cache(maxsize=2)
-def _states(process: int, has_torch: bool) -> list[tuple[Any, int, Any]]:
-    """States that no other process has: Python's, a key of the others, and what `_outputs` then returns."""
+def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
+    """States that no other process has: how to seed the generators, and what `_outputs` then returns."""
+    seed: Any = seeder(KINDS if has_torch else KINDS[:2])
     states = []
-    for number in range(_STATES):
-        key = derive_key("watch", process, time.time_ns(), number)
-        random.seed(key)
-        _seed_others(key)
-        states.append((random.getstate(), key, _outputs()))
+    for number in range(4):
+        start = partial(seed, derive_key("watch", process, time.time_ns(), number))
+        start()
+        states.append((start, _outputs()))
     return states
-
-
-def _seed_others(key: int) -> None:
-    np.random.seed(key & 0xFFFFFFFF)
-    if torch := imported("torch"):
-        torch.default_generator.manual_seed(key)
 
 
 def _outputs() -> tuple[int, bytes, bytes]:
     """What the states of all generators determine. It moves Python's, whose state takes four times as long to read."""
-    return random.getrandbits(_WORD_BITS), _numpy_bytes(), _torch_bytes()
+    return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
 
 
 def _all_states() -> tuple[Any, bytes, bytes]:
@@ -195,8 +181,7 @@ def _all_states() -> tuple[Any, bytes, bytes]:
 def _numpy_bytes() -> bytes:
     """The state of NumPy's generator; b"" if it is no Mersenne Twister. `np.random.get_state` takes 45 µs."""
     generator = _bit_generator(np.random)
-    is_twister = type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES) if is_twister else b""
+    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else b""
 
 
 def _torch_bytes() -> bytes:

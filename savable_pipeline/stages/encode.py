@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import index
 from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.global_rng import DrawFound, Seeding
+from savable_pipeline.core.global_rng import DrawFound
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
@@ -30,7 +31,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -57,7 +58,7 @@ class EncodeState(msgspec.Struct):
     avoided: dict[str, bytes] = {}
 
 
-class Encode(TakesItems):
+class Encode(ChunkedStage, ItemStage):
     """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
@@ -137,8 +138,8 @@ class Encode(TakesItems):
                 try:
                     if fan is not None:
                         self._take_parts(elements, n)
-                    elif self.keyed.declared.known:
-                        self._take_declared(elements)
+                    elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
+                        self._take_unmade(elements)
                     else:
                         self._take_samples(elements, n)
                 except DrawFound:  # the row has no effect, and is repeated
@@ -154,21 +155,22 @@ class Encode(TakesItems):
         self.counts["items"] += len(elements)
         return elements
 
-    def _take_declared(self, elements: list[Element]) -> None:
-        """Take the next sample, unmade if the encoder declares its size."""
-        sample, size = self._ahead.samples[self._ahead.next], None
+    def _take_unmade(self, elements: list[Element]) -> None:
+        """Take the next sample, unmade if the encoder declares its size, or if it is skipped and makes an item."""
+        sample, size, skips = self._ahead.samples[self._ahead.next], None, False
         if not self._is_left_out(sample):
             self._report_sample(sample)
+            skips = self.lane.skips and self._makes_all and sample.origin.on_error == "raise"
             try:
                 size = self.keyed.declared.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
-        if size is None:
+        if size is None and not skips:
             self._take_samples(elements, len(elements) + 1)
             return
-        element = Element((sample.index, sample.epoch, 0), sizes=(size,))
+        element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
         if self._makes:
             make(element, self)
         self._ahead.next += 1
@@ -201,7 +203,7 @@ class Encode(TakesItems):
                 if status is not None:
                     status[1], status[2] = index, epoch
                 if avoided and (index, epoch) in avoided:
-                    keyed.seeding.end_row()
+                    keyed.seeding.check(ends=True)
                     self._skipped.avoided_again(sample)
                     break
                 ref = (index, epoch, 0)
@@ -211,7 +213,7 @@ class Encode(TakesItems):
                 try:
                     item = encode(sample, rng)
                 except Exception as error:
-                    keyed.seeding.end_row()
+                    keyed.seeding.check(ends=True)
                     self._skipped.tolerate(sample, error)
                     break  # a later draw must not undo what is counted now
                 if type(item) not in plain:
@@ -223,20 +225,13 @@ class Encode(TakesItems):
                 elements.append(Element(ref, item))
         ahead.next += 1
 
-    def _doubt_list(self, item: list[Any]) -> None:
-        """Warn, once a process, of a list of dicts that torch's `default_collate` is going to transpose."""
-        encoder = self._encoder
-        if (
-            item
-            and all(isinstance(part, dict) for part in item)
-            and not (_has(encoder, "batch") or _has(encoder, "pack"))
-        ):
-            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
-
     def _add_plain(self, item: Any) -> None:
+        """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
+        encoder = self._encoder
         self._plain.add(type(item))
-        if type(item) is list:
-            self._doubt_list(item)
+        dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
+        if dicts and not (_has(encoder, "batch") or _has(encoder, "pack")):
+            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
@@ -311,13 +306,27 @@ class Encode(TakesItems):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.part(sample, part_of(ref))
+            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref))
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
+    @property
+    def _makes_all(self) -> bool:
+        """Whether each sample makes one item, or an error that is raised."""
+        return self.one_for_one and self.on_error == "raise"
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether an item cannot be lost: errors are raised, and a `Join` has all of its sample."""
+        if self.on_error != "raise" or self._skipped.avoided:
+            return False
+        if self.source.info.raises:
+            return True
+        origin = self.source.fetch(ref).origin
+        return origin.on_error == "raise" and not absent_reason(origin)
+
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        counted = self.one_for_one and self.on_error == "raise" and not self.info.excluded
+        counted = self._makes_all and not self.info.excluded
         return self.source.count_of(lane, epoch) if counted else None
 
     def save_state(self) -> State:
@@ -387,7 +396,9 @@ class KeyedEncoder:
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
         self.seeding = seeding_of(encoder, lane)
-        self.check = _purity_check(encoder, lane, check, self.seeding)
+        make_check = partial(PurityCheck, encoder, check, self.seeding, lane)
+        # by default all lanes of a process share it
+        self.check = lane.shared(("purity", id(encoder)), make_check) if check is None else make_check()
         self._plain: EncodeCall = encoder.encode
         self.encode: EncodeCall = self._plain if check == 0 and purpose == "encode" else self.check
         _warn_of_own_draws(encoder)
@@ -420,9 +431,6 @@ class KeyedEncoder:
 
     def part(self, sample: Sample, part: int) -> Any:
         """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
-        return self.seeding.alone(self._part, sample, part)
-
-    def _part(self, sample: Sample, part: int) -> Any:
         made, rng = self.encoded(sample)
         try:
             self.declared.check(sample, made)
@@ -441,13 +449,6 @@ class KeyedEncoder:
                 "It must depend on the sample and `rng` alone."
             )
         return item
-
-
-def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None, seeding: Seeding) -> PurityCheck:
-    """The check of some samples, by default of the first ones that all lanes of a process encode."""
-    if share is None:
-        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, seeding, lane))
-    return PurityCheck(encoder, share, seeding, lane)
 
 
 class FanOut:
@@ -537,15 +538,10 @@ class DeclaredSize:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
-        if type(item) is Skip:
+        if type(item) is Skip or hasattr(item, "__next__"):
+            did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode skipped the sample. Return None from it.\n  "
-                f"{item.reason!r}, {where}"
-            )
-        if hasattr(item, "__next__"):
-            raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode yields several items. Return None from it.\n  "
-                f"{where}"
+                f"{name}.length_of declared {declared[0]}, but encode {did}. Return None from it.\n  {where}"
             )
         found = self._encoder.length(item), self._encoder.images(item)
         for method, before, after in zip(("length", "images"), declared, found, strict=True):

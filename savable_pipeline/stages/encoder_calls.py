@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, TypeGuard, TypeVar, cast
+from typing import Any, Literal, TypeGuard, cast
 
 from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.lane import Lane
@@ -17,9 +17,7 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
-from savable_pipeline.stages.task_encoder import TaskEncoder, encoder_settings
-
-T = TypeVar("T")
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 
 def check_encoder(stage: str, encoder: object) -> None:
@@ -87,6 +85,7 @@ class EncoderCalls:
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
         self._is_upstream = encoder is upstream.encoder
+        self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
         self.encoder_name = type(encoder).__name__
         self._stage = stage
         self._lane = upstream.lane
@@ -111,21 +110,22 @@ class EncoderCalls:
         rng = Rng(self.key(info), (number, 0, 0))
         return self._seeding.alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
 
-    def selected(self, select: Callable[[list[Any], Rng], T], items: list[Any], number: int, info: StageInfo) -> T:
+    def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
         """The result of a user's function of these items, in round `number` of the lane."""
         seeding = seeding_of(self.encoder, self._lane, "select")
         return seeding.alone(self._call, select, "round", Rng(info.key("select"), (number, 0, 0)), items, info, seeding)
 
-    def _call(
-        self, call: Callable[..., T], noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding
-    ) -> T:
+    def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
         status = info.lane.worker.status
         if status is not None:
             status[0] = info.depth
         if seeding.seed is not None:
             seeding.seed(rng.key)
         try:
-            return call(items, rng.restarted())
+            made = call(items, rng.restarted())
+            if type(made) is Skip and self.packs_all:
+                raise TypeError(f"one_to_one is set, but it returned {made!r}")
+            return made
         except Exception as error:
             name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
             which = f", {noun} {rng.parts[0]} ({len(items)} items)"
@@ -189,5 +189,5 @@ class EncoderCalls:
 def _at_least(least: int, found: Any) -> int:
     number = index(found)  # a state cannot contain NumPy's integers
     if number < least:
-        raise ValueError(f"it returned {number}, but an item has at least {least}")
+        raise ValueError(f"it is {number}, but an item has at least {least}")
     return number

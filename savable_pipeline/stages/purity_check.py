@@ -114,12 +114,8 @@ class PurityCheck:
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  {_where(sample)}"
+            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
-
-
-def _where(sample: Sample) -> str:
-    return f"stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
 
 
 def _leaves(made: Any) -> list[tuple[str, Any]]:

@@ -67,8 +67,8 @@ class DrawsThenFails(NumberEncoder):
         raise ValueError(trainers_draws())
 
 
-@pytest.mark.parametrize("global_rng", [True, False])
-def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool) -> None:
+@pytest.mark.parametrize("global_rng", [None, True, False])
+def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool | None) -> None:
     shards = str(make_shards([40]))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -193,5 +193,5 @@ def test_global_rng_names_all_none_or_some() -> None:
 
 @pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
 def test_a_global_rng_that_names_something_else_is_an_error(setting: Any) -> None:
-    with pytest.raises(ValueError, match=r"global_rng=.*: expected True, False or a tuple of some of"):
+    with pytest.raises(ValueError, match=r"global_rng=.*: expected None, True, False or a tuple of some of"):
         kinds(setting)

@@ -325,7 +325,7 @@ def as_torch_gives(value: Any) -> Any:
     return converted
 
 
-_seed = seeder(True)
+_seed: Any = seeder(True)
 
 
 def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
@@ -347,8 +347,7 @@ def _made(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
         key, number, *inner = parts
         items = [_made(encoder, samples, each) for each in inner]
         rng = Rng(0, (number, 0, 0), 0, key)
-        if _seed is not None:
-            _seed(key)
+        _seed(key)
         made = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
         raise ValueError(
