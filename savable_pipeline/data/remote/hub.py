@@ -158,7 +158,9 @@ class Hub:
                 left_s = float(self._wait_file().read_text()) - time.time()
                 if not 0 < left_s <= _LONGEST_WAITS_S:
                     return
-                time.sleep(left_s + random.uniform(0, min(1.0, left_s / 10)))  # not all in the same instant
+                time.sleep(
+                    left_s + random.SystemRandom().uniform(0, min(1.0, left_s / 10))
+                )  # not all in the same instant
 
     def _hold_all(self, seconds: float) -> None:
         """Has each process of the node wait for so long, or as long as it must already."""

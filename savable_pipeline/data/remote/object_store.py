@@ -372,7 +372,7 @@ class ObjectStore:
                         f"{url}: {tries} tries in {spent:.1f} s failed: {fault}\n"
                         "The loader's state is whole: save it or continue"
                     ) from error
-            time.sleep(wait_s * random.uniform(0.5, 1.0))
+            time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
