@@ -1,4 +1,4 @@
-"""Global generators of Python, NumPy and torch: watched or seeded for a user's function, restored for the trainer.
+"""Global generators of Python, NumPy and torch: seeded for users, restored after.
 
 With `global_rng=None` a row of calls is watched, which costs 12 µs a row. Seeding costs 7 µs a call:
 
@@ -37,7 +37,7 @@ _BYTES = 624 * 4 + 4  # NumPy's words and its position
 
 
 def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The generators that are seeded by `TaskEncoder.global_rng`. Raises ValueError for a wrong setting."""
+    """The generators that a setting seeds. Raises ValueError for a wrong one."""
     if setting is None or isinstance(setting, bool):
         return () if setting is False else KINDS
     if isinstance(setting, str) or not set(setting) <= set(KINDS):
@@ -46,7 +46,7 @@ def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | None:
-    """A function that seeds the generators in `setting` with a 64-bit key; None if there are none."""
+    """A function that seeds these generators with a 64-bit key; None for none."""
     named = kinds(setting)
     if not named:
         return None
@@ -69,11 +69,11 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Ends a row of calls that drew from a global generator: the row has no effect, and is repeated."""
+    """Ends a row of calls that drew: it has no effect and is repeated."""
 
 
 class Seeding:
-    """Decides for which calls of one function the global generators are seeded, in one process.
+    """When the global generators are seeded for one function, in one process.
 
     With the setting None, they are seeded from the first row on in which it draws, and in rows of less than 16 calls.
     Threads cannot seed them. They repeat such a row, since another thread may have drawn, and raise `EncodeError` after
@@ -97,7 +97,10 @@ class Seeding:
 
     @contextlib.contextmanager
     def row(self, calls: int) -> Iterator[Callable[[int], None] | None]:
-        """Yield `seed` for so many calls. Raises `DrawFound` after them, or after an error, if they drew unseeded."""
+        """Yield `seed` for so many calls.
+
+        Raises `DrawFound` after the calls, or after an error, if they drew unseeded.
+        """
         self._watches = self._may_watch and (calls >= _SHORTEST_ROW or self._in_thread)
         self.seed = None if self._watches else self._seeder()
         self._start()
@@ -111,7 +114,7 @@ class Seeding:
             self._watches = False
 
     def _start(self) -> None:
-        """Put the generators into another state, without a cached normal number; a thread only reads them."""
+        """Change all states, to ones without a cached normal. Threads only read them."""
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
@@ -121,7 +124,7 @@ class Seeding:
             start()
 
     def check(self, *, ends: bool = False) -> None:
-        """Raise `DrawFound` if a call of the row drew unseeded until now. `ends`: whether the row has no more calls."""
+        """Raise `DrawFound` if the row drew unseeded; `ends` if it has no more calls."""
         if self._watches:
             if (_all_states() if self._in_thread else _outputs()) != self._before:
                 self.seed_from_now()
@@ -131,7 +134,7 @@ class Seeding:
                 self._start()
 
     def seed_from_now(self) -> None:
-        """Raise `DrawFound` if the row is watched: its results depend on a global generator."""
+        """Raise `DrawFound` if the row is watched, as its results depend on a state."""
         if self._watches:
             self._watches, self._may_watch, self._tries = False, self._in_thread, self._tries + 1
             if self._in_thread and self._tries > _MOST_TRIES:
@@ -142,16 +145,16 @@ class Seeding:
             raise DrawFound
 
     def wants_second_run(self) -> bool:
-        """Whether to repeat a call of the row from another state: the results differ if they depend on it."""
+        """Whether to repeat a call from another state, to compare the results."""
         return self._watches and self._second_runs > 0
 
     def start_second_run(self) -> None:
-        """Change to another state between two runs of a call. Raises `DrawFound` if the first one drew."""
+        """Change all states. Raises `DrawFound` if the first run of the call drew."""
         self.check()
         self._second_runs -= self._watches
 
     def alone(self, call: Callable[..., T], *arguments: Any) -> T:
-        """The result of a call outside of rows, which is to use `seed`."""
+        """The result of a call that is no part of a row, and seeds by `seed`."""
         while True:
             with contextlib.suppress(DrawFound), self.row(1):
                 return call(*arguments)
@@ -159,7 +162,7 @@ class Seeding:
 
 @lru_cache(maxsize=2)
 def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
-    """States that no other process has: how to seed the generators, and what `_outputs` then returns."""
+    """Functions that set states of this process, and what `_outputs` then returns."""
     seed: Any = seeder(KINDS if has_torch else KINDS[:2])
     states = []
     for number in range(4):
@@ -170,7 +173,7 @@ def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
 
 
 def _outputs() -> tuple[int, bytes, bytes]:
-    """What the states of all generators determine. It moves Python's, whose state takes four times as long to read."""
+    """Values that tell all states. Reading Python's would take four times as long."""
     return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
 
 
@@ -179,7 +182,7 @@ def _all_states() -> tuple[Any, bytes, bytes]:
 
 
 def _numpy_bytes() -> bytes:
-    """The state of NumPy's generator; b"" if it is no Mersenne Twister. `np.random.get_state` takes 45 µs."""
+    """NumPy's state, b"" if it is no Mersenne Twister. `get_state` takes 45 µs."""
     generator = _bit_generator(np.random)
     return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else b""
 
@@ -192,9 +195,9 @@ def _torch_bytes() -> bytes:
 
 @contextlib.contextmanager
 def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
-    """Within this context torch has one thread, as in a worker, since the bits of some sums depend on the number.
+    """Compute as a worker does; then restore the generators that are `seeded`.
 
-    Afterwards, restores torch's number of threads and the trainer's global generators named in `seeded`.
+    Within this context torch has one thread, since the bits of some sums depend on the number.
     """
     torch, restores = imported("torch"), list[Callable[[], object]]()
     if "python" in seeded:

@@ -184,9 +184,7 @@ class Encode(ChunkedStage, ItemStage):
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         avoided, excluded = self._skipped.avoided, self.info.excluded
-        first, dataset, base, absent = ahead.next, None, 0, None
-        if status is not None:
-            status[0] = self.info.depth
+        first, dataset, base, absent, depth = ahead.next, None, 0, None, self.info.depth
         chosen = ahead.samples[first : first + n - len(elements)]
         with keyed.seeding.row(len(chosen)) as seed:
             encode = keyed.due_encode()
@@ -201,13 +199,12 @@ class Encode(ChunkedStage, ItemStage):
                     self._skipped.skipped(sample, left_out)
                     continue
                 if status is not None:
-                    status[1], status[2] = index, epoch
+                    status[0], status[1], status[2] = depth, index, epoch
                 if avoided and (index, epoch) in avoided:
                     keyed.seeding.check(ends=True)
                     self._skipped.avoided_again(sample)
                     break
-                ref = (index, epoch, 0)
-                rng = Rng(base, ref)
+                rng = Rng(base, ref := (index, epoch, 0))
                 if seed is not None:
                     seed(rng.key)
                 try:
