@@ -75,6 +75,8 @@ class FromEnergon(TaskEncoder):
         ```
     """
 
+    global_rng = True  # its methods count on freshly seeded generators
+
     def __init__(
         self,
         task_encoder: Any,
@@ -342,7 +344,7 @@ def as_torch_converts(value: Any) -> Any:
     return converted
 
 
-_seed = seeder(True)
+_seed: Any = seeder(True)
 
 
 def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
@@ -367,8 +369,7 @@ def _rebuilt(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
         key, number, *inner = parts
         items = [_rebuilt(encoder, samples, each) for each in inner]
         rng = Rng(0, (number, 0, 0), 0, key)
-        if _seed is not None:
-            _seed(key)
+        _seed(key)
         value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
         raise ValueError(
