@@ -77,19 +77,12 @@ MOST_IN = {  # the same per folder, so that changes of two folders do not confli
     "savable_pipeline": {
         LONG: 1,
     },
-    "savable_pipeline/core": {
-        LONG: 4,
-    },
     "savable_pipeline/data": {
         LONG: 1,
     },
     "savable_pipeline/data/dataset": {
         LONG: 65,
         BANNED: 20,
-    },
-    "savable_pipeline/data/media": {
-        LONG: 43,
-        BANNED: 13,
     },
     "savable_pipeline/data/remote": {
         LONG: 1,

@@ -27,7 +27,7 @@ from savable_pipeline.data.media.media_table import (
     MediaTable,
     headers,
     is_touched,
-    packed,
+    pack_media,
 )
 from savable_pipeline.data.shards.index import BlobIndex, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
@@ -155,7 +155,7 @@ class _Scan:
         """The table's rows of a shard, whose fault is that of its entry."""
         entry = self._entry(name)
         try:
-            return ShardTable(entry, packed(_of_samples(self._dataset, self._index.number(name))))
+            return ShardTable(entry, pack_media(_of_samples(self._dataset, self._index.number(name))))
         except SavableError as error:
             return self._failed(entry, str(error))
 
@@ -169,7 +169,7 @@ class _Scan:
     def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
         """(It has rows that fit: a shard is all there or has a fault.)"""
         told = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
-        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {told}")), packed(()))
+        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {told}")), pack_media(()))
 
 
 def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
