@@ -105,7 +105,8 @@ def write_one(folder: str, shards: int) -> Numbers:
     from savable_pipeline.data.shards.index import ShardTable
     from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
-    from savable_pipeline.data.shards.tar_format import TARS, TarColumns
+    from savable_pipeline.data.shards.tar_format import TarColumns
+    from savable_pipeline.data.stores.tar_store import TARS
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)

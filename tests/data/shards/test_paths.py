@@ -15,11 +15,19 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.paths import expand_braces, find_shards, is_remote, spelled_out
+from savable_pipeline.data.shards.indexing import files_of
+from savable_pipeline.data.shards.paths import expand_braces, is_remote, list_files, spelled_out
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 from tests.project.pages import png
 from tests.support.toy_sources import litdata
+
+
+def find_shards(files: Any) -> tuple[Path, list[str]]:
+    """The folder of the tars that are named, and their names in it."""
+    found = files_of(list_files(files), TARS)
+    return found.root, found.names
 
 
 @pytest.fixture
@@ -102,15 +110,15 @@ def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
 
 def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.tar.gz").touch()
-    with pytest.raises(ShardError, match="Run `savable convert`"):
+    with pytest.raises(ShardError, match="run `savable convert`"):
         find_shards(tmp_path / "x.tar.gz")
     (tmp_path / "x.tar.gz").rename(root / "x.tgz")
     with caplog.at_level(logging.WARNING):
         assert "x.tgz" not in find_shards(root)[1]
-    assert "1 compressed tars are skipped" in caplog.text
+    assert "1 compressed tar files are skipped" in caplog.text
     (root.parent / "only").mkdir()
     (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
-    with pytest.raises(ShardError, match="but 1 compressed tars"):
+    with pytest.raises(ShardError, match="but 1 compressed ones"):
         find_shards(root.parent / "only")
 
 
@@ -305,7 +313,7 @@ def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> N
 
 def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(sp.ShardError, match="Run `savable convert`, or `gzip -dk` or `zstd -d`"):
+    with pytest.raises(sp.ShardError, match="Unpack it, or run `savable convert`"):
         sp.open_dataset(tmp_path / "captions.tsv.gz")
 
 

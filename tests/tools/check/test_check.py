@@ -18,7 +18,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.shards import processes as processes_of_shards
 from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.check.dataset_check import CheckReport, check
 from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.cli.main import app

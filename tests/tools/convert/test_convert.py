@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST, VERSION
