@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import savable_pipeline
+from savable_pipeline.data.stores.formats import FORMATS, format_named
 from savable_pipeline.tools import convert
 from tests.support.toy_files import fill
 from tests.support.toy_server import s3_settings, serving

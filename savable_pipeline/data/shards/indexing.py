@@ -19,7 +19,6 @@ import errno
 import hashlib
 import logging
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -236,7 +235,7 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
     names = sorted({*names, *listed.exact}.difference(packed)) if packed or listed.exact else names
     if not names:
         but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
-        but = but or f". sp.read(…) recognizes others, `savable convert SRC {shlex.quote(str(root))}` writes tars"
+        but = but or ". sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
         what = " or ".join(form.suffixes)
         raise ShardError(f"{root}: no {what} file in this folder or below it{but}", reason=paths.NO_SHARD)
     if packed:

@@ -99,7 +99,7 @@ def find_source(
     known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
     what = _recognized(str(found.root), found.names, found.heads(known), format, settings)
     if not found.whole and not format and what.format is FOLDER:
-        what = Recognized(_by_suffix(found.names[0]), [])  # whose error says what to do with such files
+        what = Recognized(_by_suffix(found.names[0], FOLDER), [])  # whose error says what to do with such files
     _check_suffix(files, found.names if format and found.exact else (), what.format)
     chosen = None if format else what.files
     return Source(files, what.format, what.settings, replace(found, chosen=chosen or None))

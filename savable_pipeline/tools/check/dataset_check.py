@@ -161,9 +161,8 @@ def _answers(dataset: _Dataset, names: list[str], processes: int, how: Checking)
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(
-            partial(file_check.check_remote_file, url=dataset.root, how=how), Path(folder), names, processes
-        )
+        task = partial(file_check.check_remote_file, url=dataset.root, how=how)
+        yield from each_shard(task, Path(folder), names, processes)
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

@@ -47,8 +47,6 @@ from savable_pipeline.tools.convert.source_file import ENDINGS, close_objects, i
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
 _BESIDE_TABLES = (*_COMPANIONS, ".md", ".py", ".yaml", ".yml", ".lock", ".crc")
-    [".json", ".jsonl", ".idx", ".csv", ".txt", ".log", ".sqlite", ".md", ".py", ".yaml", ".yml", ".lock", ".crc"]
-)
 _OF_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 
 

@@ -12,10 +12,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.shards import indexing
+from savable_pipeline.data.shards import indexing, paths
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
-from savable_pipeline.data.stores import opening
 from savable_pipeline.data.stores.tar_store import TARS
 from tests.conftest import write_tar
 
@@ -33,14 +32,13 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The folders that were listed."""
     found: list[Any] = []
-    find = indexing.list_files
+    find = paths.list_files
 
     def noted(files: Any) -> Any:
         found.append(files)
         return find(files)
 
-    monkeypatch.setattr(indexing, "list_files", noted)
-    monkeypatch.setattr(opening, "list_files", noted)
+    monkeypatch.setattr(paths, "list_files", noted)
     return found
 
 
