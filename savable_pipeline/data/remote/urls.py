@@ -1,7 +1,7 @@
-"""Finds the shards behind URLs that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
+"""Finds the shards at URLs: folders, globs, brace patterns, files, or lists.
 
-A folder of the Hub is read as one dataset only where it is one. Its splits and configurations are those that the card
-says (`configs:` at the top of README.md), or else those that the names of files tell, as HF `datasets` reads them:
+A folder of the Hub is one dataset only if it has one split. Its splits and configurations are those in its card
+(`configs:` at the top of README.md), or else follow from the names of files, as in HF `datasets`:
 
     data/train-00000-of-00002.parquet    split train
     test/a.jsonl, corpus_test.jsonl      split test
@@ -38,7 +38,7 @@ _MAGIC = "*?["
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteShards:
-    """Shards behind one URL: names relative to `root`, in order.
+    """Shards below one URL, with names relative to `root`, in order.
 
     `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
     change when the shard is replaced. There are as many as names, or none. Whether a marker lists all that there should
@@ -53,7 +53,7 @@ class RemoteShards:
 
     @classmethod
     def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
-        """Shards of which the names alone are known."""
+        """Build shards of which only the names are known."""
         return cls(root, names, np.full(len(names), -1, np.int64))
 
 
@@ -72,9 +72,9 @@ def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[s
 def find_remote(files: paths.Shards, session: Session, form: Format, *, stamps: bool = False) -> RemoteShards:
     """The files of a format at these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
 
-    The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
-    listed, gives no names. With `stamps` those of a bucket are found too. Raises `ShardError` if there is no shard, or
-    if one is named twice.
+    The root is the folder that the user named, or the deepest one that has all the shards. A folder on a web server,
+    which cannot be listed, yields no names. With `stamps`, those of a bucket are returned too. Raises `ShardError` if
+    stats is no shard, or if one is named twice.
     """
     specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
     stamps = stamps or any(map(paths.is_hub, specs))
@@ -145,7 +145,7 @@ def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> Remot
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
-    """The folder of a URL, and the glob below it, or None."""
+    """Return the folder of a URL, and the glob below it or None."""
     parts = spec.rstrip("/").split("/")
     magic = next((i for i, part in enumerate(parts) if any(c in part for c in _MAGIC)), None)
     return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
@@ -164,7 +164,10 @@ def _matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def _matches(parts: list[str], patterns: list[str]) -> bool:
-    """Whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    """Return whether a name matches a glob, part by part.
+
+    `**` matches any number of parts.
+    """
     if not patterns or not parts:
         return not parts and all(pattern == "**" for pattern in patterns)
     if patterns[0] == "**":
@@ -215,7 +218,7 @@ def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Sess
 
 
 def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
-    """A glob for each split that these names tell, if they tell several."""
+    """Return a glob for each split that these names show, if they show several."""
     found: dict[str, str] = {}
     for name in names:
         numbered, word = _NUMBERED.fullmatch(name), _WORD.match(name)
@@ -230,8 +233,8 @@ def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
 
 
 def _of_card(card: bytes, suffix: str) -> dict[str, str]:
-    """The same for each split of each configuration of a card; empty for a card that says nothing of them."""
-    from savable_pipeline.data.shards.yaml_limits import load_yaml  # here: it takes PyYAML
+    """Return a glob for each split of each configuration of a card, if it has any."""
+    from savable_pipeline.data.shards.yaml_limits import load_yaml  # imported here, because it imports PyYAML
 
     head = _CARD.match(card)
     try:
@@ -241,7 +244,7 @@ def _of_card(card: bytes, suffix: str) -> dict[str, str]:
             for config in configs or ()
             for name, pattern in _splits(config)
         }
-    except (ValueError, AttributeError, TypeError, LookupError):  # written by anybody: then names tell
+    except (ValueError, AttributeError, TypeError, LookupError):  # the card is malformed, so the names decide
         return {}
     return found
 

@@ -167,9 +167,9 @@ def _on_server(url: str, session: Session, indexes: Mapping[str, Format], marker
 
     The index that was there the last time is asked for alone, and noted in the cache.
     """
-    from savable_pipeline.data.remote.cache_files import own_folder, read_pin, write_pin
+    from savable_pipeline.data.remote.cache_files import private_folder, read_pin, write_pin
 
-    note = own_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
+    note = private_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
     noted = read_pin(note)
     if noted in indexes and session.stat(url, noted) is not None:
         return [noted]

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.patience import patiently
+from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
@@ -52,7 +52,7 @@ _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
 
 def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
     """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, offsets = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
+    fault, offsets = text_error(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
         file.expect([(0, file.size)])
         fault, offsets = find(file)
@@ -210,7 +210,7 @@ class TableStore(TextStore):
             with self.open(shard, row, extension) as file:
                 return file.read()
 
-        return patiently(Path(self.root_of(shard)), read)
+        return with_retries(Path(self.root_of(shard)), read)
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`."""
@@ -310,7 +310,7 @@ class TableStore(TextStore):
             leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}. Pass --allow-outside to take it")
-            status = patiently(Path(root, name), Path(root, name).stat)
+            status = with_retries(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
@@ -323,7 +323,7 @@ class TableStore(TextStore):
     def _open(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
-            descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
+            descriptor = with_handles(lambda: with_retries(path, lambda: regular_file(path, os.O_RDONLY)))
         except OSError as error:
             raise ShardError(
                 f"{path}: {error.strerror}, but {self.where(shard)} names it", reason="missing file"
