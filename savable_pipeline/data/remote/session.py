@@ -275,9 +275,8 @@ class Session:
         """The first bytes of an object, at most as many; None if there is none."""
         stat = self.stat(root, name)
         if stat is None or stat[0] <= most:
-            return None if stat is None else self.read(root, name)
-        found: bytes = self.call("part", root, name, stat[0], 0, most)
-        return found
+            return self.read(root, name)
+        return bytes(self.call("part", root, name, stat[0], 0, most))
 
 
 @contextlib.contextmanager

@@ -58,9 +58,9 @@ class RemoteShards:
 
 
 def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[str]]:
-    """The URL of a folder and the names below it; else "" and the names in several URLs.
+    """Return the URL of a folder and the names below it.
 
-    Of a folder on a web server, which cannot be listed, there are none.
+    Of other URLs it is "" and these. Of a folder on a web server, which cannot be listed, there are none.
     """
     specs = paths.spelled_out(files)
     root, pattern = _folder(specs[0])
@@ -70,11 +70,13 @@ def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[s
 
 
 def find_remote(files: paths.Shards, session: Session, form: Format, *, stamps: bool = False) -> RemoteShards:
-    """The files of a format at these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
+    """Return the files of a format at these URLs.
+
+    They are folders, brace patterns, globs in buckets, files, or a list of these.
 
     The root is the folder that the user named, or the deepest one that has all the shards. A folder on a web server,
     which cannot be listed, yields no names. With `stamps`, those of a bucket are returned too. Raises `ShardError` if
-    stats is no shard, or if one is named twice.
+    there is no shard, or if one is named twice.
     """
     specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
     stamps = stamps or any(map(paths.is_hub, specs))
@@ -124,8 +126,8 @@ def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> Remot
     try:
         listed = form.listed(heads)
         if listed is not None:
-            there = session.stats(root, sorted({name for each in listed for name in each if paths.is_inside(name)}))
-            names = form.files([*there], heads)
+            stats = session.stats(root, sorted({name for each in listed for name in each if paths.is_inside(name)}))
+            names = form.files([*stats], heads)
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
     if listed is None and on_server:
@@ -135,13 +137,13 @@ def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> Remot
         if paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
             _check_one_split(root, found.texts(), form.suffixes[0], session)
         return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
-    if gone := set(names).difference(there):
+    if gone := set(names).difference(stats):
         raise ShardError(
             f"{root}/{min(gone)}: named by {' or '.join(heads)}, and not there. Copy the whole folder",
             reason="missing shard",
         )
-    sizes = np.array([there[name][0] for name in names], np.int64)
-    return RemoteShards(root, names, sizes, [there[name][1] for name in names], is_listed=True)
+    sizes = np.array([stats[name][0] for name in names], np.int64)
+    return RemoteShards(root, names, sizes, [stats[name][1] for name in names], is_listed=True)
 
 
 def _folder(spec: str) -> tuple[str, str | None]:

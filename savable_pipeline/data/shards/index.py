@@ -323,10 +323,10 @@ def as_it_is(form: Format, settings: dict[str, Any]) -> Format:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """A kind of files that samples are read from in place: `stores.formats.FORMATS` has all of them.
+    """A kind of files that samples are read from in place.
 
-    A format needs the first four fields. Each function is one of a module, or a `functools.partial` of one: other
-    processes get a format by pickle.
+    `stores.formats.FORMATS` has all of them. A format needs the first four fields. Each function is of a module, or a
+    `functools.partial` of one, because other processes get a format by pickle.
     """
 
     name: str

@@ -179,7 +179,7 @@ def open_files(
     tolerant: bool = False,
     unlistable: paths.Unlistable = paths.raise_it,
 ) -> IndexedFiles:
-    """The files that a user names, indexed: those that are new or were rewritten are scanned first.
+    """Index the files that a user names, if they are new or were rewritten.
 
     Of a folder also those that should be there: Energon's list names them, and with `tolerant` the index. (A run that
     goes on without files that were lost since it was indexed must still count them.)
@@ -219,8 +219,9 @@ def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> 
 
 
 def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
-    """The files of a format among those that were listed, below the deepest folder that holds all of them.
+    """Return the files of a format among those that were listed.
 
+    They are below the deepest folder that has all of them.
     Raises `ShardError` if there are none, for one that is compressed, and unless `missing_too` for one that is missing.
     """
     root, heads = listed.root, listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
@@ -242,7 +243,7 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
         log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
     for name in listed.exact:
         if not (root / name).exists() and not (missing_too and name.endswith(form.suffixes)):
-            raise paths.not_there(root / name)
+            raise paths.missing_error(root / name)
     if is_listed and not missing_too and (gone := set(names).difference(listed.names)):
         raise ShardError(
             f"{root / min(gone)}: named by {' or '.join(form.markers)}, and not there. Copy the whole folder",
@@ -356,7 +357,7 @@ def _checked(found: IndexedFiles) -> IndexedFiles:
 
 
 def check_faults(address: str, files: ShardList, tolerant: bool) -> None:
-    """Raises `ShardError` for the first of these files that is damaged; with `tolerant` it is a warning."""
+    """Raise `ShardError` for the first damaged file; with `tolerant` warn of each."""
     for fault in files.faults.values():
         if not tolerant:
             raise ShardError(f"{address}/{fault}")

@@ -45,7 +45,7 @@ _ADDRESS = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
-_OF_DESKTOPS, _LEFT = ("Thumbs.db", "desktop.ini"), ("cache-", "tmp")
+_OF_DESKTOPS, _LEFTOVERS = ("Thumbs.db", "desktop.ini"), ("cache-", "tmp")
 ALL = "."  # the name of the only shard where a folder is one
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
@@ -74,12 +74,12 @@ def as_names(shards: Shards) -> str | tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ListedFiles:
-    """The files that a user names on a disk: `names` relative to `root`, sorted, without hidden ones.
+    """The files that a user names on a disk.
 
-    They are all files below a folder (`whole`), or named by paths, globs and braces, and need not exist then: `exact`
-    are those named by a path, `chosen` those that were recognized, None: not yet. They are `complete` where these are
-    all that there should be. `folders` are the folders visited, `unlistable` the errors of those that cannot be listed,
-    `began_ns` when the look began, by the monotonic clock.
+    `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
+    by paths, globs and braces, and need not exist then. `exact` are those named by a path, `chosen` those that were
+    recognized, None: not yet. They are `complete` if they are all that there should be. `folders` are the folders that
+    were visited, `unlistable` the errors of others, and `began_ns` is when the look began, by the monotonic clock.
     """
 
     root: Path
@@ -93,7 +93,7 @@ class ListedFiles:
     began_ns: int = 0
 
     def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of these files, at most as many; none of those that cannot be read."""
+        """Return the first bytes of these files that can be read."""
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
@@ -104,7 +104,7 @@ class ListedFiles:
         return open(self.root / name, "rb", opener=regular_file)
 
     def below_deepest(self, names: list[str]) -> ListedFiles:
-        """Return these of the files, below the deepest folder that holds all of them; of a whole folder below it."""
+        """Return some of the files, below the deepest folder that has them."""
         folder = "" if self.whole or not names else os.path.commonpath([os.path.dirname(f"/{name}") for name in names])  # noqa: PTH120
         cut = len(folder.strip("/")) + bool(folder.strip("/"))
         root, exact = self.root / folder.strip("/"), frozenset(name[cut:] for name in self.exact.intersection(names))
@@ -112,10 +112,10 @@ class ListedFiles:
 
 
 def list_files(files: Shards) -> ListedFiles:
-    """List the files that a user names: a folder with its subfolders, globs, braces, paths, or a list of these.
+    """List the files that a user names.
 
-    The root is the folder, or the deepest one that holds all of them. Raises `ShardError` for nothing, and for a file
-    that is named twice.
+    They are named by a folder with its subfolders, globs, braces, paths, or a list of these. The root is the folder, or
+    the deepest one that has all of them. Raises `ShardError` for nothing, and for a file that is named twice.
     """
     specs = spelled_out(files)
     if not specs:
@@ -151,8 +151,8 @@ def _listed_below(root: Path) -> ListedFiles:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name belongs to the desktop or a tool, such as HF's cache, and is no data."""
-    return name.startswith(".") or name in _OF_DESKTOPS or (name.startswith(_LEFT) and name.endswith(".arrow"))
+    """Return whether a name belongs to the desktop or a tool, such as HF's cache."""
+    return name.startswith(".") or name in _OF_DESKTOPS or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
 
 
 def spelled_out(shards: Shards) -> list[str]:
@@ -240,7 +240,7 @@ def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bo
             yield path, True
 
 
-def not_there(path: Path) -> ShardError:
+def missing_error(path: Path) -> ShardError:
     """Return the error for a named file that does not exist."""
     here = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
     why = "The environment has no such variable" if "$" in str(path) else "Check the path"

@@ -34,7 +34,7 @@ EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None,
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """What to do for one shard. A machine that has a shard of another `size` in its folder is noticed; None: any."""
+    """What to do for one shard, whose `size` tells a machine that has another one."""
 
     task: Task
     root: Path
@@ -49,7 +49,10 @@ class FileJob:
 
 
 def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Generator[Answer, None, None]:
-    """The answers for all shards, in the order in which they come; None where the process died over the shard."""
+    """Yield the answers for all shards as they come.
+
+    An answer is None if the process died over the shard.
+    """
     jobs = [FileJob(task, root, name) for name in names]
     with contextlib.closing(each_job(f"{__name__}:serve", (), jobs, processes)) as answers:
         yield from ((job.name, answer) for job, answer in answers)

@@ -1,4 +1,4 @@
-"""The format of Arrow IPC files and streams, and of the folders of them that HF `datasets` writes.
+"""The format of Arrow IPC files and streams, and of the folders of HF `datasets`.
 
     save_to_disk      state.json names the files; of a DatasetDict, dataset_dict.json names a folder for each split
     the cache         dataset_info.json names the splits, whose files lie side by side; cache-*.arrow are results of map
@@ -58,8 +58,8 @@ def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
     return None
 
 
-def _split_names(said: dict[str, Any]) -> list[str]:
-    splits = said.get("splits")
+def _split_names(info: dict[str, Any]) -> list[str]:
+    splits = info.get("splits")
     return [str(name) for name in splits] if isinstance(splits, list | dict) and splits else ["train"]
 
 

@@ -1,4 +1,4 @@
-"""All formats that are read in place: a new one is a file with a `Format`, and its name here.
+"""All formats that are read in place. A new one is a file, and its name here.
 
 Where several could be meant, `recognizer.recognize` asks those with markers first, in this order.
 """

@@ -1,4 +1,6 @@
-"""Opens the files that a user names, wherever they are: a folder, file, glob, list, URL, bucket or address of the Hub.
+"""Opens the files that a user names, wherever they are.
+
+They are named by a folder, file, glob, list, URL, bucket or address of the Hub.
 
     find_source("shards/")                         ──▶ Source: where the files are, and their format
     open_store("shards/")                          ──▶ the store of their samples, indexed first if needed
@@ -99,7 +101,8 @@ def find_source(
     known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
     what = _recognized(str(found.root), found.names, found.heads(known), format, settings)
     if not found.whole and not format and what.format is FOLDER:
-        what = Recognized(_by_suffix(found.names[0], FOLDER), [])  # whose error says what to do with such files
+        exists = (found.root / found.names[0]).exists()  # the error of its format says what to do
+        what = Recognized(_by_suffix(found.names[0], FOLDER if exists else TARS), [])
     _check_suffix(files, found.names if format and found.exact else (), what.format)
     chosen = None if format else what.files
     return Source(files, what.format, what.settings, replace(found, chosen=chosen or None))
@@ -155,7 +158,7 @@ def _remote_source(
     else:
         what = _recognized(str(files), visible, heads, format, settings)
     if what.format is FOLDER and root:
-        raise ShardError(f"{files}: raw files behind a URL are not read in place. Copy them to a disk")
+        raise ShardError(f"{files}: raw files behind a URL are not read in remote. Copy them to a disk")
     if what.format is FOLDER and not format:
         what = Recognized(_by_suffix(names[0]), [])
     _check_suffix(files, names if format and not root else (), what.format)
@@ -181,9 +184,9 @@ def _on_server(url: str, session: Session, indexes: Mapping[str, Format], marker
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:
-    """Return the same files, of the Hub at the commits that are `pinned`; those that are not are found, and pinned.
+    """Return the same files, of the Hub at the commits that are `pinned`.
 
-    A branch or a tag may move under a run:
+    Those that are not pinned are found, and pinned. A branch or a tag may move under a run:
 
     hf://datasets/org/name/data          named by the user, and a reader's setting
     hf://datasets/org/name@main          what is pinned: found once, sent to workers, in the state
@@ -219,7 +222,7 @@ def open_store(
     cache: Cache = (None, None),
     **settings: Any,
 ) -> RecordStore:
-    """Open the store of the files that a user names. Files without an index are indexed first.
+    """Open the store of the files that a user names, indexed first if needed.
 
     Args:
         files: As for `find_source`, or what that returned.
@@ -246,11 +249,11 @@ def open_store(
 
 
 def with_settings(source: Source, settings: dict[str, Any]) -> Format:
-    """Return the format of a source with these settings. Raises ValueError for one that its files do not have."""
+    """Return the format of a source with these settings. Raises ValueError."""
     form = source.format
     for name in settings:
         if name not in form.settings and name not in form.inspect:
-            others = listed([each.name for each in formats.FORMATS if name in each.settings])
+            others = listed([each.name for each in formats.FORMATS if name in each.settings and not each.reader])
             raise ValueError(f"{source.files}: {name}= does not apply to {form.name} files, only to {others}")
     return form.by_settings(form, settings)
 
@@ -258,9 +261,9 @@ def with_settings(source: Source, settings: dict[str, Any]) -> Format:
 def open_indexed(
     source: Source, form: Format, *, tolerant: bool = False, unlistable: paths.Unlistable = paths.raise_it
 ) -> IndexedFiles:
-    """Open the index of a source's files, in this format; remote files are read through the cache.
+    """Open the index of a source's files, in this format.
 
-    Raises `ShardError`, also for damage unless `tolerant`, `RemoteError`.
+    Remote files are read through the cache. Raises `ShardError`, also for damage unless `tolerant`, `RemoteError`.
     """
     if form.open_index is not None:
         return form.open_index(source.files, form, tolerant=tolerant)
@@ -268,9 +271,9 @@ def open_indexed(
         return open_files(source.listed or source.files, form, tolerant=tolerant, unlistable=unlistable)
     from savable_pipeline.data.stores.remote_indexing import open_remote  # here: most files are on a disk
 
-    place, names = open_remote(source.files, form, source.session, tolerant=tolerant)
-    indexed = IndexedFiles(form, place.index, place.index_path, names, place.metadata, place, tolerant=tolerant)
-    check_faults(place.url, indexed.entries, tolerant)
+    remote, names = open_remote(source.files, form, source.session, tolerant=tolerant)
+    indexed = IndexedFiles(form, remote.index, remote.index_path, names, remote.metadata, remote, tolerant=tolerant)
+    check_faults(remote.url, indexed.entries, tolerant)
     return indexed
 
 

@@ -1,4 +1,4 @@
-"""Recognizes which format the files that a user names have, by their names and the first bytes of a few.
+"""Recognizes the format of files by their names and the first bytes of a few.
 
     names ── wanted ──▶ whose first bytes are needed ── recognize ──▶ format, files, settings
 
@@ -35,7 +35,7 @@ from savable_pipeline.data.stores.csv_table import CSV, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.record_files import index_format
-from savable_pipeline.data.stores.sample_names import is_for_people, is_media, no_samples, stem_of, suffix_of
+from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
@@ -56,7 +56,7 @@ _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, the names of its files, sorted, and the settings of its store that these files need."""
+    """A format, its sorted files, and the settings of its store that they need."""
 
     format: Format
     files: list[str]
@@ -74,7 +74,7 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
     found = {name: LARGEST_INDEX for name in texts if name in markers}
     if any(name.endswith(TARS.suffixes) for name in names):
         return found
-    if not any(map(is_media, names)):
+    if not any(map(is_media_file, names)):
         texts = [name for name in texts if name.endswith(JSON.suffixes)]
     alone = _alone(texts, names)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
@@ -104,9 +104,9 @@ def recognize(
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
     tars = sorted(name for name in names if name.endswith(TARS.suffixes))
     tars = tars or sorted(name for name in names if name.endswith(TARS.packed))
-    media = sum(map(is_media, names)) if len(tars) < len(names) else 0
+    media = sum(map(is_media_file, names)) if len(tars) < len(names) else 0
     if media > len(tars) and tars:
-        raise _ambiguous({TARS: tars, FOLDER: [name for name in names if is_media(name)]})
+        raise _ambiguous({TARS: tars, FOLDER: [name for name in names if is_media_file(name)]})
     if tars:
         return Recognized(TARS, tars)
     found = _by_format(names, heads)
@@ -149,7 +149,7 @@ def _beside_media(names: Sequence[str], heads: Mapping[str, bytes], found: Mappi
             return Recognized(form, files, {"file_fields": fields[0]})
     strays = [(form, name) for form, files in tables.items() for name in files]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or name.endswith(JSON.suffixes) for form, name in strays):
-        raise _ambiguous({**tables, FOLDER: [name for name in names if is_media(name)]})
+        raise _ambiguous({**tables, FOLDER: [name for name in names if is_media_file(name)]})
     return _folder(names)
 
 

@@ -110,7 +110,7 @@ def suffix_of(name: str) -> str:
     return base[base.rfind(".") :].lower() if "." in base else ""
 
 
-def is_media(name: str) -> bool:
+def is_media_file(name: str) -> bool:
     """Whether a name is that of an image, audio or video."""
     return suffix_of(name) in _MEDIA
 
@@ -136,7 +136,7 @@ def no_samples(names: Iterable[str]) -> set[str]:
     for name in names:
         stem = stem_of(name)
         stems[stem] = stems.get(stem, 0) + 1
-    has_media = any(map(is_media, names))
+    has_media = any(map(is_media_file, names))
     return {
         name
         for name in names

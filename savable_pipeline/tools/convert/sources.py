@@ -88,12 +88,12 @@ def kind_in(folder: Path) -> str:
 
 
 def kind_behind(url: str, session: Session) -> str:
-    """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
+    """The kind that the index.json below a URL says, or "". Raises `RemoteError`."""
     return index_format({INDEX: session.read(url, INDEX) or b"{}"})
 
 
-def names_behind(url: str, index_names: list[str], session: Session) -> list[str]:
-    """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
+def object_names(url: str, index_names: list[str], session: Session) -> list[str]:
+    """The names of the objects below a URL; of a web server those of these indexes."""
     return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]
 
 
@@ -220,7 +220,7 @@ def _below_url(url: str) -> str:
         return _of_file(expand_braces(url)[0])
     marks = FolderMarks()
     session = job_session()
-    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES], session)
+    names = object_names(url.rstrip("/"), [INDEX, *_INDEXES], session)
     form = kind_behind(url.rstrip("/"), session) if INDEX in names else ""
     if form:
         return _of_index(url, form)
