@@ -83,7 +83,7 @@ def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) ->
     for path in (tmp_path / "out").glob("*.idx"):
         path.unlink()
     names = sorted(path.name for path in (tmp_path / "out").glob("*.tar"))
-    assert open_index(tmp_path / "out", names, TARS).path.exists()
+    assert open_index(tmp_path / "out", names, TARS).index_path.exists()
     made = {name: hashed for name, hashed in snapshot(tmp_path / "out").items() if not name.endswith(".lock")}
     assert made == {name: written[name] for name in made}
     assert len(made) == 4 + 4 + 1
