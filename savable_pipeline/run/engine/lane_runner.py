@@ -26,7 +26,7 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
-from savable_pipeline.run.engine.messages import Delivery, LaneJob, MadeOf, RequestKind
+from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, batch_rows
@@ -142,10 +142,12 @@ class LaneRunner:
         assert live.state is not None
         dry = batch is _DRY
         batch = None if dry or want == "skip" else batch
-        made_of = MadeOf.of(ref, type(live.stage).__name__) if self._job.refs and want == "batch" else None
-        if made_of is not None and self._made == 1:
-            _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
-        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
+        asks_ref = self._job.refs and want == "batch"
+        rows = row_count(ref, type(live.stage).__name__) if asks_ref else 0
+        if asks_ref and self._made == 1:
+            msgspec.msgpack.encode(ref)  # a ref that no state can have is an error now, not when a state is saved
+        sent = ref if asks_ref else ()
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, sent, rows)
 
     def _made_again(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
         start = time.perf_counter()
@@ -157,8 +159,8 @@ class LaneRunner:
         for stage in stages:
             stage.verify(job.lane.batches * last.lane.count + last.lane.index)
         counts, seconds = take_counts(stages, {}), time.perf_counter() - start
-        made_of = MadeOf.of(ref, type(last).__name__, kept)
-        return Delivery(batch, packed, True, seconds=seconds, counts=counts, samples=ref, made_of=made_of)
+        rows = row_count(ref, type(last).__name__)
+        return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
 
     def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""

@@ -24,8 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from msgspec.structs import replace
-
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
 from savable_pipeline.core.lane import PinnedShards
@@ -38,7 +36,6 @@ from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.transport.channel import Channel, InOrder
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
-from savable_pipeline.stages.batch_samples import BatchSamples
 
 T = TypeVar("T")
 _IDLE_S = 1.0  # after which a worker looks at its shards
@@ -154,10 +151,7 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
         if request.facts is not None:
             runner.facts = request.facts
         assert request.state is None or runner.facts.version == request.version
-        found = runner.deliver(request.lane, request.state, request.want, request.avoid)
-        made_of = found.made_of and found.made_of.sent
-        samples = BatchSamples.of(found.samples)  # arrays pickle fast, nested tuples do not
-        return replace(found, samples=samples, made_of=made_of)
+        return runner.deliver(request.lane, request.state, request.want, request.avoid).sent
     except Exception as error:
         return Failure.of(error)
 

@@ -18,9 +18,9 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.engine.messages import MadeOf
+from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.receipts import Handed, NextReceipts, receipts_of, rows_of
+from savable_pipeline.run.loader.receipts import IssuedReceipts, next_receipts, receipts_of, rows_of
 from savable_pipeline.run.state.flights import SLOTS, Flight, flights_name, packed_acks, packed_flights
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
@@ -49,7 +49,7 @@ class Outstanding(Flight, gc=False):
 
     number: int = -1
     to_come: int = 0
-    handed: Handed | None = None
+    handed: IssuedReceipts | None = None
 
     @property
     def out(self) -> int:
@@ -75,7 +75,7 @@ class Acknowledgements:
         self._is_awaited = False
         self._counts: Counter[tuple[str, str]] = Counter()  # of rows: what became of them, and why
         self._noted: Noted = {}
-        self._receipts = NextReceipts(ranks.world_size)
+        self._issued: dict[int, IssuedReceipts] = {}  # of the next batches
         self._young: list[Outstanding] = []  # given since receipts were made last
         self.load([], 0)
 
@@ -167,19 +167,19 @@ class Acknowledgements:
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
                     )
 
-    def give(self, number: int, batch: int, made_of: MadeOf, size: int = 0) -> torch.Tensor:
+    def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Note that a new batch, filled up to `size` rows, is given, after `number` others. Returns its receipts."""
-        rows, lane = made_of.rows, self._lanes[(batch & SLOTS) % self._lane_count]
+        rows, lane = delivery.rows, self._lanes[(batch & SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
-            handed = Handed.of(receipts_of(batch, size, (1 << rows) - 1).numpy())
+            handed = IssuedReceipts.of(receipts_of(batch, size, (1 << rows) - 1).numpy()[None])[0]
         else:
-            if not self._receipts.has(batch, rows):
-                self._receipts.make(batch, rows)
+            if batch not in self._issued or len(self._issued[batch].memory) != rows:
+                self._issued = next_receipts(batch, rows, self._ranks.world_size)
                 self._pack_young()
-            handed = self._receipts.take(batch)
-        flight = Outstanding(batch, made_of.ref, rows, 0, size, number, 0, handed)
+            handed = self._issued.pop(batch)
+        flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
         key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
         with self._lock:  # nothing is called here

@@ -39,9 +39,9 @@ def reconfigure(
     before: Decisions,
     place: int,
     last: Stage,
-    weights: Mapping[str, Weight] | None,
-    exclude: Iterable[Excluded] | None,
-    max_length: int | None,
+    weights: Mapping[str, Weight] | None = None,
+    exclude: Iterable[Excluded] | None = None,
+    max_length: int | None = None,
 ) -> Decisions:
     """What holds from `place` on in a pipeline with this last stage: without weights or a length, the old ones hold on.
 

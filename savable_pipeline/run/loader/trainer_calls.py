@@ -83,7 +83,8 @@ def warn_unsaved(caller: str, run: Run) -> None:
     """
     refuse_fit(caller)
     at = run.position
-    if at.loaded or at.epoch or at.slot or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
+    is_resumed = at.iterator == "loaded" or at.epoch or at.slot
+    if is_resumed or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
         _warn(
