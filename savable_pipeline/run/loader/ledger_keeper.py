@@ -79,7 +79,7 @@ class LedgerKeeper(Observer):
             record = Batch.of(epoch, slot, step.samples.in_rows(step.delivery.remaining))
             writer = self._open(step.at)
             with self._writing:
-                writer.note(replace(record, again=mask_bytes(step.repeated) or b"\0"))
+                writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
         self._note_acknowledged()
 
     def _write(self, step: BatchStep) -> None:
@@ -95,10 +95,10 @@ class LedgerKeeper(Observer):
             if at.facts.decisions != self._facts.decisions:
                 writer.forget_lanes()
             self._facts = at.facts
-            writer.note(Facts(at.facts))
+            writer.write(Facts(at.facts))
         self._note_saved(writer)
         with self._writing:
-            writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
+            writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
 
     def _note_acknowledged(self) -> None:
         """Write what was acknowledged since the last call, if there is a file. In any thread."""
@@ -106,7 +106,7 @@ class LedgerKeeper(Observer):
             with self._writing:
                 for (kind, reason), rows in self.noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
-                    self._writer.note(Acknowledged(kind, reason, masks))
+                    self._writer.write(Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Record, with the next batch, that a state was saved: a run killed before has none."""
@@ -116,11 +116,11 @@ class LedgerKeeper(Observer):
 
     def _note_saved(self, writer: LedgerWriter) -> None:
         if self._saved is not None:
-            writer.note(self._saved)
+            writer.write(self._saved)
             self._saved = None
 
     def _note(self, writer: LedgerWriter) -> None:
-        writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
+        writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
 
     def on_skip(self, at: Position) -> None:
         """Record that the run continues after skipped slots: earlier records of them no longer count.
@@ -230,7 +230,7 @@ def check_not_forgotten(folder: Path, start: Start) -> None:
                 if isinstance(record, Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
                     break  # another run's: `LedgerWriter` refuses the folder
                 if isinstance(record, Batch):
-                    last = max(last, record.place)
+                    last = max(last, record.position)
                 elif isinstance(record, Saved):
                     saved = record
     if last < (0, 0):
