@@ -103,7 +103,10 @@ class LaneRunner:
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
-        """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
+        """The last stage of a fresh pipeline, and its lane.
+
+        Raises ValueError if the pipeline returns no stage.
+        """
         job, worker = self._job, self._worker if downloads else replace(self._worker, downloads=False)
         built = Lane(lane, job.lanes, job.seed, epoch=epoch, pad=job.pad, facts=facts, worker=worker)
         stage = job.pipeline(built)
@@ -113,7 +116,9 @@ class LaneRunner:
     def deliver(
         self, lane: int, state: bytes | None, want: RequestKind = "batch", avoid: Iterable[tuple[int, int]] = ()
     ) -> Delivery:
-        """The next batch of a lane at the position `state`; None if the lane runs here and is at its position.
+        """The next batch of a lane at the position `state`.
+
+        None if the lane runs here and is at its position.
 
         `avoid`: index and epoch of samples that the lane must leave out from now on. For "again", the batch of the
         `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
@@ -170,7 +175,10 @@ class LaneRunner:
         return watched(stages)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
-        """Serve a request of this kind: the batch, its ref, and whether there is another. Saves the lane's state."""
+        """Serve a request of this kind: the batch, its ref, and whether there is another.
+
+        Saves the lane's state.
+        """
         live.lane.skips = want != "batch"
         batch = None if want == "peek" else self._next(live, want)
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
@@ -283,7 +291,10 @@ def _check_last(stage: Any, lane: Lane) -> None:
 
 
 def _check_lane(last: Stage, lane: Lane) -> None:
-    """Raise ValueError unless all stages were made for this very lane: others would give its samples, too."""
+    """Raise ValueError unless all stages were made for this very lane.
+
+    Others would give its samples, too.
+    """
     for stage in upstream(last):
         if stage.info.lane is not lane:
             source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
@@ -302,7 +313,10 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
 
 
 def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch of the rows that are left of it, its ref, and their numbers; a filler if none is."""
+    """The batch of the rows that are left of it, its ref, and their numbers.
+
+    A filler if none is.
+    """
     lane = job.lane
     where = f"batch {lane.batches} of lane {lane.lane} in epoch {lane.epoch}, in flight in the state"
     try:

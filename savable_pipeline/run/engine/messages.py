@@ -55,7 +55,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(NamedTuple):
-    """A worker's current stage, by its depth; sample, by index and epoch; and request. None: not recorded."""
+    """A worker's current stage, sample and request.
+
+    The stage is known by its depth, the sample by index and epoch. None: not recorded.
+    """
 
     depth: int | None
     sample: int | None
@@ -87,7 +90,10 @@ class Failure:
         return cls(own, text, _pickled(described) if cause or type(own) is not type(error) else None)
 
     def raised(self) -> Exception:
-        """The error to raise in the trainer: of the class, and with the cause, that it has without workers."""
+        """The error to raise in the trainer.
+
+        It has the class and the cause that it has without workers.
+        """
         where = f"in a worker:\n{self.text}"
         raised = None if self.pickled is None else _unpickled(self.pickled)
         if raised is None:
@@ -117,7 +123,10 @@ def _unpickled(raw: bytes) -> Exception | None:
 
 
 def row_count(ref: ItemRef, stage: str) -> int:
-    """The rows of a batch with this ref. Raises `SavableError` if the ref does not show them."""
+    """The rows of a batch with this ref.
+
+    Raises `SavableError` if the ref does not show them.
+    """
     first = len(batch_number(ref))
     rows = len(ref) - first
     if rows and not type(ref[first]) is type(ref[-1]) is tuple:

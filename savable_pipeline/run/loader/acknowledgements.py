@@ -34,7 +34,10 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest; None without any."""
+    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest.
+
+    None without any.
+    """
 
     rows: int
     oldest: tuple[int, int] | None
@@ -66,7 +69,10 @@ class _Lane:
 
 
 class Acknowledgements:
-    """The table of a rank. `noting`: whether `noted` keeps what was acknowledged, for a ledger."""
+    """The table of a rank.
+
+    `noting`: whether `noted` keeps what was acknowledged, for a ledger.
+    """
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -112,7 +118,10 @@ class Acknowledgements:
         self.waiting += [Outstanding(own, (), 0) for _ in range(coming - len(self.waiting))]
 
     def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
-        """Note which rows of a batch are done, and which are to come. With its last row it leaves the table."""
+        """Note which rows of a batch are done, and which are to come.
+
+        With its last row it leaves the table.
+        """
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
         lane = self._lanes[(batch & SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
@@ -126,7 +135,10 @@ class Acknowledgements:
                 del self._handed[key]
 
     def lose(self, lost: Callable[[Flight], int]) -> None:
-        """Close the open rows that are `lost`, which `lost` says of each batch: they count as dropped."""
+        """Close the open rows that are `lost`, which `lost` says of each batch.
+
+        They count as dropped.
+        """
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
                 self._lose(flight, lost(flight))
@@ -155,7 +167,10 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until this many rows more are at most `most`. Raises `SavableError` after `timeout_s`."""
+        """Wait until this many rows more are at most `most`.
+
+        Raises `SavableError` after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -188,14 +203,20 @@ class Acknowledgements:
         return handed.tensor
 
     def _pack_young(self) -> None:
-        """Pack what is left of the last batches; let go of all at once, which takes less time than one by one."""
+        """Pack what is left of the last batches.
+
+        Let go of all at once, which takes less time than one by one.
+        """
         for flight in self._young:
             if flight.open:
                 flight.pack()
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Note that the first of the waiting batches is given, with the rows `kept`. Returns its rows that come."""
+        """Note that the first of the waiting batches is given, with the rows `kept`.
+
+        Returns its rows that come.
+        """
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in kept))
@@ -209,7 +230,10 @@ class Acknowledgements:
     # Acknowledging.
 
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
-        """Note what became of the rows with these receipts. Raises ValueError for anything but receipts."""
+        """Note what became of the rows with these receipts.
+
+        Raises ValueError for anything but receipts.
+        """
         whole, odd = self._handed.get(id(receipts)), 0
         if whole is not None and whole.handed.is_unchanged:  # type: ignore[union-attr]
             named = {whole.batch: (1 << whole.rows) - 1}
@@ -245,7 +269,10 @@ class Acknowledgements:
         return rows
 
     def _of_others(self, batch: int, rows: int) -> int:
-        """Note that rows of another rank's batch are acknowledged. Returns those that were not yet."""
+        """Note that rows of another rank's batch are acknowledged.
+
+        Returns those that were not yet.
+        """
         before = self._elsewhere.get(batch, 0)
         if rows & ~before:
             self._elsewhere[batch] = before | rows

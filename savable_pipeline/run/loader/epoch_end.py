@@ -43,7 +43,10 @@ class EpochEnds:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether a pass of the pipeline ends. Raises ValueError if it does and `epoch_slots` cuts it, too."""
+        """Whether a pass of the pipeline ends.
+
+        Raises ValueError if it does and `epoch_slots` cuts it, too.
+        """
         finite = not self._local.last_stage.info.endless
         if finite and self._settings.epoch_slots is not None:
             raise ValueError("epoch_slots needs an endless pipeline. Remove epochs= from its readers, or epoch_slots=.")
@@ -64,7 +67,10 @@ class EpochEnds:
         self._ends.clear()
 
     def length(self, epoch: int, world_size: int) -> int | None:
-        """How many batches each rank gets in an epoch; None where that cannot be counted beforehand."""
+        """How many batches each rank gets in an epoch.
+
+        None where that cannot be counted beforehand.
+        """
         if self._settings.epoch_slots is not None and not self.is_finite:
             return self._settings.epoch_slots // world_size
         end = self.counted(epoch)
@@ -83,14 +89,20 @@ class EpochEnds:
         return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
 
     def epoch_of(self, at: Position) -> int:
-        """The epoch of the batch given last, until StopIteration or the next iterator; then the one that follows."""
+        """The epoch of the batch yielded last.
+
+        Once StopIteration was raised, or the next iterator started, it is the one that follows.
+        """
         slots, last = self._settings.epoch_slots, None if at.iterator == "ended" else at.previous
         if slots is None or self._settings.restarts:
             return at.epoch if last is None else last.epoch
         return at.slot // slots - (last is not None)
 
     def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
-        """The position after a step whose batch is given, or skipped: of the next epoch if `epoch_slots` are over."""
+        """The position after a step whose batch is yielded or skipped.
+
+        It is in the next epoch if `epoch_slots` are over.
+        """
         after = at.skipped(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
             cut = chunk_sizes(self._local.last_stage, at.epoch)
@@ -106,7 +118,10 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position after one more thing is known of where the next step is. Raises `SavableError` if none is."""
+        """The position after one more thing is known of where the next step is.
+
+        Raises `SavableError` if none is.
+        """
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
@@ -121,7 +136,10 @@ class EpochEnds:
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """With the `end` that the ranks have agreed on: the epoch ends here unless it is beyond the known one."""
+        """With the `end` that the ranks have agreed on.
+
+        The epoch ends here unless it is beyond the known one.
+        """
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
@@ -141,7 +159,10 @@ class EpochEnds:
         return min(found.values()) * at.lane_count
 
     def next_epoch(self, over: Position) -> Position:
-        """The position that follows the end of an epoch. Raises `SavableError` if it, or a source, gave nothing."""
+        """The position that follows the end of an epoch.
+
+        Raises `SavableError` if it, or a source, gave nothing.
+        """
         for observer in self._observers:
             observer.on_epoch_end(over)
         numbers = [item for each in self._observers for item in each.numbers().items()] if over.end == 0 else []
@@ -151,7 +172,10 @@ class EpochEnds:
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote: the end of the epoch as far as its own lanes know. `position` must vote."""
+    """This rank's vote: the end of the epoch as far as its own lanes know.
+
+    `position` must vote.
+    """
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count

@@ -50,7 +50,9 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 
 
 class LedgerKeeper(Observer):
-    """Writes to `folder`; the first batch or skip starts a file, and again the first after a load.
+    """Writes to `folder`.
+
+    The first batch or skip starts a file, and again the first after a load.
 
     Ranks that can communicate start their files together: if one fails, none does, and each raises that rank's error.
 
@@ -101,7 +103,10 @@ class LedgerKeeper(Observer):
             writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
 
     def _note_acknowledged(self) -> None:
-        """Write what was acknowledged since the last call, if there is a file. In any thread."""
+        """Write what was acknowledged since the last call, if there is a file.
+
+        In any thread.
+        """
         if self._writer is not None:
             with self._writing:
                 for (kind, reason), rows in self.noted().items():
@@ -109,7 +114,10 @@ class LedgerKeeper(Observer):
                     self._writer.write(Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Record, with the next batch, that a state was saved: a run killed before has none."""
+        """Record, with the next batch, that a state was saved.
+
+        A run killed before has none.
+        """
         if (at.epoch, at.slot) > (0, 0):
             self._saved = Saved(at.epoch, at.slot)
         self._note_acknowledged()
@@ -123,7 +131,9 @@ class LedgerKeeper(Observer):
         writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
 
     def on_skip(self, at: Position) -> None:
-        """Record that the run continues after skipped slots: earlier records of them no longer count.
+        """Record that the run continues after skipped slots.
+
+        Earlier records of them no longer count.
 
         Raises `SavableError` if it cannot be written.
         """
@@ -161,7 +171,10 @@ class LedgerKeeper(Observer):
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
     def _writer_of(self, start: Start, *, looks: bool = True) -> LedgerWriter:
-        """This rank's file. Raises `SavableError` where a state was forgotten, if this rank looks for one."""
+        """This rank's file.
+
+        Raises `SavableError` where a state was forgotten, if this rank looks for one.
+        """
         if self._fresh and looks:
             check_not_forgotten(self._folder, start)
         return LedgerWriter(self._folder, start)

@@ -52,7 +52,9 @@ class Observer:
     """Does nothing."""
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return the `Remake`s of batches to yield before the next slot; None (default) for none.
+        """Return the `Remake`s of batches to yield before the next slot.
+
+        None (default) for none.
 
         `vote` returns the smallest or largest vote of all ranks; None where they cannot communicate.
         """
@@ -79,11 +81,17 @@ class Observer:
         """Note what the state of all ranks says, of which `own` is this rank's."""
 
     def without_entries(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state that is loaded without own entries. Raises `CheckpointMismatchError` if they are missing."""
+        """Return a state that is loaded without own entries.
+
+        Raises `CheckpointMismatchError` if they are missing.
+        """
         return state
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Check a state that is loaded, or a return to an earlier position (None); return what adopts it."""
+        """Check a state that is loaded, or a return to an earlier position (None).
+
+        Return what adopts it.
+        """
 
     def numbers(self) -> Mapping[str, int | float]:
         """Return counters for `SavableLoader.stats`."""

@@ -46,7 +46,9 @@ class LanePosition(NamedTuple):
 
 
 class YieldedBatch(NamedTuple):
-    """A batch that this rank's trainer got: the first slot of its step, its lane, that lane before it.
+    """A batch that this rank's trainer got.
+
+    The first slot of its step, its lane, that lane before it.
 
     `skipped`: the lanes whose batches were skipped after it, before the next was yielded, as they were before.
     """
@@ -70,7 +72,10 @@ class History(msgspec.Struct, frozen=True):
     decided_at: int = -MAX_LAG
 
     def lagged(self, lag: int = 0) -> YieldedBatch:
-        """The batch yielded `lag` batches before the last one. Raises ValueError for one that is not known."""
+        """The batch yielded `lag` batches before the last one.
+
+        Raises ValueError for one that is not known.
+        """
         if 0 <= lag < len(self.batches):
             return self.batches[-1 - lag]
         found = f"{len(self.batches)} have" if self.batches else "none has"
@@ -120,7 +125,10 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def has_step(self) -> bool:
-        """Whether the next step is known to be in the epoch: with padded batches, its first slot."""
+        """Whether the next step is known to be in the epoch.
+
+        With padded batches, its first slot.
+        """
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
     @property

@@ -22,7 +22,10 @@ _LARGEST = 1 << 14  # receipts that are made at once, but for a larger batch
 
 
 class IssuedReceipts(NamedTuple):
-    """Receipts as the trainer has them: the bytes that were there, their memory, and where torch has it."""
+    """Receipts as the trainer has them.
+
+    The bytes that were there, their memory, and where torch has it.
+    """
 
     tensor: torch.Tensor
     raw: bytes
@@ -31,7 +34,10 @@ class IssuedReceipts(NamedTuple):
 
     @classmethod
     def of(cls, receipts: NDArray[np.int64]) -> list[IssuedReceipts]:
-        """Those of several batches: int64 (batches, rows, 2), in memory that nobody else has."""
+        """Those of several batches.
+
+        Int64 (batches, rows, 2), in memory that nobody else has.
+        """
         import torch
 
         tensors = torch.from_numpy(receipts).unbind(0)  # a tensor for each batch takes ten times as long

@@ -53,7 +53,10 @@ class RowsInFlight(Observer):
         return receipts_of(0, 0) if found is None or number != total else found
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """What workers need to build the batches that are repeated; after a load equally many on each rank."""
+        """What workers need to build the batches that are repeated.
+
+        After a load equally many on each rank.
+        """
         self.table.settle(at.history.total)
         if at.iterator == "ended":
             return None
@@ -84,7 +87,10 @@ class RowsInFlight(Observer):
         self._add_receipts(step, receipts)
 
     def _repeat(self, step: BatchStep, flight: Outstanding, size: int) -> torch.Tensor:
-        """Note the first of the waiting batches; the rows of one without any are not valid."""
+        """Note the first of the waiting batches.
+
+        The rows of one without any are not valid.
+        """
         kept = step.delivery.remaining
         if not kept:
             step.samples = BatchSamples.of(())
@@ -102,7 +108,10 @@ class RowsInFlight(Observer):
             step.batch = {**step.batch, RECEIPTS: found}
 
     def _remake(self, at: Position, flight: Outstanding) -> bytes:
-        """What a worker needs to make a batch again; for a filler, of the lane that comes next."""
+        """What a worker needs to make a batch again.
+
+        For a filler, of the lane that comes next.
+        """
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
@@ -163,7 +172,10 @@ def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """The open rows of a batch in flight of which nothing is left: it is excluded, or its source is gone."""
+    """The open rows of a batch in flight of which nothing is left.
+
+    It is excluded, or its source is gone.
+    """
     left_of = last.info.left_of
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if left_of(ref) is None) & flight.open

@@ -253,8 +253,7 @@ class SavableLoader:
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
-        self._run.check_not_ahead()
-        return self._run.state_dict(0)
+        return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """The same as `load_state_dict(state)`.

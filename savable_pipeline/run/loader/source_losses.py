@@ -61,7 +61,10 @@ class SourceLosses(Observer):
         return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
 
     def _source(self, key: str) -> tuple[str, int]:
-        """The name and the number of samples of a stage's source; none of a source that was removed."""
+        """The name and the number of samples of a stage's source.
+
+        None of a source that was removed.
+        """
         return self._sources.get(key.rpartition("/")[2], ("", 0))
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
@@ -76,7 +79,10 @@ class SourceLosses(Observer):
                 self._kept.update((key, "items") for key, found in in_vain.items() if not found)
 
     def on_counts(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Count what the counters of a batch say. Returns the stages and sources of which something was left out."""
+        """Count what the counters of a batch say.
+
+        Returns the stages and sources of which something was left out.
+        """
         touched = set()
         for name, number in counts.items():
             of = OfSource.of(name) if "/source/" in name else None
@@ -118,7 +124,10 @@ class SourceLosses(Observer):
             self._warn_of_share(key, 1)
 
     def _in_vain(self, key: str, at: Position) -> Counter[str]:
-        """What was in vain of a stage's source on all lanes, by their states; nothing once it has given something."""
+        """What was in vain of a stage's source on all lanes, by their states.
+
+        Nothing once it has given something.
+        """
         found: Counter[str] = Counter()
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")

@@ -104,7 +104,10 @@ class States:
         }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
-        """The position in a state. `SavableLoader.load_state_dict` says what is raised; then nothing has changed."""
+        """The position in a state.
+
+        `SavableLoader.load_state_dict` says what is raised; then nothing has changed.
+        """
         check_flat(state)
         refuse_spans(state)
         refuse_flights(state)
@@ -200,7 +203,10 @@ class NewShards:
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`state` with the epochs at which they join. Raises `CheckpointMismatchError` if it lacks lanes."""
+        """`state` with the epochs at which they join.
+
+        Raises `CheckpointMismatchError` if it lacks lanes.
+        """
         if not self._shards:
             return state
         lanes, facts = _all_lanes(state), read_facts(state)
@@ -229,7 +235,10 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 
 
 def _has_grown(field: str, saved: Summary, here: ShardList) -> bool:
-    """Whether shards were added and all others are the same. Raises `CheckpointMismatchError` for one between them."""
+    """Whether shards were added and all others are the same.
+
+    Raises `CheckpointMismatchError` for one between them.
+    """
     if begin_with(here, saved):
         return len(here) > count(saved)
     if not isinstance(saved, list):  # hashes do not tell a shard between the old ones from one that is gone

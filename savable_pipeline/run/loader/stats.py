@@ -162,7 +162,10 @@ class Stats(Observer):
         return int(seen * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
-        """Counts by source of a `Blend`: samples in batches; drawn and skipped ones, from the stages' counters."""
+        """Counts by source of a `Blend`: samples in batches.
+
+        Drawn and skipped ones, from the stages' counters.
+        """
         if not any(self._sources().values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
@@ -216,7 +219,10 @@ class Recent:
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
-        """`NAME/p50`, `/p90` and `/p99`: the least number that 50, 90 or 99 % do not exceed. None without numbers."""
+        """`NAME/p50`, `/p90` and `/p99`.
+
+        The least number that 50, 90 or 99 % do not exceed. None without numbers.
+        """
         ordered = sorted(self._numbers)
         if ordered:
             for percent in _PERCENTS:
@@ -228,7 +234,10 @@ _MOST = 4096  # shards that are kept
 
 
 class SlowSample(NamedTuple):
-    """A sample: its shard, its number with the tag of its source, and the nanoseconds that its encoder took."""
+    """A sample.
+
+    Its shard, its number with the tag of its source, and the nanoseconds that its encoder took.
+    """
 
     shard: str
     number: int
@@ -259,6 +268,9 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """The shard whose samples took longest on average, and that mean in s; None while few have been timed."""
+        """The shard whose samples took longest on average, and that mean in s.
+
+        None while few have been timed.
+        """
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)

@@ -45,7 +45,10 @@ class Trace(NamedTuple):
 
 
 def traced_rows(last: Stage, samples: BatchSamples) -> list[list[TracedSample]]:
-    """The samples of a batch, in order, by row. `last` is the last stage of any lane; no batch is made."""
+    """The samples of a batch, in order, by row.
+
+    `last` is the last stage of any lane; no batch is made.
+    """
     return [[_sample(last, ref) for ref in row] for row in samples.by_row()]
 
 

@@ -89,7 +89,7 @@ def test_a_batch_that_an_observer_refuses_is_the_next_one_and_the_state_stays(sh
         try:
             found.append(next(run))
         except OSError:
-            assert run.state_dict() == before
+            assert all(run.state_dict()[name] == before[name] for name in ("epoch", "slot", "counted"))
     assert found == expected and not count.refuses
 
 
