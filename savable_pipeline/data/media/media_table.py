@@ -187,7 +187,7 @@ def _info_of(row: Any) -> Known:
     return MediaInfo(**values, **{name: None if row[name] == -1 else int(row[name]) for name in _INTEGERS})
 
 
-def pack_media(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
+def packed(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
     """Pack the rows of a shard from the media parts of each sample, in order."""
     begins, rows, names = [0], bytearray(), dict[str, int]()
     for sample in samples:
@@ -268,7 +268,7 @@ class KnownMedia:
         self.table: MediaTable | None = None
         found = getattr(store, "found", None)
         if tables and isinstance(found, IndexedFiles):  # not for a user's own store
-            self.table = open_table(found.root, shards, found.form.name)
+            self.table = open_table(found.root, shards, found.form.index_kind)
 
     def untabled(self) -> KnownMedia:
         """Return the same media without a table, so that headers are read."""

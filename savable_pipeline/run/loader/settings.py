@@ -123,7 +123,7 @@ class LoaderSettings:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
         return find_ranks(self.ranks, self.lanes)
 
-    def new_backend(self, runner: LaneRunner, find_last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
+    def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
         """Return what builds the batches: `runner` in this process, or workers."""
         if not self.num_workers:
             return InProcess(runner)
@@ -136,4 +136,4 @@ class LoaderSettings:
             )
         workers = replace(self.workers, count=self.num_workers)
         share = ranks.rank, ranks.world_size
-        return Pool(lambda: workers.host(self.job, share), workers, find_last_stage, pinned)
+        return Pool(lambda: workers.host(self.job, share), workers, last_stage, pinned)
