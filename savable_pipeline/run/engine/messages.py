@@ -151,7 +151,7 @@ class Delivery(msgspec.Struct, frozen=True):
     estimated time to make the lane's held items again if it moved to another worker. `counts`: the event counters of
     its stages, by `STAGE/NAME`. `samples`: what the batch was made of, as a ref or, from a worker, as arrays.
     `timed`: whether the time of each stage is among the counts. `watched`: what was seen of its samples, if they were.
-    `made_of`: the ref itself, if the job asks for it.
+    `made_of`: the ref itself, if the job asks for it. `written`: how a worker wrote it, where peers get it too.
     """
 
     batch: Any
@@ -165,3 +165,4 @@ class Delivery(msgspec.Struct, frozen=True):
     timed: bool = False
     watched: WatchedSamples | None = None
     made_of: MadeOf | None = None
+    written: Any = None

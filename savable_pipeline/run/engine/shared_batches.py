@@ -9,21 +9,28 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from savable_pipeline.run.engine.connection import Answer
 from savable_pipeline.run.engine.messages import Failure
 from savable_pipeline.run.transport import batch_pickle as wire
-from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
 _INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
 
 
+class Sender(Protocol):
+    """Sends messages with descriptors, as a `Channel` does."""
+
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a message with duplicates of some descriptors."""
+
+
 class AnswerSender:
     """The worker's end: sends small answers through the channel, large ones through shared memory."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Sender) -> None:
         self._channel = channel
         self.segments = SegmentWriter()
 
@@ -47,10 +54,10 @@ class AnswerSender:
 
 
 class AnswerReader:
-    """The trainer's end."""
+    """The trainer's end, or that of another process which gets the same messages, with `segments` of its own."""
 
-    def __init__(self) -> None:
-        self.segments = SegmentReader()
+    def __init__(self, segments: SegmentReader | None = None) -> None:
+        self.segments = segments or SegmentReader()
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Answer]:
         """The number and the answer of a message."""

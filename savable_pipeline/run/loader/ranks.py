@@ -11,6 +11,7 @@ congruent to it:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,6 +22,7 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.run.peers.sharing import Sharing, check_roles, find_sharing
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
+ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
 _DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
 
 
@@ -56,6 +59,42 @@ class Ranks:
         self.world_size = world_size
         self.group = group
         self.explicit = explicit
+        self.sharing: Sharing | None = None  # the ranks with which it shares batches
+
+    @classmethod
+    def of(cls, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, share: ShareLike = None) -> Ranks:
+        """The data-parallel rank in a mesh or group, of which some processes share one decode.
+
+        The first process of each sharing group builds the batches, and the others get the same bytes.
+
+        Args:
+            mesh_or_group: A mesh with the dimensions of `share` and at most one other, or the data-parallel group or
+                mesh of this process.
+            share: Names of the dimensions whose processes need the same batches, such as ("tp", "cp"), or their group.
+                None: each process builds its batches.
+
+        Returns:
+            The ranks, for `SavableLoader(..., ranks=)`.
+
+        Raises:
+            ValueError: The mesh has other dimensions, or the processes cannot share.
+
+        Example:
+            >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+            >>> ranks = sp.Ranks.of(mesh, share=("tp",))  # doctest: +SKIP
+            >>> loader = sp.SavableLoader(pipeline, seed=7, ranks=ranks)  # doctest: +SKIP
+        """
+        if share is None:
+            return _ranks_of(mesh_or_group)
+        names = (share,) if isinstance(share, str) else share
+        if isinstance(names, tuple | list):
+            found, members = _in_mesh(mesh_or_group, tuple(names))
+        else:
+            found, members = _ranks_of(mesh_or_group), _members(names)
+        found.sharing = find_sharing(members)
+        if found.sharing is not None and found.group is not None:
+            check_roles(found.sharing, _members(found.group))
+        return found
 
     def lanes(self, lanes: int) -> range:
         """The lanes of this rank.
@@ -227,6 +266,35 @@ def _ranks_of(ranks: object) -> Ranks:
     if dist.is_available() and isinstance(ranks, dist.ProcessGroup):
         return Ranks(dist.get_rank(ranks), dist.get_world_size(ranks), ranks)
     raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(...), not {ranks!r}")
+
+
+def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
+    """The data-parallel rank in a mesh, and the ranks that differ from this one in the shared dimensions alone."""
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if unknown := [name for name in share if name not in names]:
+        raise ValueError(
+            f"share={share!r}: the mesh has no dimension {unknown[0]!r}, only {', '.join(names) or 'unnamed ones'}. "
+            "Pass names of mesh_dim_names, or a process group."
+        )
+    others = [name for name in names if name not in share]
+    if len(others) > 1:
+        raise ValueError(
+            f"share={share!r} leaves the dimensions {', '.join(others)}, but data parallelism has one. Flatten them: "
+            "Ranks.of(mesh[...]._flatten('dp'), share=group)."
+        )
+    coordinate = mesh.get_coordinate()
+    index = tuple(slice(None) if name in share else at for name, at in zip(names, coordinate, strict=True))
+    members = tuple(mesh.mesh[index].flatten().tolist())
+    if not others:
+        return Ranks(0, 1), members
+    return Ranks(mesh.get_local_rank(others[0]), mesh.size(names.index(others[0])), mesh.get_group(others[0])), members
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group or of a one-dimensional mesh."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
 
 
 def _found_ranks() -> Ranks:

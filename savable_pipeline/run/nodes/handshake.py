@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from savable_pipeline.run.nodes.wire import MAGIC, Secret
 
-FOR_SESSION, FOR_WORKER = 1, 2
+FOR_SESSION, FOR_WORKER, FOR_PEER = 1, 2, 3
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
@@ -83,13 +83,13 @@ def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Sec
 
 def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
     """The trainer's part. Waits as long as the socket does. Raises ConnectionError for one that has another key."""
-    hello = _exactly(end, HELLO_BYTES)
+    hello = read_exactly(end, HELLO_BYTES)
     if hello[: len(MAGIC)] != MAGIC:
         raise ConnectionError("no agent of this version answers. Check the port and the version.")
     said = _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
     whole = hello + said + _proof(key, b"trainer", hello + said)
     end.sendall(whole[len(hello) :])
-    if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
+    if not hmac.compare_digest(_proof(key, b"agent", whole), read_exactly(end, _PROOF_BYTES)):
         raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
     return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
 
@@ -102,7 +102,8 @@ def _keys(key: bytes, direction: bytes, said: bytes) -> bytes:
     return hmac.digest(key, direction + b"\0" + said, "sha512")
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def read_exactly(end: socket.socket, size: int) -> bytes:
+    """So many bytes from a socket, for which it waits as long as the socket does."""
     found = b""
     while len(found) < size:
         more = end.recv(size - len(found))

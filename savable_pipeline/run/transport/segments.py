@@ -1,6 +1,7 @@
 """Shared memory in which batches pass from a worker to the trainer: a few segments, each with one batch at a time.
 
-    a segment   free 0, in use 1, retired 2: u8 │ padding to 64 │ buffer │ padding to 64 │ buffer │ …
+    a segment   a flag for each of 64 readers, u8 (64,): free 0, in use 1, retired 2
+                │ buffer │ padding to 64 │ buffer │ …
 
 Segments are anonymous (memfd) and passed by descriptor, so that nothing is left in the system when a process dies. The
 worker marks a segment as in use before it writes to it. The trainer's tensors view it without a copy, and when the last
@@ -8,6 +9,9 @@ of them is gone, the trainer marks the segment as free. The worker reuses the se
 in the processor's caches, and makes a new one if none is free. Memory from `batch_memory` is in the segment of the
 next batch from the start, and is not copied. A trainer that keeps more than 8 batches of a worker gets copies. A
 segment that was viewed when the trainer forked is retired, never freed: the child may still view it.
+
+Several processes may read a segment, each with a flag of its own: the worker reuses it when all flags are free. Each then
+maps it privately. What it writes to its batch is copied by the system, page by page, and is dropped with the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -31,6 +35,8 @@ ALIGN = 64
 KEPT = 8  # batches of one worker that the trainer may view at a time; beyond that it gets copies
 _ROUND = 1 << 16
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
+MOST_READERS = ALIGN
+_ALL_FREE = bytes(MOST_READERS)
 
 
 class WrittenBatch(NamedTuple):
@@ -152,7 +158,7 @@ class SegmentWriter:
 
     def _take(self, size: int) -> _Begun:
         """Mark a free segment of at least this size as in use, or make one."""
-        retired = [number for number, segment in self._segments.items() if segment[0] == _RETIRED]
+        retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:MOST_READERS]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
         fits = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
@@ -176,7 +182,7 @@ class SegmentWriter:
         return _Begun(number, fd, tuple(dropped), self._view(number).ctypes.data)
 
     def _is_free(self, number: int, segment: mmap.mmap) -> bool:
-        return segment[0] == _FREE and self._lent.get(number, _nothing)() is None
+        return segment[:MOST_READERS] == _ALL_FREE and self._lent.get(number, _nothing)() is None
 
 
 def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[tuple[int, int, bool]], int]:
@@ -200,16 +206,25 @@ def _nothing() -> None:
 
 
 class SegmentReader:
-    """The trainer's views of one worker's segments."""
+    """One process's views of one worker's segments.
 
-    def __init__(self) -> None:
-        self._segments: dict[int, mmap.mmap] = {}
+    `flag` is the number of its flag. With `private`, what it writes to them stays its own.
+    """
+
+    def __init__(self, flag: int = 0, *, private: bool = False) -> None:
+        self._flag, self._private = flag, private
+        self._segments: dict[int, _Mapped] = {}
         self._viewed = [0]
 
     def add(self, number: int, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
         try:
-            self._segments[number] = _mapped(fd, 0)
+            if self._private:
+                data = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                self._segments[number] = _Mapped(mmap.mmap(fd, MOST_READERS), data)
+            else:
+                whole = _mapped(fd, 0)
+                self._segments[number] = _Mapped(whole, whole)
         finally:
             os.close(fd)
 
@@ -217,23 +232,41 @@ class SegmentReader:
         """Drop a segment; it is unmapped when no tensor views it any more."""
         del self._segments[number]
 
+    def lend(self, number: int, flags: Iterable[int]) -> None:
+        """Mark a segment as in use by other readers, too, before they know of it."""
+        for flag in flags:
+            self._segments[number].flags[flag] = _IN_USE
+
+    def release(self, flag: int) -> None:
+        """Mark all segments as free for a reader that has ended, but for those that a child of it may view."""
+        for segment in self._segments.values():
+            if segment.flags[flag] == _IN_USE:
+                segment.flags[flag] = _FREE
+
     def read(self, number: int, spans: list[Span]) -> list[memoryview]:
         """The bytes at some spans of a segment: writable views, or copies if 8 batches are viewed already."""
         segment = self._segments[number]
         if self._viewed[0] >= KEPT:
-            view = memoryview(bytearray(segment[: sum(spans[-1])]))
-            segment[0] = _FREE
+            view = memoryview(bytearray(segment.data[: sum(spans[-1])]))
+            segment.flags[self._flag] = _FREE
         else:
-            whole = np.frombuffer(segment, np.uint8)
+            whole = np.frombuffer(segment.data, np.uint8)
             self._viewed[0] += 1
-            _when_gone(whole, segment, self._viewed)
+            _when_gone(whole, segment, self._flag, self._viewed)
             view = memoryview(whole)  # type: ignore[arg-type]
         return [view[offset : offset + length] for offset, length in spans]
 
     @property
     def viewed(self) -> int:
-        """The number of batches that the trainer views."""
+        """The number of batches that this process views."""
         return self._viewed[0]
+
+
+class _Mapped(NamedTuple):
+    """A segment in a reader; `flags` and `data` are one mapping unless `data` is private."""
+
+    flags: mmap.mmap
+    data: mmap.mmap
 
 
 _views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
@@ -247,14 +280,20 @@ def _count_fork() -> None:
 os.register_at_fork(before=_count_fork)
 
 
-def _when_gone(whole: NDArray[np.uint8], segment: mmap.mmap, viewed: list[int]) -> None:
+def _when_gone(whole: NDArray[np.uint8], segment: _Mapped, flag: int, viewed: list[int]) -> None:
     """Mark the segment as free when its last view is gone; as retired if the process has forked in the meantime."""
     key, owner, forks = id(whole), os.getpid(), _forks[0]
 
     def gone(_: object) -> None:
         del _views[key]
-        if os.getpid() == owner:
-            viewed[0] -= 1
-            segment[0] = _FREE if forks == _forks[0] else _RETIRED
+        if os.getpid() != owner:
+            return
+        viewed[0] -= 1
+        if forks != _forks[0]:
+            segment.flags[flag] = _RETIRED
+            return
+        if segment.data is not segment.flags:
+            segment.data.madvise(mmap.MADV_DONTNEED)  # private copies of pages would hide the next batch
+        segment.flags[flag] = _FREE
 
     _views[key] = weakref.ref(whole, gone)

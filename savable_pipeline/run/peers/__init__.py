@@ -1,0 +1,1 @@
+"""Ranks that share one decode: the first of them builds the batches, the others get the same bytes."""
