@@ -96,6 +96,11 @@ class Ranks:
             check_roles(found.sharing, _members(found.group))
         return found
 
+    @property
+    def builds(self) -> bool:
+        """Whether this process builds its batches, and does not get them from another one."""
+        return self.sharing is None or self.sharing.builds
+
     def lanes(self, lanes: int) -> range:
         """The lanes of this rank.
 

@@ -49,7 +49,9 @@ class ChannelEnd:
         found = [(pickle.loads(raw), descriptors) for raw, descriptors in self._channel.receive()]
         return [(note, partial(self._read, source, raw, fds)) for (note, source, raw), fds in found]
 
-    def _read(self, source: int, message: bytes, descriptors: list[int]) -> Any:
+    def _read(self, source: int | None, message: bytes, descriptors: list[int]) -> Any:
+        if source is None:
+            return None
         if source not in self._readers:
             self._readers[source] = AnswerReader(SegmentReader(self._flag, private=True))
         return self._readers[source].read(message, descriptors)[1]

@@ -24,6 +24,7 @@ from savable_pipeline.run.peers.passed_answers import OwnSource, SourceReader
 from savable_pipeline.run.peers.sharing import Sharing
 
 _BUSY = 0.25  # part of the timeout after which the first rank reports again that it builds
+_PATIENCE = 0.1  # part of the timeout by which others wait longer than the first rank, which knows more
 _LISTEN_S = 0.25  # at a time
 _END_S = 5.0  # for the last notes to be sent
 _KINDS = {kind.__name__: kind for kind in (SavableError, WorkerError)}
@@ -171,7 +172,8 @@ class PeerGroup:
         start = time.monotonic()
         while peers := missing():
             self._check(peers)
-            seconds = max(start, *(peer.busy for peer in peers)) + self._timeout - time.monotonic()
+            patience = self._timeout * (1 + _PATIENCE * (self.upstream in peers))
+            seconds = max(start, *(peer.busy for peer in peers)) + patience - time.monotonic()
             if seconds <= 0:
                 ranks = ", ".join(str(peer.rank) for peer in peers)
                 self.fail(
@@ -197,8 +199,8 @@ class PeerGroup:
             if peer.ended and peer in needed:
                 self.fail(
                     SavableError(
-                        f"rank {peer.rank} closed the loader that it shares with rank {self.rank}. Take the same number "
-                        "of batches on each of these ranks."
+                        f"rank {peer.rank} closed the loader that it shares with rank {self.rank}. Take the same "
+                        "number of batches on each of these ranks."
                     )
                 )
 

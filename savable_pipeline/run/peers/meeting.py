@@ -109,8 +109,7 @@ def _connect(sharing: Sharing, board: _Board, listener: socket.socket) -> tuple[
             return source, []
     board.write(f"source {own}", str(own).encode())
     if own:
-        source = _reach_tcp(sharing, board, key)
-        return source, _accept(sharing, board, key, [listener])
+        return _reach_tcp(sharing, board, key), _accept(sharing, board, key, [listener])
     with socket.create_server((_own_host(), 0)) as public:
         board.write("tcp", repr(public.getsockname()[:2]).encode())
         return None, _accept(sharing, board, key, [listener, public])
@@ -172,7 +171,12 @@ def _accept(sharing: Sharing, board: _Board, key: bytes, listeners: list[socket.
     own, peers, sources = sharing.index, dict[int, Peer](), dict[int, int]()
     later = range(own + 1, len(sharing.ranks))
     while missing := {index for index in later if _is_missing(index, own, sources, peers)}:
-        board.remaining_s(missing)
+        try:
+            board.remaining_s(missing)
+        except SavableError as error:
+            for peer in peers.values():
+                peer.send(("failed", type(error).__name__, str(error)))
+            raise
         for index in missing - sources.keys():
             if (found := board.find(f"source {index}")) is not None:
                 sources[index] = int(found)

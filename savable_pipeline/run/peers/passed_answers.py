@@ -21,8 +21,10 @@ from msgspec.structs import replace
 from savable_pipeline.run.engine.connection import Answer
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.shared_batches import AnswerReader, AnswerSender
-from savable_pipeline.run.transport.segments import SegmentReader
+from savable_pipeline.run.transport.segments import MOST_READERS, SegmentReader, Span
 from savable_pipeline.stages.batch_samples import BatchSamples
+
+PASSING = MOST_READERS - 1  # the flag of a message that is being passed on
 
 
 class PassedMessage(NamedTuple):
@@ -33,16 +35,17 @@ class PassedMessage(NamedTuple):
     descriptors: list[int]
 
 
-class WorkerMessage(NamedTuple):
-    """How a worker wrote an answer: in the message itself, or in a segment."""
+class WorkerMessage:
+    """How a worker wrote an answer: in the message itself, or in a segment, which is in use as long as this exists."""
 
-    reader: SourceReader
-    inline: Any
-    written: Any
+    def __init__(self, reader: SourceReader, inline: Any, written: Any) -> None:
+        self._reader, self._inline, self._written = reader, inline, written
+        if written is not None:
+            weakref.finalize(self, reader.segments.release, PASSING, written[0])
 
     def passed(self, flags: Sequence[int]) -> PassedMessage:
         """The message for the peers that have these flags."""
-        return self.reader.passed(self, flags)
+        return self._reader.passed(self._inline, self._written, flags)
 
 
 class SourceReader(AnswerReader):
@@ -51,7 +54,7 @@ class SourceReader(AnswerReader):
     _sources = count()
 
     def __init__(self) -> None:
-        super().__init__(SegmentReader(private=True))
+        super().__init__(_PassedSegments(private=True))
         self.source = next(self._sources)
         self._new: dict[int, int] = {}  # descriptors of the segments that peers do not have, by number
         self._dropped: list[int] = []  # segments that they may still have
@@ -59,29 +62,42 @@ class SourceReader(AnswerReader):
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Answer]:
         """The number and the answer of a message; a `Delivery` knows how it was written."""
-        number, inline, written = pickle.loads(message)
-        if written is not None and descriptors:
-            self._new[written[0]] = os.dup(descriptors[0])
-        for gone in written[2] if written is not None else ():
-            if gone in self._new:
-                os.close(self._new.pop(gone))
-            else:
-                self._dropped.append(gone)
-        _, answer = super().read(message, descriptors)
-        if isinstance(answer, Delivery):
-            answer = replace(answer, written=WorkerMessage(self, inline, written))
-        return number, answer
+        number, answer, passed = self.read_passed(message, descriptors)
+        return number, replace(answer, written=passed) if isinstance(answer, Delivery) else answer
 
-    def passed(self, found: WorkerMessage, flags: Sequence[int]) -> PassedMessage:
+    def read_passed(self, message: bytes, descriptors: list[int]) -> tuple[int, Any, WorkerMessage]:
+        """The number and the answer of a message, and how it was written."""
+        _, inline, written = pickle.loads(message)
+        if written is not None:
+            segment, _, dropped, _ = written
+            if descriptors:
+                self._new[segment] = os.dup(descriptors[0])
+            for gone in dropped:
+                if gone in self._new:
+                    os.close(self._new.pop(gone))
+                else:
+                    self._dropped.append(gone)
+        number, answer = super().read(message, descriptors)
+        return number, answer, WorkerMessage(self, inline, written)
+
+    def passed(self, inline: Any, written: Any, flags: Sequence[int]) -> PassedMessage:
         """A message for peers. The caller closes its descriptors once they are sent."""
-        if found.written is None:
-            return PassedMessage(self.source, pickle.dumps((1, found.inline, None), protocol=5), [])
-        segment, _, _, spans = found.written
+        if written is None:
+            return PassedMessage(self.source, pickle.dumps((1, inline, None), protocol=5), [])
+        segment, _, _, spans = written
         self.segments.lend(segment, flags)
         descriptors = [self._new.pop(segment)] if segment in self._new else []
         dropped, self._dropped = tuple(self._dropped), []
         body = (1, None, (segment, bool(descriptors), dropped, spans))
         return PassedMessage(self.source, pickle.dumps(body, protocol=5), descriptors)
+
+
+class _PassedSegments(SegmentReader):
+    """Segments that stay in use while a message is passed on, even if this process has copied the batch."""
+
+    def read(self, number: int, spans: list[Span]) -> list[memoryview]:
+        self.lend(number, [PASSING])
+        return super().read(number, spans)
 
 
 class OwnSource:
@@ -103,12 +119,8 @@ class OwnSource:
             found = replace(found, samples=BatchSamples.of(found.samples), made_of=made_of, written=None)
         self._sender.segments.begin()
         self._sender.send(1, found)
-        message, descriptors = self._sent
-        _, found = self.reader.read(message, descriptors)
-        if isinstance(found, Delivery):
-            return found, found.written
-        _, inline, written = pickle.loads(message)
-        return found, WorkerMessage(self.reader, inline, written)
+        _, read, passed = self.reader.read_passed(*self._sent)
+        return read, passed
 
 
 def _close_all(descriptors: dict[int, int]) -> None:

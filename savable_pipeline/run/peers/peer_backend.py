@@ -1,8 +1,8 @@
 """`PeerBackend`: the `Backend` of ranks that share batches, which the first of them builds by a backend of its own.
 
-    first rank     Run ──▶ PeerBackend ──▶ Pool or InProcess
-                             │ answers, votes and errors, in the order of its calls
-    other ranks    Run ──▶ PeerBackend
+first rank     Run ──▶ PeerBackend ──▶ Pool or InProcess
+                         │ answers, votes and errors, in the order of its calls
+other ranks    Run ──▶ PeerBackend
 """
 
 from __future__ import annotations
@@ -46,11 +46,20 @@ class PeerBackend(Backend):
     def __init__(self, sharing: Sharing, workers: Workers) -> None:
         self.builds: Backend | None = None  # in the first rank
         self.describe: Callable[[], Mapping[str, Any]] = dict
-        self.fault = ""
         self._sharing, self._workers = sharing, workers
         self._group: PeerGroup | None = None
         self._runs = False
         self._states: dict[int, bytes] = {}  # of lanes, after their last answers
+
+    @property
+    def fault(self) -> str:
+        """What the backend that builds has found in yielded batches."""
+        return self.builds.fault if self.builds else ""
+
+    @fault.setter
+    def fault(self, fault: str) -> None:
+        if self.builds is not None:
+            self.builds.fault = fault
 
     @property
     def group(self) -> PeerGroup:
@@ -90,7 +99,7 @@ class PeerBackend(Backend):
         if builds is not None:
             state = self._states[ticket.lane]
         key = ticket.want, ticket.lane, xxh3_64_intdigest(state)
-        (want, *_), found = self.group.shared(key, builds and (lambda: builds.answer(ticket.ticket)))
+        (want, *_), found = self.group.shared(key, None if builds is None else lambda: builds.answer(ticket.ticket))
         self._states[ticket.lane] = found.state
         if want == "batch" and not self.group.compared:
             self.group.compared = True
@@ -116,7 +125,7 @@ class PeerBackend(Backend):
     def look(self) -> None:
         """Have the first rank compare the shards. Raises on all ranks what it raises."""
         if self._runs:
-            self.group.shared(("end of the epoch",), self.builds and self.builds.look)
+            self.group.shared(("end of the epoch",), self.builds.look if self.builds else None)
 
     def stop(self) -> None:
         """End the workers. The ranks stay connected, and compare where they are at the next start."""
@@ -124,7 +133,6 @@ class PeerBackend(Backend):
         self._states.clear()
         if self.builds is not None:
             self.builds.stop()
-            self.fault = self.builds.fault
 
     def close(self) -> None:
         """Stop, and leave the group: other ranks may still take what was built before."""

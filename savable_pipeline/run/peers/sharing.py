@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from savable_pipeline.run.transport.segments import MOST_READERS
+from savable_pipeline.run.peers.passed_answers import PASSING
 
 
-class Sharing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sharing:
     """The peers of a sharing group: `index` is this one's number, `ranks` are their global ranks, for messages.
 
     `store` is that of torch.distributed, through which they find each other.
@@ -39,8 +41,8 @@ def find_sharing(ranks: tuple[int, ...]) -> Sharing | None:
 
     if len(ranks) == 1:
         return None
-    if len(ranks) > MOST_READERS:
-        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {MOST_READERS}.")
+    if len(ranks) > PASSING:
+        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {PASSING}.")
     find = getattr(dist.group.WORLD, "get_group_store", None)  # since torch 2.6
     if find is None:
         raise ValueError(f"share= needs torch 2.6, but this is {_torch_version()}. Update torch, or remove share=.")

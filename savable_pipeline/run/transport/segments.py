@@ -10,8 +10,8 @@ in the processor's caches, and makes a new one if none is free. Memory from `bat
 next batch from the start, and is not copied. A trainer that keeps more than 8 batches of a worker gets copies. A
 segment that was viewed when the trainer forked is retired, never freed: the child may still view it.
 
-Several processes may read a segment, each with a flag of its own: the worker reuses it when all flags are free. Each then
-maps it privately. What it writes to its batch is copied by the system, page by page, and is dropped with the batch.
+Several processes may read a segment, each with a flag of its own. The worker reuses it when all flags are free. Each
+process then maps it privately: the system copies the pages that it writes to, and drops the copies with the batch.
 """
 
 from __future__ import annotations
@@ -237,10 +237,10 @@ class SegmentReader:
         for flag in flags:
             self._segments[number].flags[flag] = _IN_USE
 
-    def release(self, flag: int) -> None:
-        """Mark all segments as free for a reader that has ended, but for those that a child of it may view."""
-        for segment in self._segments.values():
-            if segment.flags[flag] == _IN_USE:
+    def release(self, flag: int, number: int | None = None) -> None:
+        """Mark a segment, or all, as free for a reader that has ended, unless a child of it may view them."""
+        for each, segment in self._segments.items():
+            if number in (None, each) and segment.flags[flag] == _IN_USE:
                 segment.flags[flag] = _FREE
 
     def read(self, number: int, spans: list[Span]) -> list[memoryview]:
