@@ -1,7 +1,8 @@
-"""What stages, stores and pipelines of one's own are made of; `savable_pipeline` has what `sp.read` and a loader need.
+"""Base classes for your own stages, stores and pipelines.
 
-Stages are derived from `SampleStage`, `ItemStage` or `BatchStage`, stores from `RecordStore`, which a `RecordReader`
-reads. A function of a lane builds a pipeline by hand of readers and stages, as a chain does.
+Derive stages from `SampleStage`, `ItemStage` or `BatchStage`, and stores from `RecordStore`, which a `RecordReader`
+reads. A function of a lane builds a pipeline by hand from readers and stages, as a chain does. `savable_pipeline`
+itself has the names that `sp.read` and a loader need.
 """
 
 from savable_pipeline.data.dataset.ref import Ref

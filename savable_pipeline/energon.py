@@ -1,9 +1,9 @@
-"""Megatron-Energon in one changed import: its names and arguments, on stages whose runs are resumed exactly.
+"""Drop-in replacement for Megatron-Energon, with exact resume.
 
     from savable_pipeline.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-A `TaskEncoder` of Energon's runs unchanged; `FromEnergon` makes it an `sp.TaskEncoder` for a pipeline of one's own.
-Needs the extra `energon`; the first use of a name says so where it is not installed.
+A `TaskEncoder` of Energon runs unchanged. `FromEnergon` makes it an `sp.TaskEncoder` for your own pipeline. This needs
+the extra `energon`. Without it, the first use of a name raises ImportError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "get_val_datasets",
 ]
 
-_PLACES = {
+_MODULES = {
     "FromEnergon": "encoder",
     "EnergonLoader": "loader",
     "get_loader": "loader",
@@ -53,11 +53,11 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use. Raises ImportError without Megatron-Energon."""
+    """Import a public name at its first use, or raise ImportError without Energon."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"savable_pipeline.trainers.energon.{_PLACES.get(name, 'dataset')}")
+        module = importlib.import_module(f"savable_pipeline.trainers.energon.{_MODULES.get(name, 'dataset')}")
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("megatron"):
             raise

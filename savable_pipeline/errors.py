@@ -1,20 +1,22 @@
-"""The errors that the library raises about data, states and workers. Wrong settings raise `ValueError` instead.
+"""Errors that the library raises about data, states and workers.
+
+Wrong settings raise `ValueError` instead.
 
 SavableError
 ├── CheckpointMismatchError   an intact state of another run: other data, settings or stages
 ├── StateError                bytes that are not a state: damaged, cut short, or of another version
 ├── ShardError                a tar or an index that is missing or damaged
-├── RemoteError               a server, a network disk, or the cache here, still failed after all retries
-├── EncodeError               an encoder raised, or is not pure; with stage, shard, key and byte offset
+├── RemoteError               a server, a network disk or the local cache that still fails after all retries
+├── EncodeError               an encoder raised or is not pure; with stage, shard, key and byte offset
 └── WorkerError               a worker process died, or did not answer in time
 
 ValueError
-└── MediaError                bytes that are no audio, video or image, or not what their header says
+└── MediaError                bytes that are not audio, video or an image, or differ from their header
 """
 
 
 class SavableError(Exception):
-    """Base of every error that this library raises about data, states and workers.
+    """Base class of the library's errors about data, states and workers.
 
     Args:
         message: What was expected, what was found, where, and what to do.
@@ -32,7 +34,7 @@ class SavableError(Exception):
 
 
 class CheckpointMismatchError(SavableError):
-    """The state was saved by a run with other data, settings or stages.
+    """Error for a state that a run with other data, settings or stages saved.
 
     Args:
         message: Lists each field that differs.
@@ -48,7 +50,7 @@ class CheckpointMismatchError(SavableError):
 
 
 class StateError(SavableError):
-    """The bytes or the dict are no state that this release can read: damaged, cut short, or of another version.
+    """Error for a state that is damaged, cut short, or of another version.
 
     Args:
         message: What is wrong, and what to do.
@@ -63,12 +65,13 @@ class StateError(SavableError):
 
 
 class ShardError(SavableError):
-    """A shard or its index is missing, damaged, or changed since it was indexed.
+    """Error for a shard or index that is missing, damaged, or changed since indexing.
 
     Args:
         message: What is wrong, with which shard, and what to do.
-        reason: What is wrong in a few words, such as "missing shard" or, where the given path does not exist, "no such
-            path"; skipped samples are counted under it.
+        reason: A few words under which skipped samples are counted, such as "missing shard", or "no such path" if the
+            path
+            does not exist.
 
     Example:
         >>> _ = Path("broken.tar").write_bytes(b"this is not a tar")
@@ -85,7 +88,9 @@ class ShardError(SavableError):
 
 
 class RemoteError(SavableError):
-    """A server or network disk with shards, or the cache here, still failed after all retries; no fault of the data.
+    """Error for a server, network disk or cache that still fails after all retries.
+
+    It says nothing about the data, so no policy counts it as a data error.
 
     Args:
         message: What failed, and what to do.
@@ -97,7 +102,7 @@ class RemoteError(SavableError):
 
 
 class EncodeError(SavableError):
-    """A method of a task encoder raised, or `encode` returned two results for one sample.
+    """Error of a task encoder, which raised or returned two results for a sample.
 
     `__cause__` is the encoder's own error.
 
@@ -117,9 +122,10 @@ class EncodeError(SavableError):
 
 
 class WorkerError(SavableError):
-    """Worker processes died or exceeded `timeout` too often, or a stage raised an error of a foreign class in one.
+    """Error for worker processes that died or exceeded `timeout` too often.
 
-    The loader's state is whole: save it, or continue.
+    It also replaces an error of a class that this process cannot load, if a stage raised one in a worker. The loader's
+    state is intact: save it, or continue.
 
     Args:
         message: What happened to which worker, and what to do.
@@ -131,10 +137,10 @@ class WorkerError(SavableError):
 
 
 class MediaError(ValueError):
-    """Media that are broken, cut short, of a format that is not read, or not what their header says.
+    """Error for broken, truncated or unsupported media, or media unlike their header.
 
-    A fault of the data, as other errors that an encoder raises: `on_error` of `Encode` is asked, and samples that are
-    skipped are counted under its name.
+    It is a data error, as other errors that an encoder raises. `on_error` of `Encode` decides about it, and skipped
+    samples are counted under its name.
 
     Args:
         message: The part, its sample and shard, and what is wrong.

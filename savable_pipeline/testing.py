@@ -1,4 +1,4 @@
-"""For users' tests: `assert_exact_resume`, which names the first difference, and the ranks of a run in one process."""
+"""Helpers for users' tests: `assert_exact_resume` and all ranks in one process."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def assert_exact_resume(
     tail: Literal["stop", "pad"] = "stop",
     epoch_slots: int | None = None,
 ) -> int:
-    """Stop a pipeline after every step, resume it in fresh objects, and compare every byte of every batch.
+    """Interrupt a pipeline after every step, resume it, and compare all batches.
 
-    The uninterrupted run takes `steps` steps in one process, through the ends of epochs. From the state after each of
-    them a fresh run takes the next `after` batches. Then `chains` runs are stopped and resumed repeatedly, every 0 to 3
-    steps. States pass through `torch.save` and `torch.load(weights_only=True)`.
+    The uninterrupted run takes `steps` steps in one process, across ends of epochs. From the state after each step, a
+    new run takes the next `after` batches, and every byte of them is compared. Then `chains` runs are interrupted and
+    resumed repeatedly, every 0 to 3 steps. States pass through `torch.save` and `torch.load(weights_only=True)`.
 
     Args:
         pipeline: The function that builds the stages of a lane.
-        seed: The seed of the run, and of the random cuts.
+        seed: The seed of the run, and of the random interruptions.
         lanes: The number of lanes of the run.
-        steps: Steps of the uninterrupted run. Take at least twice `lanes`: what a lane keeps from one batch to the next
-            shows in its second batch.
+        steps: The number of steps of the uninterrupted run. Pass at least twice `lanes`, because an error in the state
+            of a lane shows in its second batch at the earliest.
         workers: Numbers of worker processes that the chains draw from.
-        world_sizes: Numbers of ranks that they draw from.
-        chains: How many runs are stopped and resumed again and again.
-        after: Batches compared after each single resume.
-        start_method: Of the worker processes, as for `sp.Workers`.
-        tail: As for `SavableLoader`.
-        epoch_slots: As for `SavableLoader`.
+        world_sizes: Numbers of ranks that the chains draw from.
+        chains: How many runs are interrupted and resumed repeatedly.
+        after: The number of batches compared after each single resume.
+        start_method: The start method of worker processes, as for `sp.Workers`.
+        tail: What to do at the end of a finite run, as for `SavableLoader`.
+        epoch_slots: The length of an epoch, as for `SavableLoader`.
 
     Returns:
         The number of resumes that were compared.
 
     Raises:
-        AssertionError: A batch differs; the message names the first step, field and sample.
+        AssertionError: A batch differs. The message names the first step, field and sample.
         ValueError: A setting is wrong.
 
     Example:
@@ -94,22 +94,22 @@ def assert_exact_resume(
 
 
 def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
-    """Take the steps of all ranks of a run in this process: an epoch, or what is left of it.
+    """Yield the steps of all ranks of a run in this process, to the end of the epoch.
 
-    The ranks of a finite run must agree on its end, for which loaders in processes of their own use torch.distributed;
-    here they vote together. Between two steps each loader can be asked for its state, and the next call continues as
-    the next `iter()` of the loaders would. If one rank raises, others may already be after that step: then load a state
+    The ranks of a finite run must agree on its end. Loaders in separate processes use torch.distributed for that, but
+    here they vote directly. Between two steps, each loader can save its state. The next call continues as the next
+    `iter()` of the loaders would. If one rank raises, others may have finished that step already. Then load one state
     into all of them.
 
     Args:
-        loaders: One of each rank, in the order of the ranks, made alike with `ranks=`.
+        loaders: One loader per rank, in the order of ranks. They differ only in `ranks=`.
 
     Yields:
-        For each step, the ranks' batches in the order of the ranks (`sorted_by_slot` sorts them by slot). There is no
-        end to an endless run without `epoch_slots`.
+        For each step, the ranks' batches in the order of ranks (`sorted_by_slot` sorts them by slot). An endless run
+        without `epoch_slots` never ends.
 
     Raises:
-        ValueError: The loaders are not those of all ranks of one run, in their order and at the same place.
+        ValueError: The loaders are not those of all ranks of one run, in their order and at the same position.
 
     Example:
         >>> class Numbers(sp.TaskEncoder):
@@ -136,10 +136,10 @@ def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
 
 
 def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
-    places = {(run.position.epoch, run.position.slot) for run in map(iter, runs)}
-    if len(places) > 1:
-        places_found = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(places))
-        raise ValueError(f"the ranks are at {places_found}. Load one state into all loaders.")
+    positions = {(run.position.epoch, run.position.slot) for run in map(iter, runs)}
+    if len(positions) > 1:
+        found = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(positions))
+        raise ValueError(f"the ranks are at {found}. Load one state into all loaders.")
     while runs[0].position.previous is None:
         yield voted_step(runs)
     for run in runs:
@@ -147,7 +147,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
 
 
 class _Entry(NamedTuple):
-    """A batch of the stream, and its place there."""
+    """Batch of the stream, with its epoch and slot."""
 
     epoch: int
     slot: int
@@ -169,9 +169,9 @@ def _entry(run: Run) -> _Entry:
 
 
 def _take_step(runs: Sequence[Run]) -> list[_Entry]:
-    """Take one step of the runs of all ranks, which vote together. Returns the batches in the order of the slots.
+    """Take one step of all ranks, which vote together, and sort its batches by slot.
 
-    At the end of an epoch, begin the next one.
+    At the end of an epoch, start the next one.
     """
     taken = voted_step([iter(run) for run in runs])
     at = runs[0].position.previous or runs[0].position  # after the step
@@ -187,7 +187,7 @@ def _chain(
     world_sizes: Sequence[int],
     name: str,
 ) -> int:
-    """Resume again and again with other workers and ranks until the expected stream is used up."""
+    """Resume repeatedly with other workers and ranks until the expected stream ends."""
     done, resumes = 0, 0
     state: dict[str, Any] | None = None
     trail: list[str] = []
@@ -200,11 +200,11 @@ def _chain(
                     run.load_state_dict(state)
             trail.append(f"{world_size} ranks × {num_workers} workers at {done}")
             for _ in range(draw.randrange(4)):
-                if done + 2 * world_size > len(expected) + 1:  # a step, and what ranks may leave out before it
+                if done + 2 * world_size > len(expected) + 1:  # a step, and the slots that an epoch's end may skip
                     break
                 how = f"{name}, resumed {' then '.join(trail[-4:])}"
                 done = _compare(expected, done, _take_step(runs), how, world_size)
-                done += _left_out(expected, done, runs[0].position.epoch, world_size)
+                done += _count_skipped(expected, done, runs[0].position.epoch, world_size)
             state = merge_states(_copy(run.state_dict()) for run in runs)
         finally:
             for run in runs:
@@ -219,8 +219,8 @@ def sorted_by_slot(batches: list[Any], first: int) -> list[Any]:
     """Sort the batches of a step by slot.
 
     Args:
-        batches: One of each rank, in the order of the ranks.
-        first: The slot at which the step began.
+        batches: One batch per rank, in the order of ranks.
+        first: The slot at which the step started.
 
     Returns:
         The batches of slots `first`, `first + 1`, …
@@ -234,7 +234,7 @@ def sorted_by_slot(batches: list[Any], first: int) -> list[Any]:
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as it is read back from a checkpoint file."""
+    """Save the state to a checkpoint file and load it again."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -242,33 +242,37 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _compare(expected: list[_Entry], place: int, found: list[_Entry], how: str, world_size: int = 1) -> int:
-    """Compare the stream `found` with the expected one from `place` on. Returns the place of the next entry in that.
+def _compare(expected: list[_Entry], index: int, found: list[_Entry], how: str, world_size: int = 1) -> int:
+    """Compare the stream `found` with the expected one from `index`.
 
-    Ranks whose number does not divide an epoch's slots leave out its last ones, too few for a step, or fill them up.
+    If the number of ranks does not divide the slots of an epoch, its last slots are skipped, or padded to a step. It
+    returns the index of the next entry.
     """
     for epoch, slot, batch in found:
-        place += _left_out(expected, place, epoch, world_size)
-        if place == len(expected):
+        index += _count_skipped(expected, index, epoch, world_size)
+        if index == len(expected):
             break
-        there = expected[place]
-        if epoch < there.epoch and world_size > 1 and _is_filler(batch):
+        entry = expected[index]
+        if epoch < entry.epoch and world_size > 1 and _is_padding(batch):
             continue
-        i, place = place, place + 1
-        if (there.epoch, there.slot) != (epoch, slot):
-            what = "an epoch ended" if epoch > there.epoch else "an epoch went on"
-            raise AssertionError(f"{how}: {what} at step {i}, otherwise than uninterrupted")
-        difference = first_difference(there.batch, batch)
+        i, index = index, index + 1
+        if (entry.epoch, entry.slot) != (epoch, slot):
+            event = "an epoch ended" if epoch > entry.epoch else "an epoch went on"
+            raise AssertionError(f"{how}: {event} at step {i}, otherwise than uninterrupted")
+        difference = first_difference(entry.batch, batch)
         if difference:
             raise AssertionError(f"{how}: the batch at step {i} differs in {difference}")
-    return place
+    return index
 
 
-def _left_out(expected: list[_Entry], place: int, epoch: int, world_size: int) -> int:
-    """How many entries from `place` on, fewer than a step of the ranks, are of the epoch before."""
-    return sum(entry.epoch < epoch for entry in expected[place : place + world_size - 1])
+def _count_skipped(expected: list[_Entry], index: int, epoch: int, world_size: int) -> int:
+    """Return how many entries from `index` belong to the epoch before.
+
+    They are less than a step.
+    """
+    return sum(entry.epoch < epoch for entry in expected[index : index + world_size - 1])
 
 
-def _is_filler(batch: Any) -> bool:
-    """Whether no row of a batch counts."""
+def _is_padding(batch: Any) -> bool:
+    """Return whether all rows of a batch are padding."""
     return isinstance(batch, dict) and "valid" in batch and not batch["valid"].any()

@@ -1,1 +1,4 @@
-"""The words that every folder uses: keyed random numbers, lanes, memory for batches; no file formats, no stages."""
+"""Concepts that every folder uses: keyed random numbers, lanes, batch memory.
+
+Nothing in this folder knows a file format or a stage.
+"""

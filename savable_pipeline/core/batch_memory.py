@@ -1,9 +1,9 @@
-"""`stack` and `empty`: tensors for a batch, which in a worker are made in the shared memory that the trainer reads.
+"""`stack` and `empty`: batch tensors in the memory shared with the trainer.
 
-    encoder ── stack(images) ──▶ a tensor in a shared segment ── its place in the segment ──▶ trainer
+    encoder ── stack(images) ──▶ tensor in a shared segment ── offset in the segment ──▶ trainer
 
-Other tensors of a batch are made in the worker's own memory and then copied; their values are the same. Items may be in
-the shared memory, too, if `empty` or `Sample.array` made them: `stack` joins neighbouring ones without a copy.
+Other tensors of a batch are created in the worker's own memory and copied later. Their values are the same. Items may
+be in shared memory too, if `empty` or `Sample.array` allocated them. `stack` joins adjacent items without a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.containers import DifferingItemsError, fields_differ, find_difference
+from savable_pipeline.core.containers import DifferingItemsError, fields_differ, find_item_difference
 
 if TYPE_CHECKING:
     import torch
@@ -24,32 +24,35 @@ class Memory(Protocol):
     """Allocates memory for batches."""
 
     def allocate(self, size: int) -> memoryview | None:
-        """`size` writable bytes, or None if there is no room for them."""
+        """Return `size` writable bytes, or None if there is no room for them."""
 
     def allocated(self, address: int, size: int) -> memoryview | None:
-        """The bytes at an address of this process, if all of them were allocated for the next batch; else None."""
+        """Return the bytes at an address if they belong to the next batch, else None.
+
+        All of them must have been allocated for the next batch, in this process.
+        """
 
 
 _memory: Memory | None = None
 
 
 def use(memory: Memory | None) -> None:
-    """Allocate this process's batches in `memory` from now on; None returns to ordinary memory."""
+    """Allocate this process's batches in `memory`; None selects ordinary memory."""
     global _memory
     _memory = memory
 
 
 def empty_bytes(size: int) -> NDArray[np.uint8]:
-    """An uninitialised array, uint8 (size,), to fill as a part of an item or a batch."""
+    """Return an uninitialised array to fill as a part of an item: uint8 (size,)."""
     room = _memory.allocate(size) if _memory is not None and size else None
     return np.empty(size, np.uint8) if room is None else np.frombuffer(room, np.uint8)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialised CPU tensor, to fill as a part of an item or a batch.
+    """Return an uninitialised CPU tensor, to fill as a part of an item or a batch.
 
-    In a worker it is in the shared memory of the next batch, if there is room, so that it reaches the trainer without a
-    copy; elsewhere it is `torch.empty(shape, dtype=dtype)`.
+    In a worker, the tensor is in the shared memory of the next batch if there is room, and reaches the trainer without
+    a copy. Elsewhere it is `torch.empty(shape, dtype=dtype)`.
 
     Args:
         shape: The length of each dimension.
@@ -62,21 +65,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     import torch
 
-    made = torch.empty(0, dtype=dtype)
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
     count = 1
     for length in shape:
         count *= length
-    room = _memory.allocate(count * made.element_size()) if _memory is not None and count else None
+    room = _memory.allocate(count * element_bytes) if _memory is not None and count else None
     if room is None:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(room, dtype=dtype, count=count).view(tuple(shape))
 
 
 def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack n tensors of one shape to one tensor (n, …), as `torch.stack`; in a worker, in a batch's shared memory.
+    """Stack n tensors of one shape to one tensor (n, …), as `torch.stack` does.
 
-    Tensors that are already side by side there (see `empty` and `Sample.array`) are not copied: the result is a view of
-    them.
+    In a worker, the result is in the batch's shared memory. If the tensors are already adjacent there (see `empty` and
+    `Sample.array`), the result is a view of them.
 
     Args:
         tensors: At least one tensor.
@@ -100,14 +103,17 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not plain:
         return torch.stack(list(tensors))
     shape = (len(tensors), *first.shape)
-    room = _side_by_side(tensors)
+    room = _adjacent_memory(tensors)
     if room is not None:
         return torch.frombuffer(room, dtype=first.dtype).view(shape)
     return torch.stack(list(tensors), out=empty(shape, first.dtype))
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
-    """The memory of these tensors of one shape and dtype, if they are end to end in the next batch's; else None."""
+def _adjacent_memory(tensors: Sequence[torch.Tensor]) -> memoryview | None:
+    """Return the memory of equal-shaped tensors that are adjacent in the next batch.
+
+    It is None for others.
+    """
     start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
     if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
         return None
@@ -118,7 +124,7 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
 
 
 def collate(items: list[Any]) -> Any:
-    """A batch as torch's `default_collate` makes it, with `stack` for tensors and arrays.
+    """Build a batch as torch's `default_collate` does, but with `stack`.
 
     Raises `DifferingItemsError`, which names the field, for items that cannot be stacked.
     """
@@ -131,10 +137,10 @@ def collate(items: list[Any]) -> Any:
 
     try:
         if fields_differ(items):
-            raise KeyError  # torch takes the fields of the first item, and drops what others have beside
+            raise KeyError  # torch would drop the fields that the first item does not have
         return collate_with(items, collate_fn_map={**default_collate_fn_map, torch.Tensor: stacked})
     except (RuntimeError, TypeError, KeyError):
-        difference = find_difference(items)
+        difference = find_item_difference(items)
         if difference is None:
             raise
         raise DifferingItemsError(*difference) from None

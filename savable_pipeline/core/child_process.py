@@ -1,16 +1,16 @@
-"""`ChildProcess`: runs a function of this package in a process of its own, with a connection to it.
+"""`ChildProcess`: a process that runs a function, connected to its parent.
 
     this process ── messages ──▶ child: function(connection, messages, *arguments)
                  ◀── answers ───
 
-The child is started by exec, not by fork: a trainer with threads or CUDA can start it, and the main module needs no
-guard. It finds the package where this process has found it, whatever became of `sys.path` since. Ctrl-C does not reach
-it; it ends when it is closed or when this process has ended. A closed connection is no sure sign of that: other
-processes may have inherited this one's end of it.
+The child is started by exec, not by fork. So a trainer with threads or CUDA can start it, and the main module needs no
+guard. It imports the package from where this process imported it, even if `sys.path` changed since. Ctrl-C does not
+reach it. It ends when it is closed or when this process ends, which it checks by the parent's process ID: other
+processes may have inherited this end of the connection, so end-of-file may never come.
 
-A process may also be *replaced*: a worker that is killed is started again where it was, a trainer's own process is not.
-Reading behind the end of a memory-mapped file that was cut short kills the process (SIGBUS). So users' files are mapped
-only in processes that are replaced, and read elsewhere.
+Some processes are *replaced* when they are killed: a loader restarts its workers, but not the trainer. Reading past the
+end of a memory-mapped file that was truncated kills the process (SIGBUS). So users' files are mapped only in processes
+that are replaced, and read elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-_CHECK_S = 2.0  # interval at which a child checks that its parent still lives
+_CHECK_S = 2.0  # interval at which a child checks that its parent is alive
 _START = """
 import json, sys, types
 package = types.ModuleType("savable_pipeline")
@@ -43,10 +43,10 @@ child_process.run(*sys.argv[3:])
 
 
 class ChildProcess:
-    """A process that calls `function` ("module:name") as `function(connection, messages, *arguments)`.
+    """Process that runs `function` ("module:name") of this package.
 
-    `messages` yields the messages from this process; the function sends its answers over `connection`. The process is
-    closed when this object is no longer used, and at exit.
+    It calls `function(connection, messages, *arguments)`. `messages` yields the messages from this process. The
+    function sends its answers over `connection`. The process is closed when this object is no longer used, and at exit.
     """
 
     def __init__(self, function: str, *arguments: str | float) -> None:
@@ -61,12 +61,12 @@ class ChildProcess:
             start_new_session=True,
         )
         theirs.close()
-        # Not __del__: in a circle of garbage that of `connection` may come first, and the descriptor that it closed may
-        # be another file's by now.
+        # This is no __del__. In a reference cycle, that of `connection` may run first, and the descriptor number that
+        # it closed may belong to another file by then.
         self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process (SIGSTOP, a debugger). Where there is no /proc, nobody knows."""
+        """Return whether SIGSTOP or a debugger suspended the process; False without /proc."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:
@@ -74,7 +74,10 @@ class ChildProcess:
         return state in (b"T", b"t")
 
     def bound_waits(self, seconds: float) -> None:
-        """Raise BlockingIOError where a message that has begun does not go on for so long: nothing else can be sent."""
+        """Raise BlockingIOError if a started message makes no progress for `seconds`.
+
+        Nothing else can be sent after a partial message.
+        """
         bound = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -86,7 +89,10 @@ class ChildProcess:
         self.process.wait()
 
     def close(self) -> None:
-        """Kill the process and close the connection; in a fork of the owner, only close the inherited connection."""
+        """Kill the process and close the connection.
+
+        In a fork of the owner, only close the inherited connection.
+        """
         self._end()
 
 
@@ -98,7 +104,10 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -
 
 
 def run(function: str, descriptor: str, parent: str, arguments: str) -> None:
-    """In the child: call the function with its connection and the parent's messages. Prints go to standard error."""
+    """Call the function with its connection and the parent's messages, in the child.
+
+    What it prints goes to standard error.
+    """
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     connection = Connection(int(descriptor))
@@ -107,7 +116,7 @@ def run(function: str, descriptor: str, parent: str, arguments: str) -> None:
 
 
 def _messages(connection: Connection, parent: int) -> Iterator[Any]:
-    """The parent's messages, until the parent closes the connection or ends."""
+    """Yield the parent's messages until the parent closes the connection or ends."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     with contextlib.suppress(EOFError, OSError):
@@ -117,7 +126,7 @@ def _messages(connection: Connection, parent: int) -> Iterator[Any]:
 
 
 def poll_while_parent_lives(poll: select.poll, parent: int) -> Iterator[list[tuple[int, int]]]:
-    """The ready descriptors and their events, or an empty list every two seconds, until the process `parent` ends."""
+    """Yield ready descriptors and their events, or [] every 2 s, until `parent` ends."""
     while os.getppid() == parent:
         yield poll.poll(_CHECK_S * 1000)
 
@@ -126,11 +135,11 @@ _replaced = False
 
 
 def become_replaced() -> None:
-    """From now on this process, and those forked from it, count as one that is started again when it is killed."""
+    """Declare that this process and its forks are restarted when they are killed."""
     global _replaced
     _replaced = True
 
 
 def is_replaced() -> bool:
-    """Whether this process is started again when it is killed."""
+    """Return whether this process is restarted when it is killed."""
     return _replaced

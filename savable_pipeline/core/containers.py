@@ -1,4 +1,4 @@
-"""The parts of items and batches: what they are, which of them a function changed, and in which two items differ.
+"""Parts of items and batches: list them, detect changes, find differences.
 
 Containers are mappings, lists, tuples, named tuples, dataclasses and structs.
 """
@@ -15,7 +15,7 @@ import msgspec
 
 
 def named_parts(value: Any) -> Mapping[Any, Any] | None:
-    """The parts of a container by name; None for a value that has no named parts."""
+    """Return the parts of a container by name, or None for a value that has no names."""
     if type(value) is dict or isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -28,12 +28,15 @@ def named_parts(value: Any) -> Mapping[Any, Any] | None:
 
 
 def listed_parts(value: Any) -> list[Any] | None:
-    """The parts of a list or a tuple, in order; None for any other value."""
+    """Return the parts of a list or tuple in order, or None for any other value."""
     return list(value) if isinstance(value, list | tuple) else None
 
 
 def with_parts_changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with `change(part)` in place of each part; any other value as it is."""
+    """Return a container of the same kind with `change(part)` for each part.
+
+    Any other value is returned as it is.
+    """
     named = named_parts(value)
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
@@ -45,19 +48,20 @@ def with_parts_changed(value: Any, change: Callable[[Any], Any]) -> Any:
         return msgspec.structs.replace(value, **{name: change(part) for name, part in (named or {}).items()})
     if named is None or isinstance(value, Mapping):
         return value
-    made = copy.copy(value)
+    copied = copy.copy(value)
     for name, part in named.items():
-        object.__setattr__(made, name, change(part))
-    return made
+        object.__setattr__(copied, name, change(part))
+    return copied
 
 
-Parts: TypeAlias = dict[Any, tuple[Any, int]]
+PartVersions: TypeAlias = dict[Any, tuple[Any, int]]
 
 
-def parts_of(item: Any) -> Parts:
-    """The keys, fields and attributes of an item, each with its length or a tensor's version: cheap, but not complete.
+def part_versions(item: Any) -> PartVersions:
+    """Return the keys, fields and attributes of an item, each with a version.
 
-    A write into a NumPy array, or into what a part holds in turn, does not show.
+    The version is a length, or a tensor's count of writes. This is cheap but incomplete: writes into NumPy arrays or
+    nested containers do not show.
     """
     if isinstance(item, list):
         return {"the values": (item, len(item))}
@@ -67,18 +71,21 @@ def parts_of(item: Any) -> Parts:
 
 
 def _version(part: Any) -> int:
-    """The length of a list or dict, or how often a tensor has been written to."""
+    """Return the length of a list or dict, or how often a tensor was written to."""
     if isinstance(part, list | dict):
         return len(part)
     try:
         return int(getattr(part, "_version", 0))
-    except (RuntimeError, TypeError, ValueError):  # a tensor of the mode of inference; a field of the user's own
+    except (RuntimeError, TypeError, ValueError):  # a tensor of inference mode, or a user's own `_version`
         return 0
 
 
-def changed_part(item: Any, before: Parts) -> Any:
-    """The name of a part that is not as it was, unless it is a `cached_property` of the item; None if there is none."""
-    after = parts_of(item)
+def changed_part(item: Any, before: PartVersions) -> Any:
+    """Return the name of a part that changed, or None if no part did.
+
+    A `cached_property` of the item does not count.
+    """
+    after = part_versions(item)
     for name in {**before, **after}:
         (old, length), (new, new_length) = before.get(name, (before, 0)), after.get(name, (after, 0))
         if (old is not new or length != new_length) and not _is_cache(item, name):
@@ -94,14 +101,17 @@ _STACKED = (int, float, str, bytes)
 
 
 class ItemDifference(NamedTuple):
-    """What differs, in words, and the numbers of two items that do."""
+    """Description of a difference, and the indices of two items that show it."""
 
     text: str
     items: tuple[int, ...]
 
 
 class DifferingItemsError(ValueError):
-    """Items that cannot be stacked; `items` are the numbers of two that show why."""
+    """Error about items that cannot be stacked.
+
+    `items` are the indices of two that show why.
+    """
 
     def __init__(self, message: str, items: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -109,13 +119,13 @@ class DifferingItemsError(ValueError):
 
 
 def fields_differ(items: Sequence[Any]) -> bool:
-    """Whether some of these items, or of the dicts within them, have a field that others do not have."""
+    """Return whether items, or dicts within them, have different fields."""
     first = items[0]
     if isinstance(first, Mapping):
         names = first.keys()
         if any(isinstance(item, Mapping) and item.keys() != names for item in items):
             return True
-    if type(first) is dict:  # no mapping that reads its values from a disk
+    if type(first) is dict:  # other mappings may read their values from a disk
         return any(
             isinstance(value, dict | list | tuple) and fields_differ([item[name] for item in items])
             for name, value in first.items()
@@ -125,8 +135,11 @@ def fields_differ(items: Sequence[Any]) -> bool:
     return False
 
 
-def find_difference(items: Sequence[Any], field: str = "") -> ItemDifference | None:
-    """The first field in which items differ in keys, length, shape or type, or that cannot be stacked."""
+def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifference | None:
+    """Return the first field that cannot be stacked.
+
+    Items must have equal keys, lengths, shapes and types there.
+    """
     first = items[0]
     kind = _differing(items, field, lambda item: f"type {type(item).__name__}")
     if kind is not None:
@@ -147,7 +160,7 @@ def find_difference(items: Sequence[Any], field: str = "") -> ItemDifference | N
 
 
 def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
-    found = (find_difference([item[part] for item in items], name) for part, name in parts)
+    found = (find_item_difference([item[part] for item in items], name) for part, name in parts)
     return next((difference for difference in found if difference is not None), None)
 
 

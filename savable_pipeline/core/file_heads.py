@@ -1,4 +1,4 @@
-"""Detects by the first bytes of a file what its name may hide: compression, or text in UTF-16."""
+"""Compression, media type and text encoding of a file, by its first bytes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MEDIA = {
     b"\x1aE\xdf\xa3": "mkv",
 }
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
-_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the mark of its first block: a text may begin with BZh
+_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the magic number of a block: text may start with BZh
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _FIRST = 64  # bytes that show an encoding
 HEAD = 512  # bytes that are enough for all of this
 
 
 def compression_of(head: bytes) -> str:
-    """How a file that begins so is compressed: ".gz", ".bz2", ".xz", ".zst"; "" if it is not.
+    """Return the compression of a file by its head: ".gz", ".bz2", ".xz", ".zst", "".
 
     >>> from savable_pipeline.core.file_heads import compression_of
     >>> (compression_of(b"\\x1f\\x8b\\x08\\x00"), compression_of(b'{"id": 1}'))
@@ -44,7 +44,7 @@ def compression_of(head: bytes) -> str:
 
 
 def media_of(head: bytes, known: frozenset[str]) -> str:
-    """The extension of the `known` kind of media that a file is of which begins so; "bin" for any other.
+    """Return the extension of a media file by its head if it is `known`, else "bin".
 
     >>> from savable_pipeline.core.file_heads import media_of
     >>> (media_of(b"GIF89a", frozenset({"gif"})), media_of(b"BM", frozenset({"gif"})))
@@ -59,11 +59,11 @@ def media_of(head: bytes, known: frozenset[str]) -> str:
     return found if found in known else "bin"
 
 
-def text_fault(head: bytes, name: str) -> str:
-    """Why a file `name` that begins so is no text of UTF-8, and what to do; "" if it may be one.
+def text_error(head: bytes, name: str) -> str:
+    """Return why a head is not UTF-8 text, and what to do; "" if it may be.
 
-    >>> from savable_pipeline.core.file_heads import text_fault
-    >>> text_fault("a".encode("utf-16"), "a.jsonl")
+    >>> from savable_pipeline.core.file_heads import text_error
+    >>> text_error("a".encode("utf-16"), "a.jsonl")
     'text in UTF-16, where UTF-8 is read; `iconv -f UTF-16 -t UTF-8 a.jsonl > NEW` converts it'
     """
     packed = compression_of(head)
@@ -79,7 +79,10 @@ def text_fault(head: bytes, name: str) -> str:
 
 
 def _encoding_of(head: bytes) -> str:
-    """UTF-16 or UTF-32, by a byte order mark or by the zeros between bytes of ASCII; else ""."""
+    """Return the name of UTF-16 or UTF-32, else "".
+
+    They show by a byte order mark or by zeros between ASCII bytes.
+    """
     encoding = json.detect_encoding(head)
     if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):
         return ""

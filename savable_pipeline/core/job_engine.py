@@ -1,4 +1,7 @@
-"""`Engine`: something that runs jobs on other machines. It knows nothing of shards; jobs know nothing of it."""
+"""`Engine`: runs jobs on other machines.
+
+It knows nothing of shards, and jobs know nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """A job: picklable, with a name for people."""
+    """Picklable job with a name for people."""
 
     @property
     def name(self) -> str:
-        """The name shown to people."""
+        """Name shown to people."""
 
 
 J = TypeVar("J", bound=Named)
@@ -19,18 +22,19 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """Runs a function of a module on many jobs, each at least once: a job whose machine is lost is run again.
+    """Runs a module's function on many jobs, each at least once.
 
-    A machine taken for lost may keep running for a while, so two runs of one job may overlap.
+    A job whose machine is lost is run again. A machine that was taken for lost may keep running for a while, so two
+    runs of one job may overlap.
     """
 
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
         """Yield the jobs and their results, in the order in which they finish.
 
         Args:
-            function: A function of a module; it is called with each job.
+            function: A function of a module, called with each job.
             jobs: The jobs.
 
         Raises:
-            WorkerError: A machine was lost too often; what a job raised is raised as well.
+            WorkerError: A machine was lost too often. Errors of a job are raised as well.
         """

@@ -1,4 +1,4 @@
-"""`decoded_json`: JSON as Python reads it, at the speed of msgspec."""
+"""`decoded_json`: the values of `json.loads`, at the speed of msgspec."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _decoded = msgspec.json.Decoder().decode
 
 
 def decoded_json(raw: bytes) -> Any:
-    """The result of `json.loads`, which decodes itself what msgspec refuses, such as NaN and lone surrogates.
+    """Decode JSON as `json.loads` does, which also decodes NaN and lone surrogates.
 
-    Raises ValueError, RecursionError.
+    msgspec rejects those, so they are decoded by `json`. Raises ValueError, RecursionError.
 
     >>> from savable_pipeline.core.json_values import decoded_json
     >>> decoded_json(b'{"caption": "a cat", "score": NaN}')

@@ -1,9 +1,9 @@
-"""Keyed random words, permutations, bijections and shared ranks: all the arithmetic that decides an order.
+"""Keyed random words and permutations: all the arithmetic that decides an order.
 
-It is integer arithmetic written here, so that no release of NumPy, torch or Python changes an order.
-A *key* is 64 bits: the xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). The words of a key
-are those of SplitMix64 started at the key: word n is `finalize(key + (n + 1) * GAMMA)`, so any word is computed
-without the ones before it (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+It is integer arithmetic written here, so no release of NumPy, torch or Python changes an order. A *key* is 64 bits: the
+xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). The words of a key are those of SplitMix64 started at
+the key: word n is `finalize(key + (n + 1) * GAMMA)`, so any word is computed without the ones before it (Steele, Lea,
+Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _ROUNDS = 6
 
 
 def derive_key(*parts: int | str) -> int:
-    """The 64-bit key of a tuple of integers and strings; each part is tagged with its type and length."""
+    """Return the 64-bit key of a tuple of integers and strings.
+
+    Each part is tagged with its type and length, so ("ab", "c") and ("a", "bc") have different keys.
+    """
     encoded = bytearray()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else int(part).to_bytes(16, "little", signed=True)
@@ -35,7 +38,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 def word(key: int, n: int) -> int:
-    """Word number `n` of `key`: 64 random bits."""
+    """Return word number `n` of `key`: 64 random bits."""
     z = (key + (n + 1) * GAMMA) & MASK
     z = ((z ^ (z >> 30)) * _MIX1) & MASK
     z = ((z ^ (z >> 27)) * _MIX2) & MASK
@@ -43,7 +46,7 @@ def word(key: int, n: int) -> int:
 
 
 def words(key: int, start: int, count: int) -> Words:
-    """Words `start` to `start + count - 1` of `key`: uint64 (count,)."""
+    """Return words `start` to `start + count - 1` of `key`: uint64 (count,)."""
     return _finalize(np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(GAMMA) + np.uint64(key))
 
 
@@ -54,20 +57,26 @@ def _finalize(z: Words) -> Words:
 
 
 def below(drawn: Words, limit: int) -> NDArray[np.int64]:
-    """Words turned into integers in [0, limit), for limits below 2**31: int64 of the same shape."""
+    """Turn words into integers in [0, limit): int64 of the same shape.
+
+    The limit must be below 2**31.
+    """
     return (((drawn >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)).astype(np.int64)
 
 
 def permutation(key: int, n: int) -> NDArray[np.int64]:
-    """A random permutation of 0 … n-1: the order in which the first n words of the key sort. int64 (n,)."""
+    """Return a random permutation of 0 … n-1: int64 (n,).
+
+    It is the order in which the first n words of the key sort.
+    """
     return sorted_order(words(key, 0, n))
 
 
 def sorted_order(drawn: Words) -> NDArray[np.int64]:
-    """The order in which words sort, equal ones as they come: int64 of the same shape.
+    """Return the order in which words sort; equal words keep their order. int64 (n,).
 
-    Many words are sorted with their numbers in place of the lowest bits, which takes half as long; unless two are equal
-    in all other bits, which happens once in thirty times for a million random words.
+    Many words are sorted with their positions in the lowest bits, which takes half as long. If two words are equal in
+    all other bits, they are sorted the slow way. For a million random words, that happens once in thirty times.
     """
     count = len(drawn)
     if count >= _MANY:
@@ -81,10 +90,11 @@ def sorted_order(drawn: Words) -> NDArray[np.int64]:
 
 
 class Bijection:
-    """A random permutation of 0 … n-1, any part of which can be computed without the rest, for n up to 2**62.
+    """Random permutation of 0 … n-1 that computes only the values asked for.
 
-    For small n it is a table. For large n it is a Feistel network over the bits of n-1, applied repeatedly until the
-    result is below n, less than twice on average (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002).
+    n is at most 2**62. For small n it is a table. For large n it is a Feistel network over the bits of n-1, applied
+    repeatedly until the result is below n, less than twice on average (Black, Rogaway: Ciphers with Arbitrary Finite
+    Domains, 2002).
     """
 
     def __init__(self, key: int, n: int) -> None:
@@ -95,7 +105,7 @@ class Bijection:
         self._keys = words(key, 0, _ROUNDS)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The images of `positions`, each in [0, n): int64 of the same shape."""
+        """Return the images of `positions`, each in [0, n): int64 of the same shape."""
         if self._table is not None:
             return self._table[positions].astype(np.int64)
         image = self._encrypt(positions.astype(np.uint64))
@@ -106,7 +116,10 @@ class Bijection:
         return image.astype(np.int64)
 
     def _encrypt(self, x: Words) -> Words:
-        """One pass through the network; the halves swap places and widths in each of an even number of rounds."""
+        """Apply the network once.
+
+        The halves swap positions and widths in each round, and the number of rounds is even.
+        """
         wide, narrow = self._widths
         left, right = x >> narrow, x & _ones(narrow)
         for round_key in self._keys:
@@ -119,11 +132,11 @@ def _ones(bits: np.uint64) -> np.uint64:
     return (np.uint64(1) << bits) - np.uint64(1)
 
 
-RANKS = 1 << 32  # of `SharedRanks.rank`
+RANKS = 1 << 32  # bound of `SharedRanks.rank`
 
 
 class SharedRanks:
-    """The random ranks that all lanes of a run share, by which they choose alike unasked: one for each number n.
+    """Random ranks, one per number n, that all lanes agree on without communication.
 
     Each block of `steps` numbers has every step once, in random order. `key` is the same in all lanes of a run.
     """
@@ -135,7 +148,7 @@ class SharedRanks:
         self._steps: list[int] = []
 
     def step(self, n: int) -> int:
-        """The step of number n, 0 … steps - 1."""
+        """Return the step of number n, 0 … steps - 1."""
         block, i = divmod(n, self._count)
         if block != self._block:
             self._block = block
@@ -143,5 +156,5 @@ class SharedRanks:
         return self._steps[i]
 
     def rank(self, n: int) -> int:
-        """The rank of number n, 0 … RANKS - 1: somewhere in its step."""
+        """Return the rank of number n, 0 … RANKS - 1, which is within its step."""
         return ((self.step(n) << 32) + (word(self._key, n) >> 32)) // self._count

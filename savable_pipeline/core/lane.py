@@ -1,4 +1,4 @@
-"""`Lane`: one logical worker: the unit of order, of state and of randomness."""
+"""`Lane`: a logical worker, the unit of order, state and randomness."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shar
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What the lanes of a worker have of it.
+    """Values of a worker that its lanes use.
 
-    `shared`: values shared by all of them, see `Lane.shared`. `status`: memory where stages record what they work on,
-    for the report of a crash (status_page.py). `pinned`: the shards of the run, by dataset. `downloads`: whether
-    readers may download ahead; not in a lane that is only looked at.
+    `shared`: values shared by all lanes of the process, see `Lane.shared`. `status`: memory where stages record what
+    they work on, for the report of a crash (status_page.py). `pinned`: the shards of the run, by dataset. `downloads`:
+    whether readers may download ahead, which a lane that is only inspected does not.
     """
 
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -32,7 +32,10 @@ class WorkerContext:
 
 
 class ThreadValues(dict[Any, Any]):
-    """What the lanes of one worker thread share, by key; `process` is what those of all threads of a loader do."""
+    """Values shared by the lanes of one worker thread, by key.
+
+    `process` has those shared by all threads of a loader.
+    """
 
     def __init__(self, process: dict[Any, Any], lock: threading.RLock) -> None:
         super().__init__()
@@ -40,20 +43,20 @@ class ThreadValues(dict[Any, Any]):
 
 
 class Lane:
-    """One of the logical workers of a run, for which a pipeline function builds its stages.
+    """Logical worker of a run, for which a pipeline function builds its stages.
 
     All random numbers of a run are keyed by the lane or by the sample, so a lane yields the same batches in any process
-    on any machine. A loader makes them, with the keyword arguments, and calls the pipeline function with each: its
-    stages must be made for that very one. Without a loader, `sp.Lane()` is enough.
+    on any machine. A loader creates lanes with the keyword arguments and calls the pipeline function with each. The
+    function must build its stages for the lane that it gets. Without a loader, `sp.Lane()` is enough.
 
     Args:
-        index: The number of the lane, 0 … count - 1.
+        index: The index of the lane, 0 … count - 1.
         count: The number of lanes of the run.
         seed: The seed of the run.
-        epoch: The number of the pass over the data.
+        epoch: The index of the epoch.
         pad: Whether batches are padded with rows that do not count, and continue after the lane's end.
-        facts: What holds for all lanes of the run alike, such as what was decided.
-        worker: What the lane has of the worker that runs it. None: one of its own.
+        facts: Facts that are the same for all lanes of the run, such as decisions.
+        worker: Values of the worker that runs the lane. None (default) creates an empty context.
 
     Raises:
         ValueError: `index` is not in 0 … count - 1.
@@ -79,14 +82,13 @@ class Lane:
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
-        self.index = index
-        self.count = count
-        self.seed = seed
-        self.epoch = epoch
+        self.index, self.count = index, count
+        self.seed, self.epoch = seed, epoch
         self.pad = pad  # whether batches are padded with rows that do not count, and continue after the lane's end
         self.facts = facts
         self.worker = WorkerContext() if worker is None else worker
         self.unused: int | None = None  # samples read since the last batch; None without a loader
+        self.skips = False  # whether the current batch is skipped: nothing need be built that decides nothing
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}
 
@@ -94,7 +96,7 @@ class Lane:
         return f"Lane({self.index} of {self.count}, seed={self.seed})"
 
     def key(self, *parts: int | str) -> int:
-        """Return a 64-bit key of random numbers, derived from this lane, its pass and `parts`.
+        """Return a 64-bit key of random numbers for this lane, its epoch and `parts`.
 
         Args:
             *parts: What distinguishes the key from the lane's others.
@@ -102,12 +104,13 @@ class Lane:
         return derive_key(self.seed, "lane", self.index, self.epoch, *parts)
 
     def rng(self, name: str) -> Rng:
-        """Return the lane's own sequence of random numbers of this name, whose position is saved with the lane.
+        """Return the lane's own sequence of random numbers with this name.
 
-        Its `.numpy`, `.torch` and `.python` raise ValueError: a state cannot hold their positions.
+        Its position is saved with the lane. Its `.numpy`, `.torch` and `.python` raise ValueError, because a state
+        cannot save their positions.
 
         Args:
-            name: The name of the sequence; each has a key of its own.
+            name: The name of the sequence. Each name has a key of its own.
 
         Example:
             >>> sp.Lane(seed=7).rng("mixup").integers(10) == sp.Lane(seed=7).rng("mixup").integers(10)
@@ -118,12 +121,14 @@ class Lane:
         return self._rngs[name]
 
     def shared(self, key: Any, make: Callable[[], T], *, by_threads: bool = False) -> T:
-        """Return a value that is made once for all lanes of a process; where threads are the workers, of a thread.
+        """Return a value that is built once for all lanes of a process.
+
+        If threads are the workers, each thread has its own value unless `by_threads` is set.
 
         Args:
             key: Identifies the value among the lanes of the same `worker`.
-            make: Makes the value when it is first asked for.
-            by_threads: Whether the threads share it too: their calls of it may come at the same time.
+            make: Builds the value at first use.
+            by_threads: Whether the threads share it too. They may then use it at the same time.
         """
         values = self.worker.shared
         if by_threads and isinstance(values, ThreadValues):
@@ -135,17 +140,19 @@ class Lane:
 
     @property
     def in_thread(self) -> bool:
-        """Whether a thread runs the lane, beside those that run others."""
+        """Whether a worker thread runs the lane, while other threads run other lanes."""
         return isinstance(self.worker.shared, ThreadValues)
 
     def own(self, value: T) -> T:
-        """Return the value; in a worker thread a copy that only the thread's lanes use, unless it is `thread_safe`.
+        """Return the value, or in a worker thread a copy that only the thread's lanes use.
+
+        A value that is `thread_safe` is never copied.
 
         Args:
             value: An encoder, or a function that a stage calls.
 
         Raises:
-            ValueError: It cannot be copied, or refers to what threads must not share.
+            ValueError: It cannot be copied, or refers to objects that threads must not share.
         """
         values = self.worker.shared
         if not isinstance(values, ThreadValues) or getattr(value, "thread_safe", False):
@@ -156,14 +163,17 @@ class Lane:
         return values["own", id(value)][1]  # type: ignore[no-any-return]
 
     def save_state(self) -> dict[str, int]:
-        """Return the number of words drawn from each named sequence. The reader saves this with its own position."""
+        """Return the number of words drawn from each named sequence.
+
+        The reader saves this with its own position.
+        """
         return {**self._restored, **{name: rng.draws for name, rng in self._rngs.items()}}
 
     def restore_state(self, state: dict[str, int]) -> None:
         """Return each named sequence to its saved position.
 
         Args:
-            state: What `save_state` returned.
+            state: The result of `save_state`.
         """
         self._restored = dict(state)
         for name, rng in self._rngs.items():
@@ -171,9 +181,12 @@ class Lane:
 
 
 def latest_shared(lane: Lane, name: Hashable, of: Hashable, make: Callable[[], T]) -> T:
-    """What was made of `of`, once for all lanes of a process, and let go as soon as a lane asks for that of another."""
-    kept: dict[Hashable, T] = lane.shared(name, dict)
-    if of not in kept:
-        kept.clear()
-        kept[of] = make()
-    return kept[of]
+    """Return the value built for `of`, once for all lanes of a process.
+
+    The value is dropped as soon as a lane asks for that of another `of`.
+    """
+    latest: dict[Hashable, T] = lane.shared(name, dict)
+    if of not in latest:
+        latest.clear()
+        latest[of] = make()
+    return latest[of]

@@ -1,6 +1,7 @@
-"""Imports an object that a user names on a command line: `package.module:name` or `train.py:name`; `imported`.
+"""`named_object`: an object that a user names on a command line.
 
-The import runs the user's own code, as the user asked. Never pass a name that comes from data.
+It is named as `package.module:name` or `train.py:name`. The import runs the user's own code, as the user asked. Never
+pass a name that comes from data.
 """
 
 from __future__ import annotations
@@ -18,20 +19,24 @@ from savable_pipeline.errors import SavableError
 
 _NAME = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
-_importing: list[str] = []  # what a command is importing
+_importing: list[str] = []  # modules that a command is importing
 
 
 def imported(name: str) -> Any:
-    """A module that was imported; None if it was not, or if another thread is still importing it.
+    """Return a module that was imported, else None.
 
-    A half-made module lacks most of its names. None of its objects exists yet in threads other than the one importing.
+    A module that another thread is still importing counts as not imported. It lacks most of its names, and no other
+    thread can have any of its objects.
     """
     module = sys.modules.get(name)
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
 def refuse_while_importing() -> None:
-    """Raise `SavableError` while a command imports a user's file, which must not start to train."""
+    """Raise `SavableError` while a command imports a user's file.
+
+    The file must not start to train.
+    """
     if _importing:
         guard = 'if __name__ == "__main__":'
         raise SavableError(
@@ -41,21 +46,22 @@ def refuse_while_importing() -> None:
 
 
 def names_object(text: str) -> bool:
-    """Whether `text` has the form `module:name` and is not an existing path."""
+    """Return whether `text` has the form `module:name` and is not an existing path."""
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def named_object(text: str) -> Any:
-    """The object named by `text`; its module is searched in the working folder, or in the file's folder, too.
+    """Import the object named by `text`.
 
-    Raises ValueError if there is no such module or name, and any error that the module raises.
+    Its module is searched in the working folder or the file's folder, too. Raises ValueError if there is no such module
+    or name, and any error that the module raises.
     """
     match = _NAME.fullmatch(text)
     if match is None:
         raise ValueError(f"expected module:name or file.py:name, such as train:make_loader, not {text!r}")
     _importing.append(match["module"])
     try:
-        module = _module(match["module"])
+        module = _import_module(match["module"])
     finally:
         _importing.pop()
     try:
@@ -67,20 +73,23 @@ def named_object(text: str) -> Any:
         ) from None
 
 
-def _module(place: str) -> ModuleType:
-    """Import a module by its dotted name or its file; a file's folder is put first on the path, as by `python FILE`."""
-    path = Path(place).resolve()
-    if not place.endswith(".py"):
+def _import_module(name: str) -> ModuleType:
+    """Import a module by its dotted name or its file.
+
+    The folder of a file is put first on the path, as `python FILE` does.
+    """
+    path = Path(name).resolve()
+    if not name.endswith(".py"):
         _search(Path.cwd())
-        if importlib.util.find_spec(place.split(".")[0]) is None:
-            raise ValueError(f"no module {place!r} on the path or in {Path.cwd()}. Name a file by its name with .py")
-        return importlib.import_module(place)
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Name a file by its name with .py")
+        return importlib.import_module(name)
     if not path.is_file():
-        raise ValueError(f"{place}: no such file (current folder: {Path.cwd()}). Check the path")
+        raise ValueError(f"{name}: no such file (current folder: {Path.cwd()}). Check the path")
     _search(path.parent)
     module = importlib.import_module(path.stem)
     if Path(module.__file__ or "").resolve() != path:
-        raise ValueError(f"{place}: {module.__file__} is imported already as {path.stem!r}. Rename the file")
+        raise ValueError(f"{name}: {module.__file__} is imported already as {path.stem!r}. Rename the file")
     return module
 
 

@@ -1,4 +1,4 @@
-"""Errors of the user's own code, the setting `on_error` (raise, skip, or ask), and the file that lists the skipped."""
+"""Errors of the user's own code, the setting `on_error`, the log of skips."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ _LONGEST = 2000  # characters of an error's text that are written to the file
 
 
 def check_on_error(stage: str, on_error: OnError) -> None:
-    """Raise ValueError unless `on_error` is "raise", "skip", or a function."""
+    """Raise ValueError unless `on_error` is "raise", "skip" or a function."""
     if on_error not in ("raise", "skip") and not callable(on_error):
         raise ValueError(f"{stage}: on_error={on_error!r}. Pass 'raise', 'skip' or a function of the error")
 
 
 def skips(on_error: OnError, error: SavableError) -> bool:
-    """Whether `on_error` says to skip the sample or shard of this error."""
+    """Return whether `on_error` says to skip the sample or shard of this error."""
     return bool(on_error(error)) if callable(on_error) else on_error == "skip"
 
 
 def reason_of(error: Exception) -> str:
-    """The name of the counter for an error: a `ShardError`'s reason, or the class of an encoder's error."""
+    """Return the name of the counter for an error.
+
+    It is the reason of a `ShardError`, or the class of an encoder's error.
+    """
     return error.reason if isinstance(error, ShardError) else type(error).__name__
 
 
-def is_of_environment(error: Exception) -> bool:
-    """Whether an error comes from disk, network, time or memory, not from the data, and so may not happen again.
+def is_environment_error(error: Exception) -> bool:
+    """Return whether an error comes from disk, network, time or memory, not from data.
 
-    An OSError of the operating system has an `errno`; one that a decoder raises for damaged data has none.
+    Such an error may not happen again. An OSError of the operating system has an `errno`. One that a decoder raises for
+    damaged data has none.
     """
     if isinstance(error, OSError) and not isinstance(error, TimeoutError):
         return error.errno is not None
@@ -51,19 +55,19 @@ def is_of_environment(error: Exception) -> bool:
 
 
 class Quarantine:
-    """A file of JSON lines, one for each skipped sample or shard.
+    """File of JSON lines, one for each skipped sample or shard.
 
-    Many processes may write to it: each line is one appending write, so lines never mix, and a killed process leaves no
-    half line. A line that a full disk has cut is ended before the next one begins; so, now and then, is one that
-    another process is about to write whole, which leaves an empty line. A sample that is skipped again after a resume
-    is listed again.
+    Many processes may write to it. Each line is one appending write, so lines never mix, and a killed process writes no
+    partial line. A full disk may cut a line. The next write ends that line first. It may take a line that another
+    process is just writing for a cut one, which adds an empty line. A sample that is skipped again after a resume is
+    listed again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
 
     def add(self, **entry: Any) -> None:
-        """Append one line. Logs a warning if the file cannot be written: that must not end the run."""
+        """Append one line, or log a warning if that fails, which must not end the run."""
         line = json.dumps({name: _short(value) for name, value in entry.items()}).encode() + b"\n"
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -78,7 +82,7 @@ class Quarantine:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """Whether a file ends within a line."""
+    """Return whether a file ends within a line."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
 
@@ -88,7 +92,10 @@ def _short(value: Any) -> Any:
 
 
 def from_user_code(error: ErrorType) -> ErrorType:
-    """Return the error without this package's frames at the start of its traceback; the deepest frame stays."""
+    """Return the error without this package's frames at the start of its traceback.
+
+    The deepest frame stays.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
@@ -101,7 +108,7 @@ def shortened(error: ErrorType) -> ErrorType:
 
 
 def described(error: BaseException) -> str:
-    """The class and the text of such an error, and what to do where a debugger has no terminal."""
+    """Return the class and text of an error, with a hint for debuggers and CUDA."""
     hint = ""
     if isinstance(error, bdb.BdbQuit):
         hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"

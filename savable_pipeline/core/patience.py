@@ -1,7 +1,7 @@
-"""How long what fails for a moment is tried again: requests to servers, and files of a network disk.
+"""Retries of what fails for a moment: requests to servers, files of network disks.
 
-ESTALE, ETIMEDOUT     only network disks fail so
-EIO                   a network disk whose server does not answer; or a bad sector of a local one, tried once more
+ESTALE, ETIMEDOUT     errors of network disks only
+EIO                   an unreachable network disk, or a bad sector of a local one, which is tried once more
 """
 
 from __future__ import annotations
@@ -16,57 +16,63 @@ from typing import TypeVar
 from savable_pipeline.errors import RemoteError
 
 T = TypeVar("T")
-OF_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
-_FLEETING = (*OF_NETWORK, errno.EIO)
+NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
+_FLEETING = (*NETWORK_ERRORS, errno.EIO)
 _RETRY_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
 
 
 def retry_s() -> float:
-    """For how many seconds a failing request is repeated: `SAVABLE_RETRY_S`, or 120. Raises ValueError."""
-    given = os.environ.get("SAVABLE_RETRY_S", "")
+    """Return how long a failing request is retried: `SAVABLE_RETRY_S`, or 120 s.
+
+    Raises ValueError.
+    """
+    configured = os.environ.get("SAVABLE_RETRY_S", "")
     try:
-        seconds = float(given) if given else _RETRY_S
+        seconds = float(configured) if configured else _RETRY_S
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:
-        raise ValueError(f"SAVABLE_RETRY_S must be a number of seconds, not {given!r}")
+        raise ValueError(f"SAVABLE_RETRY_S must be a number of seconds, not {configured!r}")
     return seconds
 
 
-def patiently(path: Path, act: Callable[[], T]) -> T:
-    """What `act` returns; where it fails with an error of `_FLEETING`, what `again` returns or raises."""
+def with_retries(path: Path, act: Callable[[], T]) -> T:
+    """Call `act`, and `retry` it after an error in `_FLEETING`."""
     try:
         return act()
     except OSError as error:
-        return again(path, error, act)
+        return retry(path, error, act)
 
 
-def again(path: Path, error: OSError, act: Callable[[], T]) -> T:
-    """What `act` returns, tried again after this error about a file: of a network disk for `retry_s` seconds.
+def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
+    """Retry `act` after an error about a file; for `retry_s` on a network disk.
 
-    Raises `RemoteError` where that is not enough, and OSError of a local disk, or that is of another kind.
+    Raises `RemoteError` if that is not enough, and OSError of a local disk or of another kind.
     """
-    began, wait_s = time.monotonic(), _FIRST_WAIT_S
+    started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while error.errno in _FLEETING:
-        network = error.errno in OF_NETWORK or _is_of_network(path)
+        network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
         try:
             return act()
         except OSError as last:
             error = last
         if not network:
             break
-        if time.monotonic() + wait_s > began + retry_s():
-            failed = f"{path}: {error.strerror} for {time.monotonic() - began:.1f} s"
+        if time.monotonic() + wait_s > started + retry_s():
+            failed = f"{path}: {error.strerror} for {time.monotonic() - started:.1f} s"
             raise RemoteError(f"{failed}. Check that its server is reachable, or raise SAVABLE_RETRY_S") from error
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
     raise error
 
 
-def _is_of_network(path: Path) -> bool:
-    """Whether a file is on a network disk, as Linux lists what is mounted; False where nobody knows."""
+def _is_on_network_disk(path: Path) -> bool:
+    """Return whether a file is on a network disk, by Linux's list of mounts.
+
+    False if that is unknown.
+    """
     try:
         device = path.stat().st_dev
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]

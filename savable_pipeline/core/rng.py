@@ -1,8 +1,8 @@
-"""`Rng`: the random numbers of one call of an encoder, or of one named sequence of a lane.
+"""`Rng`: random numbers of one encoder call, or of one named sequence of a lane.
 
-It uses only our own arithmetic on SplitMix64 words and IEEE additions, multiplications, divisions and square
-roots, so that a seed gives the same numbers on every machine and with every release of a library. A call that
-draws nothing costs nothing: even the key is computed at the first draw.
+It uses only our own arithmetic on SplitMix64 words and IEEE additions, multiplications, divisions and square roots. So
+a seed gives the same numbers on every machine and with every release of a library. A call that draws nothing costs
+nothing: even the key is computed at the first draw.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
 class Rng(msgspec.Struct, gc=False, eq=False):
     """Random numbers that depend on a key alone, on every machine: `sp.Rng(7)`.
 
-    Each call of an encoder gets one, keyed by the run's seed and the sample, pack or batch that the call makes. The
+    Each call of an encoder gets one, keyed by the run's seed and by the sample, pack or batch that the call builds. The
     words are those of SplitMix64 with the key `xxh3_64(parts, seed=base)`. `.numpy`, `.torch` and `.python` are
-    generators of each kind with keys derived from this one; their numbers may change with a release of their library.
+    generators of each kind with keys derived from this one. Their numbers may change with a release of their library.
 
     Attributes:
-        parts: Three integers that distinguish the key, beside the base.
+        parts: Three integers that, with the base, determine the key.
         draws: The number of words already drawn.
-        counted: Whether this is a sequence of a lane, whose state holds `draws` alone.
+        counted: Whether this is a sequence of a lane, whose state saves only `draws`.
 
     Example:
         >>> rng = sp.Rng(7)
@@ -52,18 +52,18 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     parts: tuple[int, int, int] = (0, 0, 0)
     draws: int = 0
     _key: int | None = None
-    _made: dict[str, Any] | None = None  # the generators of NumPy, torch and Python, once they are asked for
-    counted: bool = False  # whether this is a sequence of a lane, whose state holds `draws` alone
+    _generators: dict[str, Any] | None = None  # those of NumPy, torch and Python, once they are used
+    counted: bool = False  # whether this is a sequence of a lane, whose state saves only `draws`
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
-        """Start again with another key.
+        """Restart with another key.
 
         Args:
             parts: The new key is that of `(base, *parts)`.
         """
         self.parts = parts
         self.draws = 0
-        self._key = self._made = None
+        self._key = self._generators = None
 
     def restarted(self) -> Rng:
         """Return a new generator with the same key, before its first draw."""
@@ -87,7 +87,9 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return (self.bits() >> 11) * 2.0**-53
 
     def integers(self, n: int) -> int:
-        """Draw an integer in [0, n), without bias (Lemire: Fast Random Integer Generation in an Interval, 2019).
+        """Draw an integer in [0, n), without bias.
+
+        The algorithm is that of Lemire (Fast Random Integer Generation in an Interval, 2019).
 
         Args:
             n: The bound, 1 … 2**64.
@@ -115,7 +117,9 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return low + (high - low) * self.random()
 
     def normal(self, mean: float = 0.0, std: float = 1.0) -> float:
-        """Draw a normally distributed float: the quantile of a uniform draw (Wichura: Algorithm AS 241, 1988).
+        """Draw a normally distributed float, the quantile of a uniform draw.
+
+        The algorithm is that of Wichura (Algorithm AS 241, 1988).
 
         Args:
             mean: The mean of the distribution.
@@ -135,7 +139,9 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return items[self.integers(len(items))]
 
     def permutation(self, n: int) -> list[int]:
-        """Return the integers 0 … n-1 in random order (Fisher and Yates; Durstenfeld: Algorithm 235, 1964).
+        """Return the integers 0 … n-1 in random order.
+
+        The algorithm is that of Fisher and Yates (Durstenfeld: Algorithm 235, 1964).
 
         Args:
             n: How many integers.
@@ -154,7 +160,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     @property
     def torch(self) -> torch.Generator:
         """A torch CPU generator keyed by this one, the same object at each access."""
-        import torch  # imported only where it is needed: it takes seconds, and many encoders do without
+        import torch  # this takes seconds, and many encoders do not need it
 
         return self._once("torch", lambda key: torch.Generator().manual_seed(key))
 
@@ -168,16 +174,19 @@ class Rng(msgspec.Struct, gc=False, eq=False):
             raise ValueError(
                 f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed anew by its bits()"
             )
-        if self._made is None:
-            self._made = {}
-        if kind not in self._made:
-            self._made[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
-        made: T = self._made[kind]
-        return made
+        if self._generators is None:
+            self._generators = {}
+        if kind not in self._generators:
+            self._generators[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
+        generator: T = self._generators[kind]
+        return generator
 
 
 def _log(x: float) -> float:
-    """Natural logarithm for 0 < x < 1 by additions, multiplications and divisions alone: 2 artanh((x-1)/(x+1))."""
+    """Return the natural logarithm for 0 < x < 1 as 2 artanh((x-1)/(x+1)).
+
+    It uses only additions, multiplications and divisions, which are exact to the last bit on every machine.
+    """
     twos = 0
     while x < 0.7:
         x, twos = x * 2.0, twos - 1
@@ -197,7 +206,10 @@ def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
 
 
 def _normal_quantile(p: float) -> float:
-    """Quantile of the standard normal, 0 < p < 1 (Wichura: Algorithm AS 241, PPND16, 1988)."""
+    """Return the quantile of the standard normal, 0 < p < 1.
+
+    The algorithm is PPND16 of Wichura (Algorithm AS 241, 1988).
+    """
     q = p - 0.5
     if abs(q) <= 0.425:
         r = 0.180625 - q * q

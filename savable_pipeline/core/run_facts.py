@@ -1,11 +1,11 @@
-"""`RunFacts`: what holds for all lanes of a run alike, and is not among its settings: a state has it once.
+"""`RunFacts`: facts shared by all lanes of a run, which a state saves once.
 
     facts    nothing            shards joined        web 7, books 3 decided
     slot     0 …                96 …                 1200 …
 
-It never changes: what follows has others. A position has those with which its lanes go on, and so has each request to
-a worker, so that a lane is restored with the facts that it had. Of what was decided while the run went on
-(`Decisions`), only what holds now is kept, and a digest of all that came before.
+Unlike settings, facts may change during a run. An object never changes; later slots have another. A position has the
+facts that its lanes continue with, and so has each request to a worker. So a lane is restored with the facts that it
+had. Of the decisions of a run (`Decisions`), only those in force are saved, with a digest of all earlier ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ NUMBER = "<u8"
 
 
 class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is decided from the slot `since` on, with its epoch as in receipts: `epoch << 40 | slot`.
+    """Decisions that hold from the slot `since` on.
 
-    `digest`: of all decisions so far, and their slots; 0 without any. `weights`: by the branch of a `Blend`, those of
-    its sources. `excluded`: by the tag of a source, the ascending numbers of samples, 8 bytes each. `max_length`: of
-    packs; 0 where none is decided.
+    `since`: the slot with its epoch, as in receipts: `epoch << 40 | slot`. `digest`: hash of all decisions so far and
+    their slots; 0 without any. `weights`: weights of the sources of each `Blend`, by its branch. `excluded`: ascending
+    indices of excluded samples, 8 bytes each, by the tag of a source. `max_length`: length of packs; 0 if none was
+    decided.
     """
 
     since: SavedCount = 0
@@ -46,20 +47,20 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
         return bool(self.digest)
 
     def numbers(self, tag: int) -> frozenset[int]:
-        """The numbers of the samples of a source that were excluded."""
+        """Return the indices of the excluded samples of a source."""
         return frozenset(np.frombuffer(self.excluded.get(tag, b""), NUMBER).tolist())
 
     def __str__(self) -> str:
-        said = [
+        lines = [
             f"{name}={weight:,}"
             for branch, weights in sorted(self.weights.items())
             for name, weight in ((f"{branch}/{own}" if branch else own, found) for own, found in weights.items())
         ]
         if excluded := sum(len(numbers) // 8 for numbers in self.excluded.values()):
-            said.append(f"{excluded:,} samples excluded")
+            lines.append(f"{excluded:,} samples excluded")
         if self.max_length:
-            said.append(f"max_length={self.max_length:,}")
-        return f"from slot {self.since:,} on: {', '.join(said) or 'nothing that holds here'}"
+            lines.append(f"max_length={self.max_length:,}")
+        return f"from slot {self.since:,} on: {', '.join(lines) or 'nothing that holds here'}"
 
 
 NOTHING_DECIDED = Decisions()
@@ -70,10 +71,11 @@ ChunkSizes: TypeAlias = dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What holds for all lanes of a run alike.
+    """Facts that are the same for all lanes of a run.
 
-    `growth`: by the branch of a reader, the number of shards in each epoch, where shards were added. `chunk_sizes`: by
-    branch, the unit of the lanes' shares of this epoch, once its first batch is given. `decisions`: what was decided.
+    `growth`: the number of shards in each epoch, by the branch of a reader whose dataset got new shards. `chunk_sizes`:
+    how many samples lanes take at a time in this epoch, by branch, once its first batch is yielded. `decisions`: see
+    `Decisions`.
     """
 
     growth: Growth = {}
@@ -82,21 +84,24 @@ class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> int:
-        """Of what a lane's batches depend on in any epoch; 0 without any. Each lane's state has it."""
+        """Hash of the facts that decide a lane's batches in any epoch; 0 without any.
+
+        Each lane's state has it.
+        """
         if not self.growth and not self.decisions:
             return 0
         return xxh3_64_intdigest(msgspec.msgpack.encode((self.growth, self.decisions.digest))) >> 2
 
     @property
     def version(self) -> int:
-        """The name of these facts in requests: others have another."""
+        """Number that identifies these facts in requests."""
         decided = self.decisions
-        said = self.growth, self.chunk_sizes, decided.digest, decided.weights, decided.max_length
-        return xxh3_64_intdigest(msgspec.msgpack.encode(said))
+        fields = self.growth, self.chunk_sizes, decided.digest, decided.weights, decided.max_length
+        return xxh3_64_intdigest(msgspec.msgpack.encode(fields))
 
     @property
     def of_next_epoch(self) -> RunFacts:
-        """These at the start of an epoch, whose chunk sizes are not known yet."""
+        """These facts at the start of the next epoch, whose chunk sizes are not known yet."""
         return replace(self, chunk_sizes={}) if self.chunk_sizes else self
 
 

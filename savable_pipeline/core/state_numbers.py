@@ -1,10 +1,10 @@
-"""`ORDER` and `STATE`: the two numbers that a saved state has in common with the code that loads it, or is refused.
+"""`ORDER` and `STATE`: versions that a state and the code that loads it share.
 
-`ORDER` is of all that decides an order of data: the orders of readers, the draws of subsets, the turns of sources, the
-policies of packs, the groups of batches, the random crops. `STATE` is of what a state holds, and of how it is written.
-A change of either adds 1 to its number and, in `LAST_COMMITS`, the commit before it.
+`ORDER` versions everything that decides an order of data: orders of readers, draws of subsets, turns of sources,
+policies of packs, groups of batches, random crops. `STATE` versions the content and the format of a state. A change of
+either adds 1 to its number and adds the commit before it to `LAST_COMMITS`.
 
-`SavedCount` is the type of a number in a state: within the range of the arithmetic of orders and random numbers.
+`SavedCount` is the type of an integer in a state, within the range of the arithmetic of orders and random numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from savable_pipeline.errors import StateError
 
 SavedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # as a ref holds it
+EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # the range of the epoch in a ref
 
 ORDER = 4
 STATE = 6
-LAST_COMMITS: dict[tuple[Any, Any], str] = {  # that read states of other (ORDER, STATE); the first had no ORDER
+LAST_COMMITS: dict[tuple[Any, Any], str] = {  # the last that reads states of (ORDER, STATE); the first had no ORDER
     (None, None): "d039fef",
     (None, 1): "d039fef",
     (3, 2): "6862a8c",
@@ -32,7 +32,12 @@ LAST_COMMITS: dict[tuple[Any, Any], str] = {  # that read states of other (ORDER
 
 
 def check_numbers(name: str, order: Any, state: Any) -> None:
-    """Raise `StateError` unless what is called `name` was saved with these two numbers; None where it has no such."""
+    """Raise `StateError` unless these numbers of a state are the current ones.
+
+    `name` is the state in the message.
+
+    None is a number that was not saved.
+    """
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return
     saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]

@@ -1,10 +1,10 @@
-"""`thread_copy`: a copy of a user's function or encoder, for one worker thread.
+"""`thread_copy`: a copy of a user's function or encoder for one worker thread.
 
-    partial(f, x), object.f, encoder.x     x and the object are bound to it: they are copied with it
-    closure, default, global of f          it only refers to them: an error, if a known type that is not thread-safe
+    partial(f, x), object.f, encoder.x     x and the object are bound, so they are copied
+    closure, default, global of f          f only refers to them, so they are shared: an error if known to be unsafe
 
-The same holds for what is in a list, tuple, set or dict there, for functions that it refers to, and for those of its
-module that it calls. All else is shared.
+The same holds for the contents of lists, tuples, sets and dicts, for functions that f refers to, and for functions of
+its module that f calls. Everything else is shared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 T = TypeVar("T")
 Reached: TypeAlias = Iterator[tuple[str, Any, bool]]  # a name, a value, and whether a copy has one of its own
 
-_UNSAFE = {  # classes, by the first part of their module's name: none must be imported here
+_UNSAFE = {  # names of classes with the first part of their module's name, because importing them would be slow
     *("tokenizers.Tokenizer", "transformers.PreTrainedTokenizerBase", "transformers.ProcessorMixin"),
     *("sentencepiece.SentencePieceProcessor", "random.Random", "torch.Generator"),
     *("numpy.Generator", "numpy.RandomState", "numpy.BitGenerator"),
@@ -30,7 +30,10 @@ _PLAIN = {bool, int, float, str, bytes, type(None)}
 
 
 def thread_copy(value: T) -> T:
-    """Copy a function or an encoder. Raises ValueError if it cannot be copied, or shares what is not thread-safe."""
+    """Copy a function or an encoder.
+
+    Raises ValueError if it cannot be copied, or shares an object that is not thread-safe.
+    """
     named = _name_of(value)
     for name, found in _shared(_parts(value, named), set()):
         raise ValueError(
@@ -47,13 +50,13 @@ def thread_copy(value: T) -> T:
 
 
 def _shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
-    """What is not thread-safe among the reached values and theirs, and not of a copy alone; by name."""
+    """Yield the names and values that threads would share but must not."""
     for name, value, copied in reached:
         if type(value) in _PLAIN or (id(value), copied) in known:
             continue
         known.add((id(value), copied))
         kind: type = type(value)
-        if (unsafe := _unsafe(kind)) and (not copied or unsafe == "ctypes.CDLL"):  # whose copy is the same
+        if (unsafe := _unsafe(kind)) and (not copied or unsafe == "ctypes.CDLL"):  # copies share a loaded library
             yield name, value
         elif not unsafe:
             yield from _shared(_reached_by(value, name, copied), known)
@@ -66,7 +69,7 @@ def _unsafe(kind: type) -> str:
 
 
 def _reached_by(value: Any, name: str, copied: bool) -> Reached:
-    """What is inside a value."""
+    """Yield the values inside a value."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         members = list(value.values() if isinstance(value, dict) else value)
         yield from ((name, each, copied) for each in members if not isinstance(each, list | tuple | set | dict))
@@ -75,7 +78,7 @@ def _reached_by(value: Any, name: str, copied: bool) -> Reached:
     elif isinstance(value, MethodType):
         yield from ((name, each, copied) for each in (value.__self__, value.__func__))
     elif isinstance(value, BuiltinMethodType):
-        yield name, value.__self__, False  # a copy of it is itself
+        yield name, value.__self__, False  # `deepcopy` returns a builtin method itself, not a copy
     elif isinstance(value, partial):
         yield from ((name, each, copied) for each in (value.func, *value.args, *value.keywords.values()))
     elif copied and callable(value):
@@ -83,7 +86,7 @@ def _reached_by(value: Any, name: str, copied: bool) -> Reached:
 
 
 def _parts(value: Any, name: str) -> Reached:
-    """What is bound to an object that is copied, and to its classes, or what a function refers to."""
+    """Yield what is bound to an object and its classes, or what a function refers to."""
     if isinstance(value, FunctionType | MethodType | BuiltinMethodType | partial):
         yield from _reached_by(value, name, True)
         return
@@ -95,7 +98,7 @@ def _parts(value: Any, name: str) -> Reached:
 
 
 def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to: by its closure, its defaults, and as globals."""
+    """Yield what a function refers to: its closure, its defaults and its globals."""
     code, defaults = function.__code__, function.__defaults__ or ()
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing was assigned yet
@@ -109,7 +112,7 @@ def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """The globals that a function, and those defined in it, name."""
+    """Yield the names of globals in a function and in those defined in it."""
     yield from dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -117,7 +120,10 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _name_of(value: Any) -> str:
-    """The name of a function, that of a `partial` and of `.map(f)` too, or of an object's class."""
+    """Return the name of a function or of an object's class.
+
+    The function may be in a `partial` or a `.map(f)`.
+    """
     while (inner := getattr(value, "func", getattr(value, "function", None))) is not None:
         value = inner
     return str(getattr(value, "__qualname__", type(value).__qualname__))

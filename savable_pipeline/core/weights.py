@@ -1,4 +1,4 @@
-"""Weights as integers, so that shares are exact and compare equal however they are written."""
+"""Weights as integers, so that proportions are exact however they are written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Weight: TypeAlias = int | float | str | Fraction | Decimal
 
 
 def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
-    """Weights as integers without a common factor: {"a": 0.7, "b": 0.3} becomes {"a": 7, "b": 3}.
+    """Return weights as integers without a common factor: 0.7 and 0.3 become 7 and 3.
 
-    Raises ValueError for a weight that is no number of at least 0, and where none is above 0.
+    Raises ValueError for a weight that is no number of at least 0, and if none is above 0.
     """
     exact = {name: exact_weight(name, weight) for name, weight in weights.items()}
     if not any(exact.values()):
@@ -24,9 +24,9 @@ def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
 
 
 def exact_weight(name: str, weight: Weight) -> Fraction:
-    """The weight of the source `name`; a float counts as the decimal number that `str` prints.
+    """Return the weight of the source `name` as a fraction.
 
-    Raises ValueError unless it is a number of at least 0.
+    A float counts as the decimal number that `str` prints. Raises ValueError unless it is a number of at least 0.
     """
     try:
         exact = Fraction(str(weight))
@@ -38,6 +38,6 @@ def exact_weight(name: str, weight: Weight) -> Fraction:
 
 
 def reduced(weights: Mapping[str, int]) -> dict[str, int]:
-    """Weights without a common factor."""
+    """Divide weights by their greatest common factor."""
     common = gcd(*weights.values()) or 1
     return {name: weight // common for name, weight in weights.items()}

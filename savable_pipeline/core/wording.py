@@ -1,4 +1,4 @@
-"""How things are said in messages: counts, lists, sizes, and addresses without passwords, tokens and signatures."""
+"""Texts in messages: counts, lists, sizes, and URLs without secrets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUERY = re.compile(r"(?P<kept>https?://[^\s?#'\"]*|\w+://[^\s?#'\"]*(?=\?[^\s'\
 
 
 def human_bytes(size: float) -> str:
-    """A size in decimal units, as drives are sold: 1536 is "1.5 kB"."""
+    """Format a size in decimal units, as drives are sold: 1536 is "1.5 kB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -21,12 +21,17 @@ def human_bytes(size: float) -> str:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """`1 shard`, `1,204 shards`."""
+    """Format a count and its noun: `1 shard`, `1,204 shards`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def listed(names: Iterable[str], count: int | None = None) -> str:
-    """The first five names, sorted, and the number of the others, of `count` in all: `a, b, c, d, e and 3 more`."""
+    """Format the first five names and the number of others: `a, b, c, d, e and 3 more`
+
+    Args:
+        names: The names, or at least the first five of them.
+        count: The number of all names. None (default) counts `names`.
+    """
     ordered = sorted(names)
     count = len(ordered) if count is None else count
     more = f" and {count - NAMES_SHOWN} more" if count > NAMES_SHOWN else ""
@@ -34,20 +39,20 @@ def listed(names: Iterable[str], count: int | None = None) -> str:
 
 
 def encodable(text: str) -> str:
-    """Text that may come from a damaged file, with escapes for the characters that UTF-8 cannot encode."""
+    """Escape characters that UTF-8 cannot encode, as damaged files may have."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def short_error(error: BaseException) -> str:
-    """Type and first line of an error, at most 300 characters."""
+    """Return the type and first line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return clean_address(f"{type(error).__name__}: {lines[0] if lines else ''}")[:300]
 
 
 def clean_address(text: str) -> str:
-    """The text without the user and password, and without the query, of each URL in it.
+    """Return the text with the user, password and query removed from each URL.
 
-    A `?` in the URL of a bucket is one of a glob, unless a `=` follows.
+    A `?` in a bucket's URL is a wildcard of a glob unless a `=` follows.
 
     >>> from savable_pipeline.core.wording import clean_address
     >>> clean_address("https://me:secret@host/a.tar?token=5: no such object")
@@ -57,5 +62,5 @@ def clean_address(text: str) -> str:
 
 
 def has_user(url: str) -> bool:
-    """Whether a URL has a user or a password in it."""
+    """Return whether a URL has a user or a password in it."""
     return "@" in urlsplit(url).netloc

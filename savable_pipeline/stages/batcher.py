@@ -24,7 +24,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
+from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state, take_elements
 from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -221,22 +221,25 @@ class Batcher(EncoderBatches):
 
     def __next__(self) -> Any:
         items, refs = self._take_batch()
+        if not refs:
+            raise StopIteration
         batch = self._filled_up(items, refs, self.size)
         self._drop(refs)
         return batch
 
-    def pass_over(self) -> None:
-        """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
+    def pass_over(self) -> bool:
+        """Skip the next batch without calling `encoder.batch`; False at the end."""
         _, refs = self._take_batch()
-        self._drop(refs)
+        if refs:
+            self._drop(refs)
+        return bool(refs)
 
     def _take_batch(self) -> tuple[list[Any], list[ItemRef]]:
-        """Take the items of the next batch, and return them and their refs. Raises StopIteration at the end."""
+        """Take the items of the next batch, and return them and their refs; none at the end."""
         items = self._fill(self.size)
-        if len(items) < (self.size if self.drop_last else 1):
-            raise StopIteration
-        refs = self._held.refs(self.size)
-        self._note_first(refs[0])
+        refs = self._held.refs(self.size) if len(items) >= (self.size if self.drop_last else 1) else []
+        if refs:
+            self._note_first(refs[0])
         return items, refs
 
     def _rows_of(self, item: Any) -> int:
@@ -258,8 +261,8 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
-        """The next `n` items, or as many as there are."""
-        while len(items := self._held.ready(n)) < n and self._take(n):
+        """The next `n` items, or as many as there are; unmade where they are skipped."""
+        while len(items := self._held.ready(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 
@@ -267,7 +270,7 @@ class Batcher(EncoderBatches):
         """Take items until `n` are held; False at the end."""
         if not self._leaves_out:
             return self._held.fill(n) > 0
-        elements = self.source.take(n - len(self._held))
+        elements = take_elements(self.source, n - len(self._held))
         self._held.add([element for element in elements if not self._is_excluded(element.ref)])
         return bool(elements)
 

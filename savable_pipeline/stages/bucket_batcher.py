@@ -335,21 +335,25 @@ class BucketBatcher(EncoderBatches):
 
     def __next__(self) -> Any:
         key = self._due()
+        if key is None:
+            raise StopIteration
         held, size = self._buckets[key], self._size(key)
         batch = self._filled_up(held.ready(size), held.refs()[:size], size)
         self._release(key)
         return batch
 
-    def pass_over(self) -> None:
-        """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
-        self._release(self._due())
+    def pass_over(self) -> bool:
+        """Skip the next batch without calling `encoder.batch`; False at the end."""
+        key = self._due()
+        if key is not None:
+            self._release(key)
+        return key is not None
 
-    def _due(self) -> Bucket:
-        """The bucket of the next batch, whose items are made. Raises StopIteration if there is none."""
+    def _due(self) -> Bucket | None:
+        """The bucket of the next batch, whose items are made; None at the end."""
         key = self._next_bucket()
-        if key is None:
-            raise StopIteration
-        self._note_first(self._buckets[key].refs()[0])
+        if key is not None:
+            self._note_first(self._buckets[key].refs(1)[0])
         return key
 
     def _rows_of(self, item: Any) -> int:
@@ -366,7 +370,11 @@ class BucketBatcher(EncoderBatches):
         """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
         held = self._buckets[key]
         due = range(min(self._size(key), len(held)))
-        return held.made == len(held) or all(self._make(key, i) for i in due)
+        return held.made == len(held) or all(self._is_skipped(held[i]) or self._make(key, i) for i in due)
+
+    def _is_skipped(self, element: Element) -> bool:
+        """Whether an element need not be made, since its batch is skipped and it cannot be lost."""
+        return self.lane.skips and self.source.is_certain(element.ref)
 
     def _release(self, key: Bucket) -> None:
         held, size = self._buckets.pop(key), self._size(key)
@@ -399,8 +407,11 @@ class BucketBatcher(EncoderBatches):
 
     def _put_taken(self) -> Bucket | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
-        item, ref = self._taken.look(0)
-        key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+        element = self._taken[0]
+        item, ref, key = element.value, element.ref, self._key_unmade(element)
+        if key is None:
+            item, ref = self._taken.look(0)
+            key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
         if key is not None and key[1] == self._sizes.buckets:
             self._skipped(ref)
             key = None
@@ -411,6 +422,16 @@ class BucketBatcher(EncoderBatches):
                 self._rule.came(key)
         self._taken.drop(1)
         return key
+
+    def _key_unmade(self, element: Element) -> Bucket | None:
+        """The bucket of an element that is skipped, if it is known without making it."""
+        if self.group is not None or element.is_made or not self._is_skipped(element):
+            return None
+        if not self.bounds:
+            return None, 0
+        if element.sizes is None or type(element.ref[1]) is not int:
+            return None
+        return None, bisect_left(self.bounds, element.sizes[0][0])
 
     def _key(self, item: Any) -> Bucket:
         """The group and bucket of an item; the bucket `len(self.bounds)` if it is too long.

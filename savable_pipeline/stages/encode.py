@@ -30,7 +30,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import SampleStage, State, TakesItems, make, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, make, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -57,7 +57,7 @@ class EncodeState(msgspec.Struct):
     avoided: dict[str, bytes] = {}
 
 
-class Encode(TakesItems):
+class Encode(ChunkedStage, ItemStage):
     """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
@@ -135,8 +135,8 @@ class Encode(TakesItems):
                     first = 0
                 if self._fan is not None:
                     self._take_parts(elements, n)
-                elif self.keyed.declared.known:
-                    self._take_declared(elements)
+                elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
+                    self._take_unmade(elements)
                 else:
                     self._take_samples(elements, n)
         except BaseException:
@@ -148,21 +148,22 @@ class Encode(TakesItems):
         self.counts["items"] += len(elements)
         return elements
 
-    def _take_declared(self, elements: list[Element]) -> None:
-        """Take the next sample, unmade if the encoder declares its size."""
-        sample, size = self._ahead.samples[self._ahead.next], None
+    def _take_unmade(self, elements: list[Element]) -> None:
+        """Take the next sample, unmade if the encoder declares its size, or if it is skipped and makes an item."""
+        sample, size, skips = self._ahead.samples[self._ahead.next], None, False
         if not self._is_left_out(sample):
             self._report_sample(sample)
+            skips = self.lane.skips and self._makes_all and sample.origin.on_error == "raise"
             try:
                 size = self.keyed.declared.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
-        if size is None:
+        if size is None and not skips:
             self._take_samples(elements, len(elements) + 1)
             return
-        element = Element((sample.index, sample.epoch, 0), sizes=(size,))
+        element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
         if self._makes:
             make(element, self)
         self._ahead.next += 1
@@ -303,9 +304,23 @@ class Encode(TakesItems):
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
+    @property
+    def _makes_all(self) -> bool:
+        """Whether each sample makes one item, or an error that is raised."""
+        return self.one_for_one and self.on_error == "raise"
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether an item cannot be lost: errors are raised, and a `Join` has all of its sample."""
+        if self.on_error != "raise" or self._skipped.avoided:
+            return False
+        if self.source.info.raises:
+            return True
+        origin = self.source.fetch(ref).origin
+        return origin.on_error == "raise" and not absent_reason(origin)
+
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        counted = self.one_for_one and self.on_error == "raise" and not self.info.excluded
+        counted = self._makes_all and not self.info.excluded
         return self.source.count_of(lane, epoch) if counted else None
 
     def save_state(self) -> State:

@@ -16,7 +16,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
-from savable_pipeline.stages.task_encoder import TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 T = TypeVar("T")
 
@@ -74,6 +74,7 @@ class EncoderCalls:
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
         self._is_upstream = encoder is upstream.encoder
+        self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
         self.encoder_name = type(encoder).__name__
         self._stage = stage
         self._lane = upstream.lane
@@ -97,7 +98,10 @@ class EncoderCalls:
         """The lane's pack or batch `number`, made of these items."""
         rng = self._begun(self.key(info), number, info)
         try:
-            return self._combined(items, rng)
+            made = self._combined(items, rng)
+            if type(made) is Skip and self.packs_all:
+                raise TypeError(f"one_to_one is set, but it returned {made!r}")
+            return made
         except Exception as error:
             which = f", {self._combine} {number} ({len(items)} items)"
             raise self._failed(self._combine, error, which) from from_user_code(error)

@@ -19,7 +19,15 @@ from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
-from savable_pipeline.stages.stage import ItemStage, PassThrough, SampleStage, State, TakesRefs, parse_state, saved_refs
+from savable_pipeline.stages.stage import (
+    ChunkedStage,
+    ItemStage,
+    PassThrough,
+    SampleStage,
+    State,
+    parse_state,
+    saved_refs,
+)
 
 _NONE = np.empty(0, REF)
 _MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
@@ -35,7 +43,7 @@ class FilterCounts(msgspec.Struct):
     row: SavedCount = 0
 
 
-class SampleFilter(TakesRefs):
+class SampleFilter(ChunkedStage, SampleStage):
     """Yields the samples of which `keep(sample)`, or `keep(sample, rng)`, is true.
 
     Samples that a reader excludes, or a `Join` skips, pass through it, untried, as they do through a buffer.
@@ -71,7 +79,7 @@ class SampleFilter(TakesRefs):
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
         self._limits = _Limits(self, keep)
 
-    def take_refs(self, n: int) -> RefArray:
+    def take(self, n: int) -> RefArray:
         """The refs of the next samples that stay, 1 to `n` of them: REF (any,); empty only at the end."""
         ahead, excluded = self._ahead, self.info.excluded
         while n:

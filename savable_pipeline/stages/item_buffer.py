@@ -32,7 +32,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs
+from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs, take_elements
 from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -157,7 +157,7 @@ class ItemBuffer:
         """
         source, before = self._holder.source, len(self._elements)
         while len(self._elements) < n:
-            elements = source.take(n - len(self._elements))
+            elements = take_elements(source, n - len(self._elements))
             if not elements:
                 break
             self.add(elements)
@@ -217,17 +217,21 @@ class ItemBuffer:
         if self._share is not None:
             self._share.release(element)
 
-    def ready(self, n: int) -> list[Any]:
+    def ready(self, n: int, *, skips: bool = False) -> list[Any]:
         """Return the first items, made; elements that can no longer be made are removed.
 
         Args:
             n: How many; fewer are returned if fewer are held.
+            skips: Leave those unmade that cannot be lost.
         """
         made = [element.value for element in self._elements[:n]]
         if not [True for value in made if value is UNMADE]:
             return made
         made = []
         while (at := len(made)) < min(n, len(self._elements)):
+            if skips and self._holder.source.is_certain(self._elements[at].ref):
+                made.append(self._elements[at].value)
+                continue
             item, ref = self.look(at)
             if type(item) is Skip:
                 self.remove(at)
@@ -316,10 +320,12 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
     return left == [ref]
 
 
-class HeldRefs:
+class RefBuffer:
     """The refs of samples that a stage has taken and not yet returned, as an array: 12 bytes each."""
 
-    def __init__(self, stage: SampleStage) -> None:
+    made = 0  # elements in memory
+
+    def __init__(self, stage: Stage) -> None:
         self._stage = weakref.ref(stage)
         self._slots = np.empty(0, REF)
         self._filled = 0
@@ -395,7 +401,7 @@ class SamplesAhead:
 
     def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
         """Take `n` more from the source and keep the old ones from `keep` on; False at the end."""
-        fresh = source.take_refs(n)
+        fresh = source.take(n)
         if not len(fresh):
             return False
         self._taken += len(fresh)

@@ -157,7 +157,7 @@ class Pipeline:
         try:
             with as_in_a_worker(set(KINDS)):
                 last = self.step.build(lane, one_pass=True)
-            excluded = last.info.excluded if isinstance(last, SampleStage) else ()
+            excluded = last.info.excluded if last.yields == "samples" else ()
             done: Any = object()
             while True:
                 with as_in_a_worker(set(KINDS)):  # the caller's generators stay as they are

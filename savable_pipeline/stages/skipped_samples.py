@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.core.files import is_out_of_handles
+from savable_pipeline.core.files import lacks_handles
 from savable_pipeline.core.on_error import (
     OnError,
     check_on_error,
     described,
     from_user_code,
-    is_of_environment,
+    is_environment_error,
     reason_of,
     skips,
 )
@@ -51,11 +51,11 @@ def _fix(function: str, error: Exception) -> str:
     """What to do about an error of an encoder or a filter."""
     if isinstance(error, ImportError):
         return "Install what is missing and resume."
-    if is_out_of_handles(error):
+    if lacks_handles(error):
         return "Raise `ulimit -n` and resume."
     value = "False" if function.startswith(".filter") else "sp.Skip(...)"
     skip = 'pass on_error="skip".'
-    return f"Fix this and resume, or {skip}" if is_of_environment(error) else f"Return {value} or {skip}"
+    return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
 class _Snapshot(NamedTuple):
@@ -162,9 +162,9 @@ class SkippedSamples:
             fault, on_error = self.failed(sample, error), self._on_error
             fault.__cause__ = from_user_code(error)
         # A library that is not installed here is no fault of any sample: all would be skipped, and elsewhere none.
-        if is_out_of_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
+        if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
             raise fault
-        if is_of_environment(error):
+        if is_environment_error(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
         self._lost(sample, reason_of(error), str(fault).split(_DETAILS)[0])

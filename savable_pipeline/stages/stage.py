@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -33,7 +33,6 @@ State: TypeAlias = dict[str, Any]
 
 
 _OWN_STAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/own-stage.md"
-_GIVEN = {"BatchStage": "batches", "ItemStage": "items", "SampleStage": "samples"}
 
 
 def check_class(cls: type[Any]) -> None:
@@ -41,17 +40,13 @@ def check_class(cls: type[Any]) -> None:
     bases = cls.__mro__[:-2]  # all but `Stage` and `object`
     named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
     if "__next__" in vars(cls) and not named:
-        kind = next((base.__name__ for base in bases if base.__name__ in _GIVEN), "ItemStage")
+        kinds = ("BatchStage", "SampleStage", "ItemStage")
+        kind = next((base.__name__ for base in bases if base.__name__ in kinds), "ItemStage")
         raise TypeError(
             f"{cls.__name__} has no `ref`, so its elements cannot be rebuilt. See {_OWN_STAGE}\n"
             f"  To drop elements: class {cls.__name__}(custom.PassThrough, custom.{kind})\n"
             "  To hold or reorder them: set `self.ref` in `__next__`, such as to `self.source.ref`, and save the refs."
         )
-
-
-def gives(kind: type[Any]) -> str:
-    """What a stage of this class yields, in words."""
-    return next((_GIVEN[base.__name__] for base in kind.__mro__ if base.__name__ in _GIVEN), "things")
 
 
 class Stage:
@@ -106,6 +101,8 @@ class Stage:
     """
 
     source: Stage
+    yields: str = "elements"
+    """The kind of the elements: "samples", "items" or "batches"."""
     ref: ItemRef
     """The ref of the element that `__next__` returned last, to be passed to `fetch`."""
 
@@ -119,13 +116,13 @@ class Stage:
 
     def _check_source(self, source: object, kind: type[Stage]) -> None:
         """Raise ValueError unless `source` is a stage of this kind."""
-        if isinstance(source, kind):
+        if isinstance(source, kind) and (kind is Stage or (source.yields == "samples") == (kind is SampleStage)):
             return
         found = repr(source)
         if isinstance(source, Stage):
-            found = f"{type(source).__name__}, which gives {gives(type(source))}"
+            found = f"{type(source).__name__}, which gives {source.yields}"
         raise ValueError(
-            f"{type(self).__name__} takes a stage of {gives(kind)} (custom.{kind.__name__}), not {found}. The order "
+            f"{type(self).__name__} takes a stage of {kind.yields} (custom.{kind.__name__}), not {found}. The order "
             "is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher."
         )
 
@@ -198,15 +195,16 @@ class Stage:
     sizes: tuple[Size, ...] | None = None
     """(length, images) of each item in the element that `__next__` returned last; None: ask the encoder."""
 
-    def take(self, n: int) -> list[Element]:
-        """Take the next elements; an empty list only at the end.
+    def take(self, n: int) -> Any:
+        """Take the next elements, 1 to `n` of them; none only at the end.
 
-        An element whose size the encoder declares may be unmade: `fetch` makes it when it is needed.
+        Samples are refs, unmade: REF (any,). Items and batches are a list of `Element`, which may be unmade: `fetch`
+        makes them when they are needed.
 
         Args:
-            n: The most elements to take; at least one follows.
+            n: The most elements to take.
         """
-        for value in self:
+        for value in self if n else ():
             return [Element(as_ref(self.ref), value, self.sizes)]
         return []
 
@@ -226,6 +224,14 @@ class Stage:
             size: The rows that it had when it was filled up; 0 if it was not.
         """
         return self.source.fetch_rows(ref, size) if self._asks_source else (self.fetch(ref), ())
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether rebuilding an element cannot end in a `Skip`: it works, or raises.
+
+        Args:
+            ref: The ref of the element.
+        """
+        return self._asks_source and self.source.is_certain(ref)
 
     @property
     def _asks_source(self) -> bool:
@@ -335,20 +341,20 @@ class SampleStage(Stage):
     """
 
     source: SampleStage
+    yields = "samples"
 
     def __init__(self, source: SampleStage) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
 
-    def take_refs(self, n: int) -> RefArray:
-        """Return the next samples as refs, unmade: REF (any,); empty only at the end, or if `n` is 0.
+    def take(self, n: int) -> Any:
+        """Take the refs of the next samples, 1 to `n` of them: REF (any,); none only at the end.
 
         Args:
-            n: The most refs to take; at least one follows.
+            n: The most refs to take.
         """
-        if n > 0:
-            for sample in self:
-                return np.array([(sample.index, sample.epoch)], dtype=REF)
+        for sample in self if n else ():
+            return np.array([(sample.index, sample.epoch)], dtype=REF)
         return np.empty(0, REF)
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
@@ -391,6 +397,8 @@ class ItemStage(Stage):
         [0, 1, 2]
     """
 
+    yields = "items"
+
 
 class BatchStage(ItemStage):
     """A stage that yields batches: `Batcher`, `BucketBatcher`, or your own last stage.
@@ -419,6 +427,8 @@ class BatchStage(ItemStage):
         (['s000000', 's000001'], ['s000000', 's000001'])
     """
 
+    yields = "batches"
+
     def filler(self) -> Any:
         """Return a batch of rows that do not count, for a lane that has no more: see `tail="pad"`."""
         raise NotImplementedError(f'{type(self).__name__} has no filler(). Write one, or use tail="stop".')
@@ -427,9 +437,9 @@ class BatchStage(ItemStage):
         """Whether another batch will come; None if that is not known before it is made."""
         return None
 
-    def pass_over(self) -> None:
-        """Skip the next batch, made only as far as that needs. Raises StopIteration at the end."""
-        next(self)
+    def pass_over(self) -> bool:
+        """Skip the next batch, made only as far as that needs; False at the end."""
+        return any(True for _ in self)
 
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)
@@ -485,27 +495,8 @@ class PassThrough(Stage):
         return self.source.sizes
 
 
-class TakesRefs(SampleStage):
-    """Base of a stage of samples that writes `take_refs`: its next sample is the one of the next ref."""
-
-    ref: ItemRef = ()
-
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.open_samples(refs)[0]
-
-    def take(self, n: int) -> list[Element]:
-        """The next samples, 1 to `n` of them; none only at the end."""
-        refs = self.take_refs(n)
-        numbers = zip(refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
-        return [Element((*each, 0), sample) for each, sample in zip(numbers, self.open_samples(refs), strict=True)]
-
-
-class TakesItems(ItemStage):
-    """Base of a stage of items that writes `take`. In `__next__` the stage makes an element before it moves past it.
+class ChunkedStage(Stage):
+    """Base of a stage that writes `take`. In `__next__` the stage makes an element before it moves past it.
 
     So an element that cannot be made now is met again by the next call, also of a stage restored from a state in
     between. `take` leaves elements unmade, unless `_makes`.
@@ -517,7 +508,7 @@ class TakesItems(ItemStage):
     def __next__(self) -> Any:
         self._makes = True
         try:
-            while elements := self.take(1):
+            while elements := take_elements(self, 1):
                 (element,) = elements
                 if element.is_made:  # else it is lost
                     self.ref, self.sizes = element.ref, element.sizes
@@ -525,6 +516,16 @@ class TakesItems(ItemStage):
         finally:
             self._makes = False
         raise StopIteration
+
+
+def take_elements(stage: Stage, n: int) -> list[Element]:
+    """The next 1 to `n` elements of a stage, samples opened; none only at its end."""
+    taken = stage.take(n)
+    if isinstance(taken, list):
+        return taken
+    numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
+    samples = cast(SampleStage, stage).open_samples(taken)
+    return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]
 
 
 def make(element: Element, stage: Stage) -> None:

@@ -98,6 +98,8 @@ class StageInfo:
     """The samples of the readers upstream that must not be given."""
     gives_excluded: bool = False
     """Whether the stage may give some of these: no `Encode`, or `Batcher` of samples, has left them out yet."""
+    raises: bool = False
+    """Whether no stage skips a sample because of an error, or for lack of a joined one."""
     declared: bool = False
     """Whether the encoder may declare the sizes of elements, which are then given unmade."""
 

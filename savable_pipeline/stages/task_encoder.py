@@ -62,7 +62,10 @@ class TaskEncoder:
     """Set it True if threads may call its methods at the same time: as workers they then need no copy each."""
 
     one_to_one: bool = False
-    """Set it True if `encode` makes exactly one item of every sample: a finite loader then knows its length."""
+    """Set it True if `encode` makes exactly one item of every sample, and `pack` skips none.
+
+    A finite loader then knows its length without packs, and `loader.skip` encodes nothing: see there.
+    """
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Make an item of a sample.

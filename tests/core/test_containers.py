@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from savable_pipeline.core.containers import changed_part, listed_parts, named_parts, parts_of, with_parts_changed
+from savable_pipeline.core.containers import changed_part, listed_parts, named_parts, part_versions, with_parts_changed
 
 
 class Pair(NamedTuple):
@@ -114,7 +114,7 @@ def set_number(item: Any) -> None:
     ],
 )
 def test_a_replaced_added_or_removed_part_is_named(item: Any, change: Callable[[Any], Any], name: Any) -> None:
-    before = parts_of(item)
+    before = part_versions(item)
     assert changed_part(item, before) is None
     change(item)
     assert changed_part(item, before) == name

@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core import file_locks
-from savable_pipeline.core.file_locks import locked, needs_locks
+from savable_pipeline.core.file_locks import file_lock, needs_locks
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
@@ -38,7 +38,7 @@ def test_without_flock_one_at_a_time_is_in_the_block(tmp_path: Path, descriptor:
 
     def enter(_: int) -> None:
         nonlocal inside, most
-        with locked(tmp_path / "lock", descriptor):
+        with file_lock(tmp_path / "lock", descriptor):
             with alone:
                 inside += 1
                 most = max(most, inside)
@@ -58,7 +58,7 @@ def test_a_file_that_a_killed_process_left_is_taken_away(
 ) -> None:
     monkeypatch.setattr(file_locks, "_DEAD_S", 0.3)
     (tmp_path / "lock.owner").write_text("node7 4711")
-    with locked(tmp_path / "lock", descriptor):
+    with file_lock(tmp_path / "lock", descriptor):
         assert (tmp_path / "lock.owner").read_text() != "node7 4711"
     assert not (tmp_path / "lock.owner").exists()
     assert "waiting for the process that made it (node7 4711)" in caplog.text
@@ -70,7 +70,7 @@ def test_the_file_of_a_process_that_lives_stays(
 ) -> None:
     monkeypatch.setattr(file_locks, "_TOUCH_S", 0.01)
     owner = tmp_path / "lock.owner"
-    with locked(tmp_path / "lock", descriptor):
+    with file_lock(tmp_path / "lock", descriptor):
         first = owner.stat()
         os.utime(owner, (0, 0))
         while owner.stat().st_mtime_ns == 0:
@@ -79,7 +79,7 @@ def test_the_file_of_a_process_that_lives_stays(
 
 
 def test_with_flock_there_is_no_other_file(tmp_path: Path, descriptor: int) -> None:
-    with locked(tmp_path / "lock", descriptor):
+    with file_lock(tmp_path / "lock", descriptor):
         assert sorted(tmp_path.iterdir()) == [tmp_path / "lock"]
         with (tmp_path / "lock").open("ab") as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.core.files import keep_below, with_handles
+from savable_pipeline.core.files import close_down_to, with_handles
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 
@@ -116,7 +116,7 @@ def test_a_read_has_the_bytes_of_its_shard_though_another_thread_closes_the_shar
 
     def meanwhile(descriptor: int, size: int, offset: int) -> bytes:
         monkeypatch.setattr(os, "pread", real)
-        keep_below(0)
+        close_down_to(0)
         closed.append(os.open(other, os.O_RDONLY))  # which has the lowest number that is free
         return real(descriptor, size, offset)
 

@@ -55,14 +55,3 @@ def test_a_stage_of_two_kinds_shows_all_its_arguments_with_their_defaults() -> N
     }
     buffer = inspect.signature(sp.ShuffleBuffer).parameters
     assert list(buffer) == ["source", "size", "max_buffer_bytes"] and buffer["max_buffer_bytes"].default is None
-
-
-@pytest.mark.parametrize("kind", [sp.Blend, sp.ShuffleBuffer], ids=lambda kind: kind.__name__)
-def test_each_kind_of_such_a_stage_takes_what_its_class_shows(kind: Any) -> None:
-    shown = inspect.signature(kind).parameters
-    kinds = [each for each in kind.__subclasses__() if each.__module__ == kind.__module__]
-    assert len(kinds) == 2
-    for each in kinds:
-        takes = list(inspect.signature(each.__init__).parameters.values())[1:]
-        assert [one.name for one in takes] == list(shown)
-        assert [one.default for one in takes] == [one.default for one in shown.values()]

@@ -75,12 +75,10 @@ MOST = {  # what the last change had reached
 }
 MOST_IN = {  # the same per folder, so that changes of two folders do not conflict; a folder at 0 is not in it
     "savable_pipeline": {
-        LONG: 12,
-        BANNED: 4,
+        LONG: 1,
     },
     "savable_pipeline/core": {
-        LONG: 87,
-        BANNED: 16,
+        LONG: 4,
     },
     "savable_pipeline/data": {
         LONG: 1,
@@ -226,7 +224,6 @@ DEFINED_TWICE = {  # public names that two files of the package define still
     "Numbers",
     "PACKED",
     "Part",
-    "Parts",
     "Positions",
     "Progress",
     "Read",
@@ -238,12 +235,10 @@ DEFINED_TWICE = {  # public names that two files of the package define still
     "Size",
     "Write",
     "advice",
-    "again",
     "check",
     "convert",
     "describe",
     "differences",
-    "find_difference",
     "is_as_indexed",
     "is_url",
     "kind_of",
@@ -252,7 +247,6 @@ DEFINED_TWICE = {  # public names that two files of the package define still
     "open_source",
     "opened",
     "own_folder",
-    "parts_of",
     "prepare",
     "printable",
     "read_footer",

@@ -18,7 +18,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.core.on_error import Quarantine, is_of_environment
+from savable_pipeline.core.on_error import Quarantine, is_environment_error
 from savable_pipeline.data.dataset.ref import REF
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
@@ -181,7 +181,7 @@ class Image(NumberEncoder):
     ],
 )
 def test_faults_of_the_environment_are_told_from_those_of_the_data(error: Exception, environment: bool) -> None:
-    assert is_of_environment(error) is environment
+    assert is_environment_error(error) is environment
 
 
 # Faults of the environment.

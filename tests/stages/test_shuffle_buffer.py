@@ -47,7 +47,7 @@ def test_it_gives_what_ten_lines_of_plain_python_give_however_many_are_taken(
     expected = reference(drained(readers([count], epochs=1)(0)), size, sp.Lane().key("shuffle", 1))
     stage, given = buffer(count, size), []
     for chunk in itertools.cycle(chunks):
-        refs = stage.take_refs(chunk)
+        refs = stage.take(chunk)
         assert len(refs) <= chunk
         if not len(refs):
             break
@@ -99,7 +99,7 @@ def test_what_is_left_when_the_source_is_dry_comes_in_random_order() -> None:
     given = [index for index, _ in drained(stage)]
     assert sorted(given) == list(range(1000))
     assert given != drained(readers([1000], epochs=1)(0))
-    assert len(stage.take_refs(5)) == 0
+    assert len(stage.take(5)) == 0
     assert stage.save_state()["refs"] == b""
 
 

@@ -216,7 +216,7 @@ def test_a_false_marker_is_found(shards: str) -> None:
         (lambda s: custom.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
         (
             lambda s: sp.Batcher([1, 2], size=3),
-            r"Batcher takes a stage of things \(custom.Stage\), not \[1, 2\]",
+            r"Batcher takes a stage of elements \(custom.Stage\), not \[1, 2\]",
         ),  # type: ignore[arg-type]
     ],
 )

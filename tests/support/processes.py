@@ -47,7 +47,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 def workers(loader: sp.SavableLoader) -> list[int]:
     """The process ids of a loader's workers, once all have started."""
-    pool = loader._run.prefetcher._makers
+    pool = loader._run.backend
     if not isinstance(pool, Pool):
         return []
     while not all(worker.started for worker in pool._workers):
@@ -57,16 +57,16 @@ def workers(loader: sp.SavableLoader) -> list[int]:
 
 def started(loader: Any) -> list[int]:
     """The process ids of those of a loader's workers that have started."""
-    pool = loader.__savable_run__().prefetcher._makers
+    pool = loader.__savable_run__().backend
     connections = [worker.connection for worker in pool._workers] if isinstance(pool, Pool) else []
     return [each.pid for each in connections if isinstance(each, ProcessConnection) and each.pid]
 
 
 def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
     """Wait until a loader has heard of so many deaths: the last batches may all have been made by others."""
-    pool = loader._run.prefetcher._makers
+    pool = loader._run.backend
     assert isinstance(pool, Pool)
-    while pool.restarts < deaths:
+    while pool.numbers()["restarts"] < deaths:
         pool._hear(0.05)
 
 

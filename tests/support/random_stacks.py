@@ -145,9 +145,18 @@ stacks = st.fixed_dictionaries(
 """Branches, which are blended if there are several, what comes after them, and the last stages."""
 
 
-def stack(shards: str, lane: sp.Lane, chosen: dict[str, Any], *, held_bytes: int = 1 << 30) -> Any:
+def stack(
+    shards: str,
+    lane: sp.Lane,
+    chosen: dict[str, Any],
+    *,
+    held_bytes: int = 1 << 30,
+    encoder: sp.TaskEncoder | None = None,
+    on_error: Any = "raise",
+) -> Any:
     """The stages of a lane; `held_bytes` must change nothing."""
-    encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
+    if encoder is None:
+        encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
 
     def with_steps(stage: Any, steps: list[Any]) -> Any:
         for name, setting in steps:
@@ -157,7 +166,10 @@ def stack(shards: str, lane: sp.Lane, chosen: dict[str, Any], *, held_bytes: int
     def branch(buffer: int | None, steps: list[Any]) -> Any:
         samples: Any = sp.TarShardReader(shards, lane)
         return with_steps(
-            sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder), steps
+            sp.Encode(
+                samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder, on_error=on_error
+            ),
+            steps,
         )
 
     branches = {f"b{at}": branch(*each) for at, each in enumerate(chosen["branches"])}

@@ -71,9 +71,9 @@ def pairs(refs: RefArray) -> list[tuple[int, int]]:
 
 
 def drained(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
-    """All that `take_refs(chunk)` gives until the end."""
+    """All that `take(chunk)` gives until the end."""
     given = []
-    while len(refs := stage.take_refs(chunk)):
+    while len(refs := stage.take(chunk)):
         given += pairs(refs)
     return given
 
@@ -82,5 +82,5 @@ def first(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int
     """The first `n` refs of a stage, taken `chunk` at a time."""
     given: list[tuple[int, int]] = []
     while len(given) < n:
-        given += pairs(stage.take_refs(min(chunk, n - len(given))))
+        given += pairs(stage.take(min(chunk, n - len(given))))
     return given

@@ -115,7 +115,7 @@ def test_a_worker_that_replaces_a_dead_one(data: Path, method: str) -> None:
 
 def kill_what_makes_batches(made: sp.SavableLoader) -> None:
     """The worker, and the zygote, which would have kept the shards open for the next worker."""
-    host: Any = made._run.prefetcher._host
+    host: Any = made._run.backend._host  # type: ignore[attr-defined]
     for pid in [host.pid, *started(made)]:
         os.kill(pid, signal.SIGKILL)
 

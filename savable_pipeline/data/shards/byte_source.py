@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.patience import again, patiently
+from savable_pipeline.core.patience import retry, with_retries
 from savable_pipeline.errors import ShardError
 
 IN_MEMORY_BYTES = 64 << 20  # of a file, up to which it is read and not mapped
@@ -167,7 +167,7 @@ class LocalFile(ByteSource):
         try:
             return os.pread(self._descriptor, size, offset)
         except OSError as error:
-            return again(self._path, error, lambda: self._pread_anew(offset, size))
+            return retry(self._path, error, lambda: self._pread_anew(offset, size))
 
     def _pread_anew(self, offset: int, size: int) -> bytes:
         """The bytes by a descriptor of its own. Raises OSError where another file has taken its place."""
@@ -189,7 +189,7 @@ class LocalFile(ByteSource):
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalFile]:
     """A file on a disk, open meanwhile. Raises OSError."""
-    descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
+    descriptor = with_handles(lambda: with_retries(path, lambda: regular_file(path, os.O_RDONLY)))
     try:
         yield LocalFile(path, descriptor)
     finally:

@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import is_out_of_handles, with_handles
-from savable_pipeline.core.patience import patiently
+from savable_pipeline.core.files import lacks_handles, with_handles
+from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
@@ -376,9 +376,9 @@ class FileFormat:
                 return self.read(file, name)
 
         try:
-            return patiently(root / name, read)
+            return with_retries(root / name, read)
         except OSError as error:
-            if is_out_of_handles(error):
+            if lacks_handles(error):
                 raise
             return self.unreadable(name, size, error.strerror or str(error))
 

@@ -30,7 +30,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.file_locks import locked
+from savable_pipeline.core.file_locks import file_lock
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, FileFormat, ShardIndex, index_name
@@ -80,7 +80,7 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
         except OSError as error:
             faults.append(f"{path}: {error.strerror}")
             continue
-        with lock, locked(Path(lock.name), lock.fileno()):
+        with lock, file_lock(Path(lock.name), lock.fileno()):
             try:
                 return make(path)
             except OSError as error:

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
 
-from savable_pipeline.core.files import is_out_of_handles, read_regular, with_handles
+from savable_pipeline.core.files import lacks_handles, read_regular, with_handles
 from savable_pipeline.core.wording import clean_address, has_user
 from savable_pipeline.errors import ShardError
 
@@ -301,7 +301,7 @@ def _files_below(
 
 
 def _unlistable(error: OSError) -> ShardError:
-    if is_out_of_handles(error):
+    if lacks_handles(error):
         raise error
     return ShardError(
         f"{error.filename}: {error.strerror}: this folder cannot be listed. Permit it, or move it elsewhere",

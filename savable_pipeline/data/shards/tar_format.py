@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.patience import OF_NETWORK
+from savable_pipeline.core.patience import NETWORK_ERRORS
 from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (
@@ -328,7 +328,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         for member in members(name, fd, found.end):
             found.end = member.end
     except OSError as error:
-        if error.errno in OF_NETWORK:  # it is scanned again
+        if error.errno in NETWORK_ERRORS:  # it is scanned again
             raise
         fault = f"{name}: {error.strerror}"
     except ShardError as error:

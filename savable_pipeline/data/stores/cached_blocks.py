@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import is_out_of_handles
+from savable_pipeline.core.files import lacks_handles
 from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_version
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.lookup import RemoteFolder
@@ -69,7 +69,7 @@ class DownloadedFiles(ShardFiles):
         try:
             return self._cached.open(int(self._numbers[shard]))
         except OSError as error:
-            if is_out_of_handles(error):
+            if lacks_handles(error):
                 raise
             raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 

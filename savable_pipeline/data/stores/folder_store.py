@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import is_out_of_handles, read_regular, with_handles
+from savable_pipeline.core.files import lacks_handles, read_regular, with_handles
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
@@ -546,7 +546,7 @@ class FolderStore(RecordStore):
         try:
             return os.open(path, _FLAGS)
         except OSError as error:
-            if not is_out_of_handles(error):
+            if not lacks_handles(error):
                 raise self._unreadable(number, error) from error
         return with_handles(lambda: os.open(path, _FLAGS))
 

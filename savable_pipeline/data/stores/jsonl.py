@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
@@ -43,7 +43,7 @@ def text_format(name: str, kind: ShardKind, import_path: str, find: Find) -> Fil
 
 def _read_table(find: Find, file: ByteSource, name: str) -> ShardTable:
     """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, offsets = text_fault(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
+    fault, offsets = text_error(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
         file.expect([(0, file.size)])
         fault, offsets = find(file)

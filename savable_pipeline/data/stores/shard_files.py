@@ -25,8 +25,8 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import Descriptor, is_out_of_handles, keep_below, most_kept, register, with_handles
-from savable_pipeline.core.patience import again, patiently
+from savable_pipeline.core.files import Descriptor, close_down_to, handle_limit, lacks_handles, register, with_handles
+from savable_pipeline.core.patience import retry, with_retries
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark
@@ -69,7 +69,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         register(self)
 
     def __missing__(self, shard: int) -> Descriptor:
-        keep_below(most_kept() - 1)
+        close_down_to(handle_limit() - 1)
         descriptor = self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
         while len(self) > OPEN_SHARDS:
             self.close_oldest()
@@ -134,7 +134,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
             return os.pread(self[shard], size, offset)
 
         try:
-            return again(self.path(shard), error, act)
+            return retry(self.path(shard), error, act)
         except OSError as last:
             raise self.unreadable(shard, last) from last
 
@@ -264,9 +264,9 @@ class LocalFiles(ShardFiles):
         self._found.index.file.check()
         path = self.path(shard)
         try:
-            return patiently(path, lambda: self._opened(shard, path))
+            return with_retries(path, lambda: self._opened(shard, path))
         except OSError as error:
-            if is_out_of_handles(error):
+            if lacks_handles(error):
                 raise
             raise ShardError(
                 f"{path}: {error.strerror}. It was there when the shards were indexed: restore it",

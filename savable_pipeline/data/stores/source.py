@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.files import is_out_of_handles, read_regular, regular_file, with_handles
+from savable_pipeline.core.files import lacks_handles, read_regular, regular_file, with_handles
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import TAR, FileFormat, IndexedFiles, found_at, index_name
 from savable_pipeline.data.shards.metadata import META
@@ -348,7 +348,7 @@ def _kinds_at(spec: str) -> set[str]:
 
 
 def _raise_out_of_handles(error: OSError) -> None:
-    if is_out_of_handles(error):
+    if lacks_handles(error):
         raise error
 
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.patience import patiently
+from savable_pipeline.core.patience import with_retries
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
@@ -121,7 +121,7 @@ class TableStore(TextStore):
             with self.open(shard, row, extension) as file:
                 return file.read()
 
-        return patiently(Path(self.root_of(shard)), read)
+        return with_retries(Path(self.root_of(shard)), read)
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`."""
@@ -221,7 +221,7 @@ class TableStore(TextStore):
             leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}. Pass --allow-outside to take it")
-            status = patiently(Path(root, name), Path(root, name).stat)
+            status = with_retries(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
         except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
@@ -234,7 +234,7 @@ class TableStore(TextStore):
     def _open(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
-            descriptor = with_handles(lambda: patiently(path, lambda: regular_file(path, os.O_RDONLY)))
+            descriptor = with_handles(lambda: with_retries(path, lambda: regular_file(path, os.O_RDONLY)))
         except OSError as error:
             raise ShardError(
                 f"{path}: {error.strerror}, but {self.where(shard)} names it", reason="missing file"

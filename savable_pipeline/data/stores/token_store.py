@@ -28,7 +28,7 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.files import with_handles
-from savable_pipeline.core.patience import patiently
+from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
@@ -361,7 +361,7 @@ class TokenStore(FileStore):
                         f"{place}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
                         reason="changed shard",
                     )
-                self._documents[shard] = with_handles(lambda: patiently(idx, partial(read_documents, idx)))
+                self._documents[shard] = with_handles(lambda: with_retries(idx, partial(read_documents, idx)))
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:

@@ -1,4 +1,4 @@
-"""`InProcess`: makes batches in the trainer's own process, with the methods of `Pool` (for `num_workers=0`)."""
+"""`InProcess`: the `Backend` in the trainer's own process, for `num_workers=0`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
-from savable_pipeline.errors import SavableError
+from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.connection import log_fault
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
@@ -16,21 +16,31 @@ Ticket: TypeAlias = tuple[int, bytes, RequestKind, RunFacts]  # a request, answe
 
 
 class InProcess:
-    """Makes the same batches as workers would, and leaves the trainer's global generators untouched."""
+    """Builds the batches that workers would.
 
-    ready = viewed = restarts = moves = count = 0
+    The trainer's global generators stay untouched.
+    """
+
+    capacity = 0
 
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner
         self._seeded: set[str] | None = None  # the global generators that the encoders seed
-        self.fault = ""  # of delivered batches, found when it was closed
+        self._is_used = False  # since the last `stop`
+        self.fault = ""
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    start = open
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
-        """Request the next batch of a lane whose position is `state`, in a run with these facts."""
+        """Return the request itself."""
+        self._is_used = True
         return lane, state, want, facts
 
     def answer(self, ticket: Ticket) -> Delivery:
-        """Make the batch of a request. Raises what the lane's stages raise."""
+        """Build the batch of a request. Raises what the lane's stages raise."""
         lane, state, want, self._runner.facts = ticket
         live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
@@ -39,24 +49,34 @@ class InProcess:
         with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
             return self._runner.deliver(lane, state, want)
 
-    def restart(self) -> None:
-        """Drop the lanes: new requests begin at the states that come with them."""
+    def forget_requests(self) -> None:
+        """Drop the lanes."""
         self._runner.forget()
 
     def verify_delivered(self) -> None:
-        """Look at the shards. Raises `ShardError` if one has changed that delivered batches may be made of."""
-        self._runner.verify_delivered()
+        """Compare the shards with those that delivered batches were read from."""
+        if self.fault:
+            raise ShardError(self.fault, reason="changed shard")
+        if self._is_used:
+            self._runner.verify_delivered()
 
     look = verify_delivered
-    """See `Pool.look`."""
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Drop the lanes, after a last look at the shards."""
+        is_used, self._is_used = self._is_used, False
         try:
-            self.verify_delivered()
+            if is_used:
+                self._runner.verify_delivered()
         except SavableError as error:
             self.fault = str(error)
         finally:
-            self.restart()
-        if self.fault:  # here the error under way is another one
+            self._runner.forget()
+        if is_used and self.fault:  # outside of the handler, where the error under way is another one
             log_fault(self.fault)
+
+    close = stop
+
+    def numbers(self) -> dict[str, int]:
+        """Return zeros: there are no workers."""
+        return dict.fromkeys(("ready_batches", "viewed_batches", "restarts", "num_workers", "moved_lanes"), 0)

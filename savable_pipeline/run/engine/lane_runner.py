@@ -169,9 +169,11 @@ class LaneRunner:
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind: the batch, its ref, and whether there is another. Saves the lane's state."""
+        live.lane.skips = want != "batch"
         batch = None if want == "peek" else self._next(live, want)
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
+        live.lane.skips = False
         if batch is _DRY and self._job.pad:
             batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1
@@ -214,8 +216,8 @@ class LaneRunner:
     def _next(self, live: _Live, want: RequestKind) -> Any:
         if live.early is not None:
             batch, live.early = live.early[0], None
-        elif want == "skip":
-            batch = _pass_over(live.stage)
+        elif want == "skip" and isinstance(live.stage, BatchStage):
+            batch = None if live.stage.pass_over() else _DRY
         else:
             batch = next(live.stage, _DRY)
         live.batches += batch is not _DRY
@@ -295,15 +297,6 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
         for stage in stages:
             if tag_of(index) in stage.info.tags:
                 stage.avoid(index, epoch, "its worker died")
-
-
-def _pass_over(stage: Stage) -> Any:
-    if not isinstance(stage, BatchStage):
-        return next(stage, _DRY)
-    try:
-        return stage.pass_over()
-    except StopIteration:
-        return _DRY
 
 
 def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""`Pool`: hands requests to worker processes, and replaces workers that die or hang.
+"""`Pool`: the `Backend` of workers, which it replaces when they die or hang.
 
 A worker has up to `depth` requests queued, so that it is never idle between two; further requests wait here, in order.
 A request goes to the worker that could begin it first. If another worker holds the lane, the lane moves: its state
@@ -14,7 +14,9 @@ import logging
 import os
 import textwrap
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
@@ -85,19 +87,17 @@ class Pool:
 
     def __init__(
         self,
-        host: Host,
+        open_host: Callable[[], Host],
         workers: Workers,
-        last_stage: Stage,
+        find_last_stage: Callable[[], Stage],
         pinned: PinnedShards,
-        *,
-        restarts: int,
     ) -> None:
-        self._host = host
+        self._open_host = open_host
         self._wanted = workers.count or 0
         self._depth = workers.prefetch
         self._timeout = workers.timeout
         self._max_restarts = workers.max_restarts
-        self._last_stage = last_stage
+        self._find_last_stage = find_last_stage
         self._pinned = pinned  # the shards that its workers read
         self._lanes: dict[int, LaneAssignment] = {}
         self._requests: dict[int, PendingRequest] = {}  # not answered yet, by ticket
@@ -106,50 +106,68 @@ class Pool:
         self._deaths_over: Counter[Any] = Counter()
         self._ticket = STARTED
         self._owner = os.getpid()
-        self._batch_s = 0.0  # average time to make a batch
-        self.restarts = restarts  # in the run so far, with those of earlier pools
-        self.moves = 0
+        self._batch_s = 0.0  # average time to build a batch
+        self._restarts = self._moves = 0
         self._workers: list[PoolWorker] = []
-        self.fault = ""  # of delivered batches, which a worker reported that has ended since
+        self._fault = ""  # reported by a worker that has been replaced since
+        self.fault = ""
+
+    @cached_property
+    def _host(self) -> Host:
+        return self._open_host()
+
+    def open(self) -> None:
+        """Open the host."""
+        assert self._host
+
+    def start(self) -> None:
+        """Begin the workers unless they run."""
+        if self._workers:
+            return
+        self._last_stage = (
+            self._find_last_stage()
+        )  # indexes the shards on first use, once, before any worker reads them
+        self._deaths_over.clear()
+        self._batch_s = 0.0
         try:
             self._fill_up()
         except BaseException:
-            self.close()
+            self.stop()
             raise
 
     def _new_worker(self) -> PoolWorker:
         return PoolWorker(self._host.begin(self._pinned), self._host.now())
 
     def _fill_up(self) -> bool:
-        """Begin workers until there are as many as the host wants; whether there was one to begin."""
+        """Begin the workers that the host still wants; return whether there were any."""
         before = len(self._workers)
         while len(self._workers) < self._host.count(self._wanted):
             self._workers.append(self._new_worker())
         return len(self._workers) > before
 
     @property
-    def count(self) -> int:
-        """The number of workers."""
-        return len(self._workers)
+    def capacity(self) -> int:
+        """`prefetch` requests for each worker."""
+        return self._depth * (len(self._workers) or self._wanted)
 
-    @property
-    def ready(self) -> int:
-        """The number of batches that have arrived and wait for `answer`."""
-        return len(self._ready)
+    def numbers(self) -> dict[str, int]:
+        """Return the counters.
 
-    @property
-    def viewed(self) -> int:
-        """The number of batches in workers' memory that are viewed in this process: ready, or kept by the trainer."""
-        return sum(worker.connection.viewed for worker in self._workers)
+        `viewed_batches` counts those in workers' memory, ready or yielded.
+        """
+        return {
+            "ready_batches": len(self._ready),
+            "viewed_batches": sum(worker.connection.viewed for worker in self._workers),
+            "restarts": self._restarts,
+            "num_workers": len(self._workers) or self._wanted,
+            "moved_lanes": self._moves,
+        }
 
     # Requests.
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
-        """Request the next batch of a lane whose position is `state`, in a run with these facts; returns a ticket.
-
-        Only the first request for a lane uses `state` and `facts`; later ones continue after the lane's last request.
-        """
-        self._check_process()
+        """Send a request to a worker, or queue it until one has room."""
+        _check_process(self._owner)
         self._lanes.setdefault(lane, LaneAssignment(state, facts))
         self._ticket += 1
         request = PendingRequest(self._ticket, lane, want)
@@ -157,12 +175,6 @@ class Pool:
         self._waiting.append(request)
         self._assign()
         return request.ticket
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._owner:
-            raise WorkerError(
-                "the workers of this loader belong to the parent process. Create a loader in this process."
-            )
 
     def _assign(self) -> None:
         """Send waiting requests, in order, to workers with room in their queues."""
@@ -176,7 +188,7 @@ class Pool:
         self._waiting = left
 
     def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
-        """The worker that could begin a batch of this lane first; None if its queue is full."""
+        """The worker that could begin a batch first; None if its queue is full."""
         if lane.sent:  # only its worker has the state after the batches that are under way
             assert lane.worker is not None
             return lane.worker if len(lane.worker.requests) < self._depth else None
@@ -200,7 +212,7 @@ class Pool:
                 facts, worker.version = lane.facts, version
             if lane.worker is not None:
                 lane.worker.forget.append(request.lane)
-                self.moves += 1
+                self._moves += 1
             lane.worker = worker
         if not worker.requests:
             worker.since = self._host.now()
@@ -213,8 +225,8 @@ class Pool:
         avoid, version = tuple(lane.avoid), worker.version
         worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, avoid, version, facts))
 
-    def restart(self) -> None:
-        """Forget all requests: answers that still arrive are dropped, and lanes begin at the states of new requests."""
+    def forget_requests(self) -> None:
+        """Drop all requests, and answers that still arrive."""
         for number, lane in self._lanes.items():
             if lane.worker is not None:
                 lane.worker.forget.append(number)
@@ -223,27 +235,28 @@ class Pool:
     # Answers.
 
     def answer(self, ticket: int) -> Delivery:
-        """Wait for the answer to the request `ticket`. Raises the library's error of the worker, or `WorkerError`."""
-        self._check_process()
+        """Wait for a worker's answer.
+
+        Raises the library's error of the worker, or `WorkerError`.
+        """
+        _check_process(self._owner)
         self._hear(0.0)
         waiting_since = self._host.now()
         while ticket not in self._ready:
             self._hear(self._see_to_hanging(waiting_since))
-        self.verify_delivered()
+        _check(self._reported(self._workers))
         found = self._ready.pop(ticket)
         if isinstance(found, Failure):
             raise found.raised()
         return found
 
     def verify_delivered(self) -> None:
-        """Raise `ShardError` if a worker has reported that a shard of delivered batches changed. Asks no worker."""
-        fault = self._reported()
-        if fault:
-            raise ShardError(fault, reason="changed shard")
+        """Raise `ShardError` if a worker has reported a changed shard."""
+        _check(self.fault or self._reported(self._workers))
 
     def look(self) -> None:
-        """Make the workers look at their shards, and wait a few seconds at most. Raises as `verify_delivered`."""
-        self._check_process()
+        """Have the workers compare their shards, and wait a few seconds at most."""
+        _check_process(self._owner)
         asked = [worker for worker in self._workers if worker.started]
         for worker in asked:
             worker.connection.look()
@@ -254,11 +267,11 @@ class Pool:
             self._hear(_LOOK_STEP_S)
         self.verify_delivered()
 
-    def _reported(self) -> str:
-        return self.fault or next(filter(None, [worker.connection.fault() for worker in self._workers]), "")
+    def _reported(self, workers: Iterable[PoolWorker]) -> str:
+        return self._fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
 
     def _hear(self, seconds: float) -> None:
-        """Wait up to `seconds` for answers and ends of workers, handle them, and send waiting requests."""
+        """Wait up to `seconds` for news of workers, handle them, and send requests."""
         heard, ended = self._host.wait(seconds)
         if self._fill_up() or heard or ended:
             for worker in self._workers:
@@ -318,7 +331,7 @@ class Pool:
             raise refused
 
     def _see_to_hanging(self, waiting_since: float) -> float:
-        """Kill workers that exceed the timeout; return the seconds until the next one could.
+        """Kill workers that exceed the timeout; return the seconds to the next one.
 
         Time before `waiting_since` does not count. Raises `WorkerError` for a worker that has not started in 300 s, or
         that hangs and cannot be killed.
@@ -354,7 +367,7 @@ class Pool:
         worker.hung = f"{how} and was killed"
 
     def _last_of(self, worker: PoolWorker, how: str) -> tuple[Any, str]:
-        """What a worker's end is blamed on, a status if it was at a batch; and a message that says how and where."""
+        """The cause of a worker's end, a status if it built a batch; and a message."""
         status = worker.connection.working_on()
         if worker.requests and status.request == worker.answers.next:
             first = worker.requests[0]
@@ -366,13 +379,15 @@ class Pool:
         return blamed, f"worker {self._workers.index(worker)} ({worker.connection.name}) {how}, {doing}"
 
     def _replace(self, worker: PoolWorker, how: str, *, lost: bool = False) -> None:
-        """Begin another worker in place of one that ended, if the host still wants it, and send its requests again.
+        """Replace a worker that ended, if the host still wants it.
+
+        Its requests are sent again.
 
         Raises `WorkerError` if workers have been replaced too often; one that was `lost` does not count.
         """
         blamed, message = self._last_of(worker, how)
         stack = "" if lost else _indented(worker.stack or worker.connection.stack())
-        self.fault = self._reported()
+        self._fault = self._reported(self._workers)
         worker.connection.close()
         deaths = 0
         if lost:
@@ -388,23 +403,31 @@ class Pool:
         again = [request for request in worker.requests if request.ticket in self._requests]
         self._waiting = sorted([*again, *self._waiting], key=lambda request: request.ticket)
         at = self._workers.index(worker)
-        self._workers[at : at + 1] = [self._new_worker()] if self.count <= self._host.count(self._wanted) else []
+        self._workers[at : at + 1] = (
+            [self._new_worker()] if len(self._workers) <= self._host.count(self._wanted) else []
+        )
 
     def _count_death(self, blamed: Any, message: str, stack: str) -> int:
-        """How many workers have ended over what is blamed. Raises `WorkerError` if that is too many, or all are."""
-        self.restarts += 1
+        """The number of workers that ended because of `blamed`.
+
+        Raises `WorkerError` if too many have ended.
+        """
+        self._restarts += 1
         self._deaths_over[blamed] += 1
         deaths, end = self._deaths_over[blamed], f"The loader's state is intact: save it or continue.{stack}"
         if blamed == "start" and deaths > RESTARTS_OVER_ONE:
             raise WorkerError(f"{message}, as did the {deaths - 1} workers before it. {end}")
-        if self.restarts > self._max_restarts:
+        if self._restarts > self._max_restarts:
             limit = f"more than max_restarts={self._max_restarts} workers ended"
             raise WorkerError(f"{message}: {limit}. {end}")
-        log.warning("%s. It was replaced, restart %d of %d.%s", message, self.restarts, self._max_restarts, stack)
+        log.warning("%s. It was replaced, restart %d of %d.%s", message, self._restarts, self._max_restarts, stack)
         return deaths
 
     def _give_up(self, first: PendingRequest, status: WorkerStatus, message: str) -> None:
-        """Leave out a sample that kills worker after worker, if `on_error` allows it; else fail the lane's requests."""
+        """Skip a sample that kills workers if `on_error` allows it.
+
+        Otherwise the lane's requests fail.
+        """
         lane = self._lanes[first.lane]
         error = WorkerError(message)
         if status.sample is not None and can_skip(self._last_stage, status, error):
@@ -417,21 +440,39 @@ class Pool:
             del self._requests[request.ticket]
         self._waiting = [request for request in self._waiting if request.ticket in self._requests]
 
-    def close(self) -> None:
-        """End the workers, after a last look at their shards, and kill those that do not end.
+    def stop(self) -> None:
+        """End the workers after a last look at their shards; kill those that hang.
 
-        Safe to call twice; in a forked child it only closes the inherited descriptors.
+        In a forked child it only closes the inherited descriptors.
         """
+        workers, self._workers = self._workers, []
+        self.forget_requests()
         try:
-            if os.getpid() == self._owner and self._workers:
+            if workers and os.getpid() == self._owner:
                 self._host.end_workers()
         finally:
-            if fault := self._reported():
-                self.fault = fault
+            if fault := self._reported(workers):
+                self.fault, self._fault = fault, ""
                 log_fault(fault)
-            for worker in self._workers:
+            for worker in workers:
                 worker.connection.close()
-            self._workers = []
+
+    def close(self) -> None:
+        """Stop, and close the host."""
+        self.stop()
+        host: Host | None = self.__dict__.pop("_host", None)
+        if host is not None and os.getpid() == self._owner:
+            host.close()
+
+
+def _check_process(owner: int) -> None:
+    if os.getpid() != owner:
+        raise WorkerError("the workers of this loader belong to the parent process. Create a loader in this process.")
+
+
+def _check(fault: str) -> None:
+    if fault:
+        raise ShardError(fault, reason="changed shard")
 
 
 def _indented(stack: str) -> str:
@@ -442,7 +483,7 @@ def _indented(stack: str) -> str:
 
 
 def where(last: Stage, status: WorkerStatus) -> str:
-    """The stage and sample of a status, as text that begins with a comma; "" if the worker recorded none."""
+    """The stage and sample of a status as text; "" if the worker recorded none."""
     stage = _stage_at(last, status)
     if stage is None:
         return ""
@@ -453,7 +494,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 
 
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
-    """Whether the sample of a status, which has killed several workers, may be left out by its stage's `on_error`."""
+    """Whether the stage's `on_error` allows to skip the sample of a status."""
     stage = _stage_at(last, status)
     return stage is not None and stage.can_skip(error)
 

@@ -18,7 +18,7 @@ from savable_pipeline.stages.readers.read_order import BLOCK
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import TokenReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import BatchStage, PassThrough, SampleStage, Stage
+from savable_pipeline.stages.stage import BatchStage, PassThrough, Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _warnings(last: Stage) -> Iterator[str]:
         yield ("Lambdas are not compared on resume. Use a named function.")
     yield from _early_points(last)
     for stage in upstream(last):
-        if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
+        if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
             yield from _long_buffer(stage)
         population = stage.info.population
         if isinstance(stage, Batcher) and stage.size > population > 0:

@@ -17,6 +17,7 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.named_object import refuse_while_importing
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError, ShardError
+from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, reconfigure
 from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
@@ -48,8 +49,8 @@ class Run:
 
     `agree`, which may be exchanged, takes this rank's vote and returns the smallest or largest of all ranks'; None asks
     the others. `rows` are those that the trainer acknowledges, None without `acknowledge=True`. `pinned` are the shards
-    that it must read; by default those that it finds. Raises ValueError for ranks that do not divide the lanes, or a
-    pipeline that cannot be sent to workers.
+    that it must read; by default those that it finds. `backend` builds the batches; by default that of the settings.
+    Raises ValueError for ranks that do not divide the lanes, or a pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Run:
         settings: LoaderSettings,
         agree: Callable[[int], int] | None = None,
         pinned: PinnedShards | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.settings = settings
         self.ranks = settings.find_ranks()
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
-        self.prefetcher = Prefetcher(settings, local)
+        self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
+        self.prefetcher = Prefetcher(self.backend)
         self.stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
         self.agree = agree
         self.states = States(settings, self.ranks, local)
@@ -75,7 +78,7 @@ class Run:
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
         self._was_loaded = False
         self.begin_epoch(0)
-        self.prefetcher.begin_workers(len(self.position.lanes))
+        self.backend.open()
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
@@ -315,7 +318,7 @@ class Run:
         if lag and self.rows is not None:
             raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
         before = position.before(lag)
-        self.prefetcher.verify_given()
+        self.backend.verify_delivered()
         if self._ledger is not None:
             self._ledger.saved(before)
         state = self.states.flat(before)

@@ -178,8 +178,10 @@ class SavableLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
-        """Pass over slots without making their batches, as after a spike of the loss. Call it on each rank.
+        """Skip slots without building their batches, as after a spike of the loss. Call it on each rank.
 
+        It equals as many calls of `next`. Samples are not even encoded or read where none can be lost: with an encoder
+        that sets `one_to_one` (and `length_of`, if items are packed), on_error="raise", and no filter by content.
         Workers pass over theirs side by side. An epoch ends where it would have, and the rest of `slots` is not taken
         from the next one. Once an epoch's last batch has been given or skipped, the slots are the next epoch's, in a
         running loader as in one that was resumed there; a `for` loop still ends, and the next `iter()` continues after

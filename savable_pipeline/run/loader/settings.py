@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.run.engine.backend import Backend
+from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks, RanksLike, find_ranks
 from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,3 +122,18 @@ class LoaderSettings:
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
         return find_ranks(self.ranks, self.lanes)
+
+    def new_backend(self, runner: LaneRunner, find_last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
+        """Return what builds the batches: `runner` in this process, or workers."""
+        if not self.num_workers:
+            return InProcess(runner)
+        ranks = self.find_ranks()
+        own_lanes = self.lanes // ranks.world_size
+        if self.num_workers > own_lanes:
+            log.warning(
+                "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more.",
+                *(self.num_workers, own_lanes, self.num_workers * ranks.world_size),
+            )
+        workers = replace(self.workers, count=self.num_workers)
+        share = ranks.rank, ranks.world_size
+        return Pool(lambda: workers.host(self.job, share), workers, find_last_stage, pinned)

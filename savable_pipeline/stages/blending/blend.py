@@ -9,32 +9,31 @@ sources  a ──▶ ahead  a0 a1 a2                 what was taken of each befo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from operator import index, or_
-from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
+from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.weights import Weight, integer_weights
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
-from savable_pipeline.stages.item_buffer import SavedElement, restored_elements, saved_elements
+from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import (
+    ChunkedStage,
     ItemStage,
     SampleStage,
     Stage,
     State,
-    TakesItems,
-    TakesRefs,
     make,
     parse_state,
     saved_refs,
@@ -84,10 +83,38 @@ class _BlendState(msgspec.Struct):
     turns: TurnsState
 
 
-class _WeightedSources(Stage):
-    """What both kinds of `Blend` have in common: sources that take turns by weight. A kind takes elements from them."""
+class Blend(ChunkedStage, SampleStage, ItemStage):
+    """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
-    ref: ItemRef = ()
+    Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
+    source's share, and each lane within 2.6 (found by search); by tokens, a lane is within about twice the longest
+    item. In between, each lane shuffles its turns, so that the ranks of a step hold different sources.
+
+    Args:
+        sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder; a Blend may
+            be one. The name is part of the keys of a source's order and random numbers: the same shards under two names
+            are two sources.
+        weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
+            `allow={"weights"}`. With a `Schedule` they change during the run, and a source keeps to the integral of its
+            share.
+        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`. A pack counts as
+            its items together.
+        until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
+            "first" ends the Blend.
+        stride: Set it to the batch size if that is no multiple of 8. A small one costs time.
+
+    Raises:
+        ValueError: A setting is wrong.
+        CheckpointMismatchError: A ref is of a source that was removed or renamed.
+
+    Example:
+        >>> lane = sp.Lane(seed=7)
+        >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane, shuffle=False) for name in "01"}
+        >>> blend = sp.Blend(sources, weights={"0": 0.75, "1": 0.25})
+        >>> [next(blend).shard for _ in range(8)].count("0.tar")
+        6
+    """
+
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         "sources": SettingRule(field="sources"),
         "weights": SettingRule(field="weights"),
@@ -105,6 +132,7 @@ class _WeightedSources(Stage):
     ) -> None:
         _check_sources(sources)
         check_blend(sources, weights, by, until, stride)
+        self.yields = next(iter(sources.values())).yields
         self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
         self.weights: dict[str, int] = {}
         self.until = until
@@ -119,10 +147,10 @@ class _WeightedSources(Stage):
         self.stride = stride
         self._counters: dict[str, list[str]] = {}  # of each source, by name
         self._end_sources(self._ended)
-        self._ahead: dict[str, _Elements] = {name: self._restored(name, b"") for name in self._stages}  # of their turns
+        self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}  # of their turns
         if self.schedule is not None:
             self._check_schedule(self.schedule)
-        if by == "tokens" and isinstance(self, SampleStage):
+        if by == "tokens" and self.yields == "samples":
             raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
 
     def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None) -> Mapping[str, Weight]:
@@ -162,6 +190,7 @@ class _WeightedSources(Stage):
             encoder=common_encoder([info.encoder for info in infos]),
             excluded=reduce(or_, (info.excluded for info in infos)),
             gives_excluded=any(info.gives_excluded for info in infos),
+            raises=all(info.raises for info in infos),
             declared=any(info.declared for info in infos),
         )
 
@@ -204,6 +233,10 @@ class _WeightedSources(Stage):
     def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
         """The element with this ref, and the ref of what is left of it."""
         return self._source_of(ref).fetch_left(ref)
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """See `Stage.is_certain`."""
+        return self._source_of(ref).is_certain(ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):
@@ -249,19 +282,35 @@ class _WeightedSources(Stage):
 
     # The elements.
 
-    def _next(self, n: int) -> _Elements:
-        """The elements of the next turns, 1 to `n` of them; none only at the end."""
-        given = self._of_turns(n)
-        while not len(given) and self._active:
-            given = self._of_turns(n)
-        return given
+    def take(self, n: int) -> Any:
+        """Take the next 1 to `n` elements; none only at the end. By tokens it is one, since its length decides."""
+        taken = self._array([])
+        while not len(taken) and self._active:
+            taken = self._of_turns(n) if isinstance(self._turns, Turns) else self._of_token_turn(self._turns)
+        return list(taken) if taken.dtype == object else taken
+
+    def _of_token_turn(self, turns: TokenTurns) -> _Elements:
+        """The element of the next turn; none if it is lost, or its source has ended."""
+        name = self._active[turns.next()]
+        if not self._load(name, 1):
+            self._end_sources({*self._ended, name})
+            return self._array([])
+        element: Element = self._ahead[name][0]
+        length = self._length(name, element)
+        if length is not None and length < 1:
+            raise EncodeError(
+                f"Blend: an item of {name!r} has {length} tokens. Return at least 1 from `length`, or skip the "
+                f"sample.\n  {sample_names(self, element.ref)}"
+            )
+        taken, self._ahead[name] = self._ahead[name][: length is not None], self._ahead[name][1:]
+        if length is not None:
+            turns.took(self._active.index(name), length)
+            self._count_drawn(name, 1, length)
+        return taken
 
     def _of_turns(self, n: int) -> _Elements:
         """The elements of the next `n` turns, or of those before the turn of a source that has ended."""
-        active = self._active
-        if not active:
-            return self._restored("", b"")
-        turns = self._turns
+        active, turns = self._active, self._turns
         assert isinstance(turns, Turns)
         chosen = turns.plan(n)
         for source, name in enumerate(active):
@@ -282,24 +331,57 @@ class _WeightedSources(Stage):
 
     def _load(self, name: str, n: int) -> int:
         """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
+        source = self._stages[name]
         while len(self._ahead[name]) < n:
-            fresh = self._taken(name, n - len(self._ahead[name]))
+            fresh = source.take(n - len(self._ahead[name]))
             if not len(fresh):
                 break
-            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
-        return len(self._ahead[name])
+            self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
+        ready = len(self._ahead[name])
+        if self._makes and n and ready and self.yields != "samples":
+            make(self._ahead[name][0], source)
+        return ready
 
-    def _taken(self, name: str, n: int) -> _Elements:
-        """The next 1 to `n` elements of a source; none only at its end."""
-        raise NotImplementedError
+    def _array(self, taken: Any) -> _Elements:
+        """Elements of a source, as `take` returns them, in an array."""
+        return np.asarray(taken, REF) if self.yields == "samples" else np.fromiter(taken, object, len(taken))
 
-    def _saved(self, ahead: _Elements) -> Any:
-        """_Elements as a state has them."""
-        raise NotImplementedError
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """Return the samples with these refs; their parts are read when asked for."""
+        found: list[Any] = [None] * len(refs)
+        for stage, mine in self._by_source(refs):
+            for at, sample in zip(mine.tolist(), stage.open_samples(refs[mine]), strict=True):
+                found[at] = sample
+        return found
 
-    def _restored(self, name: str, saved: Any) -> _Elements:
-        """_Elements of a source in a state."""
-        raise NotImplementedError
+    def prefetch(self, refs: RefArray) -> None:
+        """Start to download the samples with these refs, each from its source; nothing for local files."""
+        for stage, mine in self._by_source(refs):
+            stage.prefetch(refs[mine])
+
+    def _by_source(self, refs: RefArray) -> Iterator[tuple[SampleStage, NDArray[np.int64]]]:
+        """Each source of these samples, and the positions of its refs: int64 (any,)."""
+        tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+        for tag in np.unique(tags).tolist():
+            yield cast(SampleStage, self._of_tag(tag)), np.flatnonzero(tags == tag)
+
+    def _length(self, name: str, element: Element) -> int | None:
+        """The length of an element, which is made if that is not known; None if it can no longer be made."""
+        if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
+            return sum([length for length, _ in element.sizes])
+        stage = self._stages[name]
+        make(element, stage)
+        if not element.is_made:
+            return None
+        encoder = stage.info.encoder
+        assert encoder is not None
+        try:
+            return index(encoder.length(element.value))
+        except Exception as error:
+            raise EncodeError(
+                f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
+                f"\n  stage Blend, source {name!r} of {self.lane}"
+            ) from error
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
         """Count the elements of a source. A Blend in this one counts its own sources."""
@@ -325,7 +407,11 @@ class _WeightedSources(Stage):
         return {
             "sources": {name: stage.save_state() for name, stage in self._stages.items()},
             "ended": sorted(self._ended),
-            "ahead": {name: self._saved(ahead) for name, ahead in self._ahead.items() if len(ahead)},
+            "ahead": {
+                name: ahead.tobytes() if self.yields == "samples" else saved_elements(ahead)
+                for name, ahead in self._ahead.items()
+                if len(ahead)
+            },
             "turns": {
                 "names": list(self._active),
                 **turns,
@@ -340,13 +426,21 @@ class _WeightedSources(Stage):
             if name in saved.sources:
                 stage.restore_state(saved.sources[name])
         self._end_sources({name for name in saved.ended if name in self._stages})
-        self._ahead = {name: self._restored(name, saved.ahead.get(name, b"")) for name in self._stages}
+        self._ahead = {name: self._restored_ahead(name, saved.ahead.get(name)) for name in self._stages}
         self._begun, self._before = None, saved.turns.before
         if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:
             self._turns.restore(saved.turns)
         else:
             self._begun, self._before = None, saved.turns.before + saved.turns.taken
             log.info("Blend of %s: the shares are counted again from here", self.lane)
+
+    def _restored_ahead(self, name: str, saved: Any) -> _Elements:
+        if self.yields != "samples":
+            return self._array(restored_elements(self, saved or []))
+        refs = saved_refs(self, saved or b"")
+        if len(refs):
+            cast(SampleStage, self._stages[name]).prefetch(refs)
+        return refs
 
     def settings(self) -> dict[str, Any]:
         """The names of the sources, their weights, and every other argument."""
@@ -360,173 +454,6 @@ class _WeightedSources(Stage):
         }
 
 
-class _BlendSettings(TypedDict, total=False):
-    weights: Mapping[str, Weight] | Schedule | None
-    by: By
-    until: Until
-    stride: int
-
-
-class Blend(_WeightedSources):
-    """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
-
-    Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
-    source's share, and each lane within 2.6 (found by search); by tokens, a lane is within about twice the longest
-    item. In between, each lane shuffles its turns, so that the ranks of a step hold different sources.
-
-    Args:
-        sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder; a Blend may
-            be one. The name is part of the keys of a source's order and random numbers: the same shards under two names
-            are two sources.
-        weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
-            `allow={"weights"}`. With a `Schedule` they change during the run, and a source keeps to the integral of its
-            share.
-        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`. A pack counts as
-            its items together.
-        until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
-            "first" ends the Blend.
-        stride: Set it to the batch size if that is no multiple of 8. A small one costs time.
-
-    Raises:
-        ValueError: A setting is wrong.
-        CheckpointMismatchError: A ref is of a source that was removed or renamed.
-
-    Example:
-        >>> lane = sp.Lane(seed=7)
-        >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane, shuffle=False) for name in "01"}
-        >>> blend = sp.Blend(sources, weights={"0": 0.75, "1": 0.25})
-        >>> [next(blend).shard for _ in range(8)].count("0.tar")
-        6
-    """
-
-    @overload
-    def __new__(cls, sources: Mapping[str, SampleStage], **settings: Unpack[_BlendSettings]) -> _BlendOfSamples: ...
-    @overload
-    def __new__(cls, sources: Mapping[str, ItemStage], **settings: Unpack[_BlendSettings]) -> _BlendOfItems: ...
-    def __new__(
-        cls,
-        sources: Mapping[str, SampleStage] | Mapping[str, ItemStage],
-        *,
-        weights: Mapping[str, Weight] | Schedule | None = None,
-        by: By = "samples",
-        until: Until = "all",
-        stride: int = 8,
-    ) -> Blend:
-        """A Blend of samples if the first source yields samples, else of items; its `__init__` gets the same."""
-        of_samples = isinstance(next(iter(sources.values()), None), SampleStage)
-        return super().__new__(_BlendOfSamples if of_samples else _BlendOfItems)
-
-
-class _BlendOfSamples(Blend, TakesRefs):
-    """A Blend of samples, before Encode, as refs."""
-
-    _stages: dict[str, SampleStage]  # type: ignore[assignment]
-
-    def take_refs(self, n: int) -> RefArray:
-        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end."""
-        return self._next(n)
-
-    def _taken(self, name: str, n: int) -> RefArray:
-        return self._stages[name].take_refs(n)
-
-    def _of_tag(self, tag: int) -> SampleStage:
-        return super()._of_tag(tag)  # type: ignore[return-value]
-
-    def open_samples(self, refs: RefArray) -> list[Sample]:
-        """The samples with these refs; their parts are read when asked for."""
-        tags = _tags_of(refs)
-        found: list[Any] = [None] * len(refs)
-        for tag in np.unique(tags).tolist():
-            mine = np.flatnonzero(tags == tag)
-            for at, sample in zip(mine.tolist(), self._of_tag(tag).open_samples(refs[mine]), strict=True):
-                found[at] = sample
-        return found
-
-    def prefetch(self, refs: RefArray) -> None:
-        """Begin to download the samples with these refs, each from its source; nothing for local files."""
-        tags = _tags_of(refs)
-        for tag in np.unique(tags).tolist():
-            self._of_tag(tag).prefetch(refs[tags == tag])
-
-    def _saved(self, ahead: RefArray) -> bytes:
-        return ahead.tobytes()
-
-    def _restored(self, name: str, saved: Any) -> RefArray:
-        refs = saved_refs(self, saved)
-        if len(refs):
-            self._stages[name].prefetch(refs)
-        return refs
-
-
-class _BlendOfItems(Blend, TakesItems):
-    """A Blend of items, after Encode; by tokens it takes one at a time, since its length says whose turn is next."""
-
-    def take(self, n: int) -> list[Element]:
-        """The next items, 1 to `n` of them; none only at the end."""
-        while self._active:
-            turns = self._turns
-            if not isinstance(turns, TokenTurns):
-                return list(self._next(n))
-            name = self._active[turns.next()]
-            if not self._load(name, 1):
-                self._end_sources({*self._ended, name})
-                continue
-            element: Element = self._ahead[name][0]
-            length = self._length(name, element)
-            if length is not None and length < 1:
-                raise EncodeError(
-                    f"Blend: an item of {name!r} has {length} tokens. Return at least 1 from `length`, or skip the "
-                    f"sample.\n  {sample_names(self, element.ref)}"
-                )
-            self._ahead[name] = self._ahead[name][1:]
-            if length is not None:
-                turns.took(self._active.index(name), length)
-                self._count_drawn(name, 1, length)
-                return [element]
-        return []
-
-    def _load(self, name: str, n: int) -> int:
-        ready = super()._load(name, n)
-        if self._makes and n and ready:
-            make(self._ahead[name][0], self._stages[name])
-        return ready
-
-    def _length(self, name: str, element: Element) -> int | None:
-        """The length of an element, which is made if that is not known; None if it can no longer be made."""
-        if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
-            return sum([length for length, _ in element.sizes])
-        stage = self._stages[name]
-        make(element, stage)
-        if not element.is_made:
-            return None
-        encoder = stage.info.encoder
-        assert encoder is not None
-        try:
-            return index(encoder.length(element.value))
-        except Exception as error:
-            raise EncodeError(
-                f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
-                f"\n  stage Blend, source {name!r} of {self.lane}"
-            ) from error
-
-    def _taken(self, name: str, n: int) -> _Elements:
-        return _array(self._stages[name].take(n))
-
-    def _saved(self, ahead: _Elements) -> list[SavedElement]:
-        return saved_elements(ahead)
-
-    def _restored(self, name: str, saved: Any) -> _Elements:
-        return _array(restored_elements(self, saved or []))
-
-
-def _array(elements: list[Element]) -> _Elements:
-    return np.fromiter(elements, object, len(elements))
-
-
-def _tags_of(refs: RefArray) -> NDArray[np.int64]:
-    return (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
-
-
 def _check_sources(sources: Mapping[str, Stage]) -> None:
     """Raise ValueError unless these are stages of one lane, properly named, that all give samples or all items."""
     if not sources:
@@ -536,11 +463,7 @@ def _check_sources(sources: Mapping[str, Stage]) -> None:
             raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
     if any(stage.lane is not next(iter(sources.values())).lane for stage in sources.values()):
         raise ValueError("Blend: all sources must be built for the same lane")
-    if len({isinstance(stage, SampleStage) for stage in sources.values()}) > 1:
+    if len({stage.yields == "samples" for stage in sources.values()}) > 1:
         raise ValueError(
             "Blend: all sources must have samples, or all items. Put Encode into each, or after the Blend."
         )
-
-
-for _kind in (_BlendOfSamples, _BlendOfItems):
-    _kind.__name__ = _kind.__qualname__ = "Blend"  # both kinds have one name in states, counts and the printed tree

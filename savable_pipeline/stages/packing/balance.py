@@ -27,7 +27,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 PAST = 16  # times `candidates`: packs given last that count
@@ -120,7 +120,7 @@ class _HeldPack(NamedTuple):
     saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
 
 
-class Balance(TakesItems):
+class Balance(ChunkedStage, ItemStage):
     """Yields packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
 
     For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
@@ -199,8 +199,12 @@ class Balance(TakesItems):
             if not self._held:
                 return []
             at = self._rule.choose([pack.waiting for pack in self._packs])
-            sizes, whole = self._held[at].sizes, self._held[at].ref
-            item, ref = self._held.take(at)
+            element = self._held[at]
+            sizes, whole = element.sizes, element.ref
+            if self.lane.skips and not self._makes and self.source.is_certain(whole):
+                item, ref = element.value, self._held.remove(at).ref
+            else:
+                item, ref = self._held.take(at)
             waiting = self._packs.pop(at).waiting
             if type(item) is not Skip:
                 self._gave(waiting)

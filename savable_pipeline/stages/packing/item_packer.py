@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.containers import changed_part, parts_of
+from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
@@ -28,7 +28,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, TakesItems, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -44,7 +44,7 @@ class _ItemPackerState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class ItemPacker(TakesItems):
+class ItemPacker(ChunkedStage, ItemStage):
     """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
 
     When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
@@ -180,6 +180,10 @@ class ItemPacker(TakesItems):
             self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
         return packed, refs, sizes
 
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether a pack cannot be skipped, nor lose an item."""
+        return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
+
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
         return self.fetch_left(ref)[0]
@@ -226,7 +230,7 @@ def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
     """The groups that `select` makes, as positions of their items. Raises ValueError for a wrong answer."""
-    before = list(map(parts_of, items))
+    before = list(map(part_versions, items))
     groups = _groups(select(list(items), rng))
     for item, parts in zip(items, before, strict=True):
         if (name := changed_part(item, parts)) is not None:

@@ -23,7 +23,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ItemStage, State, TakesItems, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -61,7 +61,7 @@ def check_packing(
         check_cost("OnlinePacker", cost)
 
 
-class OnlinePacker(TakesItems):
+class OnlinePacker(ChunkedStage, ItemStage):
     """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
     Args:
@@ -181,12 +181,15 @@ class OnlinePacker(TakesItems):
     def take(self, n: int) -> list[Element]:
         """The next pack, unmade where the encoder declares sizes; none only at the end."""
         while (pack := self._fill()) is not None:
-            if self.info.declared:
-                self._counts_when_made = True
+            skips = self.lane.skips and self._is_certain([piece.ref for piece in pack.pieces])
+            if skips or self.info.declared:
+                self._counts_when_made |= not skips
                 element = self._element(pack.pieces)
                 if self._makes:
                     make(element, self)
                 self._close(pack)
+                if skips:
+                    self._count_pack(element.sizes or ())
                 return [element]
             if (given := self._give(pack)) is not None:
                 return [given]
@@ -254,6 +257,13 @@ class OnlinePacker(TakesItems):
                 f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs:,} packs in a row, the last "
                 f"one with {skip.reason!r}. Change `pack`."
             )
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether a pack cannot be skipped, nor lose an item."""
+        return self._is_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
+
+    def _is_certain(self, items: list[ItemRef]) -> bool:
+        return self._calls.packs_all and all(map(self.source.is_certain, items))
 
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""

@@ -25,7 +25,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.advice import check_choice
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import SampleStage, State, TakesRefs
+from savable_pipeline.stages.stage import ChunkedStage, SampleStage, State
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
@@ -44,7 +44,7 @@ def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
             raise ValueError(f"Join: the name of a store must be a non-empty str without . / and #, not {name!r}")
 
 
-class Join(TakesRefs):
+class Join(ChunkedStage, SampleStage):
     """Adds the parts of other datasets to each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
@@ -108,12 +108,13 @@ class Join(TakesRefs):
 
     def describe(self) -> StageInfo:
         """The source's: as deep, so that stages after it draw the random numbers that they would without it."""
-        return replace(self.source.info)
+        info = self.source.info
+        return replace(info, raises=info.raises and self.missing == "empty")
 
-    def take_refs(self, n: int) -> RefArray:
+    def take(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
         while True:
-            refs = self.source.take_refs(n)
+            refs: RefArray = self.source.take(n)
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))

@@ -33,7 +33,7 @@ from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
-from savable_pipeline.stages.stage import Stage, State, TakesRefs, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
@@ -149,7 +149,7 @@ class _ReaderState(msgspec.Struct):
     cut: SavedCount = 0
 
 
-class _TakesLane(TakesRefs):
+class _TakesLane(ChunkedStage, SampleStage):
     """What is said where a reader is made without a lane, or used as a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
@@ -307,10 +307,13 @@ class RecordReader(_TakesLane):
         self._ahead = np.empty(0, REF)  # refs computed at once; the first `_used` of them are given
         self._used = 0
         self._announced = position  # the dataset was asked to prefetch up to here
+        self._skips = False  # whether it was not, since these refs are skipped
 
-    def take_refs(self, n: int) -> RefArray:
+    def take(self, n: int) -> RefArray:
         """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
         parts = []
+        if self._skips and not self.lane.skips:
+            self._prefetch_ahead()
         while n:
             piece = self._ahead[self._used : self._used + n]
             if not len(piece):
@@ -340,14 +343,22 @@ class RecordReader(_TakesLane):
             self.count_faults()  # once an epoch
         self._ahead = self._refs(start, stop)
         self._used = 0
-        if not self.lane.worker.downloads:
-            return True
+        self._prefetch_ahead()
+        return True
+
+    def _prefetch_ahead(self) -> None:
+        """Start to download the samples of the computed refs, and more of a remote dataset, unless they are skipped."""
+        self._skips = self.lane.skips
+        if self._skips or not self.lane.worker.downloads:
+            return
+        refs, ahead = self._ahead[self._used :], self.dataset.prefetch_refs
         if not ahead:
-            self.dataset.prefetch(self._ahead)
-        elif (begin := max(self._announced, start)) < (end := min(stop + ahead, self._length)):
+            self.dataset.prefetch(refs)
+            return
+        begin, end = max(self._announced, self._position), min(self._position + len(refs) + ahead, self._length)
+        if begin < end:
             self._announced = end
             self.dataset.prefetch(self._refs(begin, end))
-        return True
 
     def _refs(self, start: int, stop: int) -> RefArray:
         """The refs at positions `start` to `stop - 1` of the lane's share of the epoch: REF (stop - start,)."""
@@ -455,6 +466,7 @@ class RecordReader(_TakesLane):
             branch=self.branch,
             excluded=ExcludedSamples.of_reader(self.tag, excluded),
             gives_excluded=bool(excluded),
+            raises=self.on_error == "raise",
         )
 
     def open_samples(self, refs: RefArray) -> list[Sample]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.data.remote.session import close_scratch
 from savable_pipeline.data.shards.byte_source import RecordError
@@ -137,7 +137,7 @@ def _table(reading: Reading) -> Input:
 def _check_text(reading: Reading) -> None:
     """Raises ValueError for what begins as no text of UTF-8 once it is decompressed."""
     with opened(reading.path) as file:
-        fault = text_fault(file.read(HEAD), name_of(reading.path))
+        fault = text_error(file.read(HEAD), name_of(reading.path))
     if fault:
         raise ValueError(f"{reading.path}: {fault}")
 

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from savable_pipeline.core.file_heads import text_fault
+from savable_pipeline.core.file_heads import text_error
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.lookup import names_behind
 from savable_pipeline.data.remote.session import job_session
@@ -264,7 +264,7 @@ def _of_json(path: Path | str) -> str:
             head = file.read(_PEEK).removeprefix(MARK).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
-    fault = text_fault(head, name_of(path))
+    fault = text_error(head, name_of(path))
     if fault:
         raise ValueError(f"{path}: {fault}")
     lines = [line.strip() for line in head.split(b"\n") if line.strip()]

@@ -27,7 +27,7 @@ from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import ItemStage, Stage
+from savable_pipeline.stages.stage import Stage
 
 
 class PathParts:
@@ -192,7 +192,7 @@ def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Ra
     lanes = parts.last.lane.count // ranks
     holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
     limits = [stage.max_buffer_bytes for stage in holding if stage.max_buffer_bytes]
-    refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if not isinstance(stage, ItemStage))
+    refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
 
@@ -258,7 +258,7 @@ def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: i
         left -= wanted
         if left < 0:
             return float(sum(entry.size for entry in reader.dataset.entries))
-        while wanted > 0 and len(refs := reader.take_refs(wanted)):
+        while wanted > 0 and len(refs := reader.take(wanted)):
             wanted -= len(refs)
             touched |= _pieces(reader, (refs["index"] & np.uint64((1 << TAG_SHIFT) - 1)).astype(np.int64))
     entries = reader.dataset.entries
@@ -278,7 +278,7 @@ def _held_refs(parts: PathParts) -> list[tuple[str, int]]:
     """For each reader's branch, the samples of a buffer behind it, whose bytes are not read before they are given."""
     found: list[tuple[str, int]] = []
     for before, stage in pairwise(parts.stages):
-        if isinstance(stage, ShuffleBuffer) and not isinstance(stage, ItemStage):
+        if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
             branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
             found += [(branch, stage.size) for branch in branches]
     return found

@@ -23,7 +23,7 @@ from torch.utils.data import default_convert
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeder
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.core.on_error import is_of_environment
+from savable_pipeline.core.on_error import is_environment_error
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
@@ -272,7 +272,7 @@ def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     """Whether Energon goes on after this error of an encoder, and we may: it is the data's fault, or the encoder's."""
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
-    return not is_of_environment(error)
+    return not is_environment_error(error)
 
 
 def _sources_of(subject: Any) -> list[SourceInfo] | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from savable_pipeline.core.lane import Lane, WorkerContext
-from savable_pipeline.data.dataset.ref import RefArray
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
@@ -19,7 +18,7 @@ from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage, State, TakesRefs
+from savable_pipeline.stages.stage import BatchStage, ChunkedStage, ItemStage, PassThrough, SampleStage, Stage, State
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
 
@@ -43,7 +42,7 @@ class WithoutSkipped(PassThrough, BatchStage):
         raise StopIteration
 
 
-class After(TakesRefs):
+class After(ChunkedStage, SampleStage):
     """The samples after the first ones, whose refs alone are taken: `samples` counts those of all lanes."""
 
     def __init__(self, source: SampleStage, *, samples: int) -> None:
@@ -52,13 +51,13 @@ class After(TakesRefs):
         each, more = divmod(samples, self.lane.count)
         self._left = each + (self.lane.index < more)
 
-    def take_refs(self, n: int) -> RefArray:
+    def take(self, n: int) -> Any:
         while self._left and n:
-            taken = len(self.source.take_refs(min(self._left, _AT_ONCE)))
+            taken = len(self.source.take(min(self._left, _AT_ONCE)))
             if not taken:
                 break
             self._left -= taken
-        return self.source.take_refs(n)
+        return self.source.take(n)
 
     def fetch(self, ref: Any) -> Any:
         return self.source.fetch(ref)

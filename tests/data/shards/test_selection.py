@@ -91,9 +91,9 @@ def test_a_subset_of_nothing_and_of_more_than_there_is_are_errors() -> None:
 
 def test_a_stopped_reader_of_a_subset_goes_on_where_it_was() -> None:
     make = readers([50, 60], lanes=2, subset=0.4)
-    whole = make(1).take_refs(60).tolist()
+    whole = make(1).take(60).tolist()
     reader = make(1)
-    reader.take_refs(23)
+    reader.take(23)
     after = make(1)
     after.restore_state(reader.save_state())
-    assert after.take_refs(37).tolist() == whole[23:]
+    assert after.take(37).tolist() == whole[23:]

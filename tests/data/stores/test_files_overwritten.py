@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.files import keep_below
+from savable_pipeline.core.files import close_down_to
 from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store, shard_files
 from tests.conftest import write_numbered_shards
@@ -121,7 +121,7 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(reader(str(tmp_path / name), lane, shuffle=False), Texts()), size=2)
 
-    expect_error(pipeline, tmp_path / name, then=lambda: keep_below(0) if closed else None)
+    expect_error(pipeline, tmp_path / name, then=lambda: close_down_to(0) if closed else None)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -155,7 +155,7 @@ def test_what_puts_the_time_of_writing_back_is_an_error_where_the_bytes_compared
         next(loader)
         put_back(path, CHANGES[name])
         if closed:
-            keep_below(0)
+            close_down_to(0)
         with pytest.raises(sp.ShardError, match=rf"{name}: it was (overwritten|replaced) while"):
             for _ in range(ROWS):
                 next(loader)
@@ -170,7 +170,7 @@ def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Pat
         for _ in range(3):
             put_back(path, in_the_middle)
             next(loader)
-            keep_below(0)
+            close_down_to(0)
             next(loader)
     (told,) = [record.getMessage() for record in caplog.records]
     assert f"{name}: its inode changed during the run" in told
@@ -203,7 +203,7 @@ def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
     store = open_store("arrow", tmp_path / "a.arrow")
     store.read(0, ROWS - 1, "txt")
     store.verify(0)
-    keep_below(0)  # the batch is still mapped
+    close_down_to(0)  # the batch is still mapped
     store.verify(1)
     overwrite(tmp_path / "a.arrow")
     assert store.read(0, ROWS - 1, "txt") == b"ROW 399"

@@ -97,7 +97,7 @@ def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(
 def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b\n{"txt": "c"}\n')
     reader = custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
-    broken = reader.dataset.open_samples(reader.take_refs(2))[1]
+    broken = reader.dataset.open_samples(reader.take(2))[1]
     assert broken["json"] == b'{"txt": "b'
     for ask in (list, sp.Sample.text):
         with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: invalid JSON: Unterminated string"):

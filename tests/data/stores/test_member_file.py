@@ -18,7 +18,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.files import keep_below
+from savable_pipeline.core.files import close_down_to
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
@@ -94,7 +94,7 @@ def test_zipfile_reads_it(tmp_path: Path) -> None:
 def test_it_reads_on_when_its_shard_was_closed_and_in_a_forked_child(shard: Path) -> None:
     with first_sample(shard).open("bin") as file:
         file.seek(150_000)
-        keep_below(0)
+        close_down_to(0)
         if not (child := os.fork()):
             os._exit(0 if file.read(100_000) == NOISE[150_000:250_000] else 1)
         assert os.waitpid(child, 0)[1] == 0
@@ -125,7 +125,7 @@ def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
             sample.origin.verify(1)  # type: ignore[attr-defined]
         shard.unlink()
         shard.write_bytes(raw)
-        keep_below(0)
+        close_down_to(0)
         file.seek(0)
         with pytest.raises(sp.ShardError, match="it was replaced while this run read it"):
             file.read(200_000)

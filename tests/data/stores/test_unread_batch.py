@@ -11,7 +11,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core.files import keep_below
+from savable_pipeline.core.files import close_down_to
 from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store
 from savable_pipeline.data.stores.arrow_store import ArrowStore
@@ -211,9 +211,9 @@ def test_a_file_that_was_closed_is_opened_again_and_another_in_its_place_is_an_e
     path = write(tmp_path / "a.arrow", every_type(), 5)
     store = open_store("arrow", path)
     assert store.read(0, 1, "txt") == b"text 1"
-    keep_below(0)
+    close_down_to(0)
     assert store.read(0, 2, "txt") == b"text 2"
-    keep_below(0)
+    close_down_to(0)
     write(tmp_path / "b.arrow", every_type(), 5).replace(path)
     with pytest.raises(sp.ShardError, match=r"a\.arrow: it was replaced while this run read it"):
         store.read(0, 4, "txt")

@@ -85,7 +85,7 @@ def test_no_worker_is_idle_while_lanes_wait_for_another_and_it_forgets_those_tha
     with sp.SavableLoader(pipeline, seed=3, lanes=6, num_workers=4) as own:
         assert [next(own) for _ in range(48)] == [[2 * i, 2 * i + 1] for i in range(48)]
         assert own.stats()["moved_lanes"] > 10
-        pool = own._run.prefetcher._makers
+        pool = own._run.backend
         assert isinstance(pool, Pool)
         held = {lane: state.worker for lane, state in pool._lanes.items()}
         told = [number for worker in pool._workers for number in worker.forget if held[number] is worker]

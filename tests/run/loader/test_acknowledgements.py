@@ -1029,7 +1029,7 @@ def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shard
         assert bare(next(resumed)) == bare(given[4])
         assert through_a_file(resumed.state_dict()).keys() == own.state_dict().keys()
         notice_deaths(resumed, 1)
-        assert set(run_of(resumed).prefetcher._makers._lanes) <= set(range(LANES))  # type: ignore[union-attr]
+        assert set(run_of(resumed).backend._lanes) <= set(range(LANES))  # type: ignore[union-attr]
 
 
 @pytest.mark.long

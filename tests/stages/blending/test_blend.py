@@ -70,7 +70,7 @@ def test_until_the_first_source_ends() -> None:
     stage = sp.Blend(readers, weights={"a": 1, "b": 1}, until="first")
     names = named(drained(stage), ["a", "b"])
     assert 8 <= len(names) <= 9
-    assert not len(stage.take_refs(5))
+    assert not len(stage.take(5))
 
 
 def test_a_source_may_have_more_epochs_than_another() -> None:
@@ -231,7 +231,7 @@ def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.M
         return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})
 
     stage = make()
-    stage.take_refs(30)  # b ends before that, and some of a that were to follow are not given
+    stage.take(30)  # b ends before that, and some of a that were to follow are not given
     state, again = stage.save_state(), make()
     ahead = pairs(np.frombuffer(state["ahead"]["a"], REF))
     announced: list[tuple[int, int]] = []
@@ -496,7 +496,7 @@ def test_cut_after_any_chunk_the_rest_is_the_same(
 
     expected, stage, given = drained(make(), 1), make(), []
     for chunk in chunks:
-        given += pairs(stage.take_refs(chunk))
+        given += pairs(stage.take(chunk))
         state, stage = stage.save_state(), make()
         stage.restore_state(state)
         assert stage.save_state() == state

@@ -75,7 +75,7 @@ def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
         expected += [ref for ref in first(alone, alone._length) if ref[1] == epoch]
     assert found == expected[:250]
     stage = reader(sizes, lane, lanes, {"": pairs}, **how)
-    stage.take_refs(cut := draws.draw(st.integers(0, 200)))
+    stage.take(cut := draws.draw(st.integers(0, 200)))
     by_hand = reader(sizes, lane, lanes, {"": pairs}, **how)
     by_hand.restore_state(stage.save_state())
     assert first(by_hand, 50) == found[cut : cut + 50]
@@ -161,11 +161,11 @@ def test_a_part_of_an_epoch_is_that_part_of_the_shards_it_has() -> None:
 def test_what_a_lane_has_begun() -> None:
     stage = reader([8], 0, 2, epochs=2)
     assert stage.begun == -1
-    stage.take_refs(1)
+    stage.take(1)
     assert stage.begun == 0
-    stage.take_refs(3)  # the rest of its share
+    stage.take(3)  # the rest of its share
     assert stage.begun == 0
-    stage.take_refs(1)
+    stage.take(1)
     assert stage.begun == 1
     assert reader([8], 0, 2, epoch=3, epochs=2).begun == 5
     assert reader([1], 0, 2, epochs=1).begun == 0  # a lane without a share of the epoch, which might give it one

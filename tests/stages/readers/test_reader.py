@@ -56,7 +56,7 @@ def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restor
     for chunk in itertools.islice(itertools.cycle(chunks), 200):
         if len(given) + chunk > 200:
             break
-        given += pairs(reader.take_refs(chunk))
+        given += pairs(reader.take(chunk))
         if data.draw(st.booleans()):
             state = reader.save_state()
             reader = make(lane)
@@ -76,7 +76,7 @@ def test_epochs_none_never_ends_and_a_number_ends() -> None:
     finite = readers([5], epochs=3)(0)
     assert not finite.info.endless
     assert len(drained(finite)) == 15
-    assert len(finite.take_refs(1)) == 0
+    assert len(finite.take(1)) == 0
     with pytest.raises(StopIteration):
         next(finite)
 
@@ -120,12 +120,12 @@ def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times
     for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
         dataset.prefetch_refs = ahead
         told.clear()
-        reader.take_refs(taken)
+        reader.take(taken)
         assert told == list(expected), ahead
     reader.restore_state({**reader.save_state(), "position": 400})
     told.clear()
     dataset.prefetch_refs = 30
-    reader.take_refs(1)
+    reader.take(1)
     assert told == list(range(400, 460))
 
 
@@ -215,7 +215,7 @@ def test_an_epoch_of_a_billion_samples_begins_at_once_anywhere() -> None:
     make = readers([10**6] * 1000, lanes=3)
     reader = make(1)
     reader.restore_state({"epoch": 5, "position": 333_000_000, "lane": {}})
-    refs = reader.take_refs(2000)
+    refs = reader.take(2000)
     assert len(np.unique(refs["index"])) == 2000
 
 

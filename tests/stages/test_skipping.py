@@ -1,0 +1,249 @@
+"""`skip(n)` is n calls of next: the same states and batches, and nothing is built that decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.stages.pipeline import upstream
+from tests.support.draws import examples
+from tests.support.random_stacks import Joining, stack, stacks
+from tests.support.shards import write_numbered_shards
+from tests.support.toy_stores import number_of
+
+CALLS = Counter[str]()
+COST = sp.attention_cost(hidden=1)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("skipping")
+    write_numbered_shards(folder, [60, 21, 99])
+    return str(folder)
+
+
+class Faulty(Joining):
+    """The same items, some of which are skipped, or cannot be encoded; some packs are skipped."""
+
+    def __init__(self, gap: int, *, fans_out: bool, all_fine: bool, known: bool) -> None:
+        super().__init__(gap, fans_out=fans_out and not all_fine)
+        self.one_to_one, self.known = all_fine, known
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = number_of(sample)
+        if not self.one_to_one and number % 11 == 0:
+            return sp.Skip("eleven")
+        if not self.one_to_one and number % 13 == 0:
+            raise ValueError("thirteen")
+        return super().encode(sample, rng)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        pack = super().pack(items, rng)
+        return sp.Skip("a pack") if not self.one_to_one and pack["drawn"] % 4 == 0 else pack
+
+
+class FaultyTelling(Faulty):
+    """The same, with known sizes; where one is known, encoding may fail, but does not skip."""
+
+    def length_of(self, sample: sp.Sample) -> int | None:
+        number = number_of(sample)
+        return None if number % 11 == 0 or (self.fans_out and number % 5 == 0) else 1 + number % 9
+
+    def images_of(self, sample: sp.Sample) -> int:
+        return number_of(sample) % 3
+
+
+faults = st.fixed_dictionaries(
+    {"chosen": stacks, "all_fine": st.booleans(), "before": st.integers(0, 3), "skipped": st.integers(1, 6)}
+)
+
+
+DECLARED = {"branches": [(20, [])], "after": [], "by": "tokens", "fans_out": True, "size": 3, "last": "batch", "gap": 0}
+
+
+@examples(200, suite=25)
+@example({"chosen": {**DECLARED, "tells": True, "candidates": None}, "all_fine": False, "before": 1, "skipped": 24})
+@example({"chosen": {**DECLARED, "tells": True, "candidates": 8}, "all_fine": False, "before": 0, "skipped": 24})
+@given(case=faults)
+def test_any_stack_continues_after_skipped_batches_as_after_batches_that_were_given(
+    shards: str, case: dict[str, Any]
+) -> None:
+    chosen, all_fine = case["chosen"], case["all_fine"]
+    kind = FaultyTelling if chosen["tells"] else Faulty
+    encoder = kind(chosen["gap"], fans_out=chosen["fans_out"], all_fine=all_fine, known=chosen["tells"])
+    on_error = "raise" if all_fine else "skip"
+
+    def fresh() -> Any:
+        return stack(shards, sp.Lane(1, 2, 7), chosen, encoder=encoder, on_error=on_error)
+
+    plain, skipping = fresh(), fresh()
+    for _ in range(case["before"]):
+        assert digest(next(plain)) == digest(next(skipping))
+    if case["before"] % 2:  # after a restore, nothing that is buffered was met by this lane
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(skipping.save_state()))
+        plain, skipping = fresh(), fresh()
+        plain.restore_state(state)
+        skipping.restore_state(state)
+    for _ in range(case["skipped"]):
+        next(plain)
+        skipping.lane.skips = True
+        skipping.pass_over()
+        skipping.lane.skips = False
+        assert skipping.ref == plain.ref
+        assert msgspec.msgpack.encode(skipping.save_state()) == msgspec.msgpack.encode(plain.save_state())
+    for _ in range(4):
+        assert digest(next(plain)) == digest(next(skipping))
+
+
+class Counting(sp.TaskEncoder):
+    """Items of one to four tokens, and the number of calls by method."""
+
+    global_rng = False
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        CALLS["encode"] += 1
+        return [sample.json()["id"]] * (1 + sample.ref.index % 4)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        CALLS["pack"] += 1
+        return [token for item in items for token in item]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        CALLS["batch"] += 1
+        return items
+
+
+class CountingSizes(Counting):
+    """The same, with known sizes."""
+
+    def length_of(self, sample: sp.Sample) -> int:
+        CALLS["length_of"] += 1
+        return 1 + sample.ref.index % 4
+
+
+class SkippingPacks(CountingSizes):
+    """The same, of which a pack may be skipped, for all the stages know."""
+
+    one_to_one = False
+
+
+def calls_of(pipeline: Any, slots: int, **settings: Any) -> Counter[str]:
+    """The calls of a loader that skips so many slots; it then continues as one that was asked for them."""
+    plain, skipping = (sp.SavableLoader(pipeline, seed=7, lanes=2, **settings) for _ in range(2))
+    expected = [next(plain) for _ in range(slots + 6)][slots:]
+    CALLS.clear()
+    skipping.skip(slots)
+    calls = Counter(CALLS)
+    assert [next(skipping) for _ in range(6)] == expected
+    assert skipping.state_dict() == plain.state_dict()
+    return calls
+
+
+def batched(samples: Any, encoder: sp.TaskEncoder) -> Any:
+    return samples.encode(encoder).shuffle(5).batch(4)
+
+
+def packed(samples: Any, encoder: sp.TaskEncoder) -> Any:
+    return samples.encode(encoder).pack(max_length=9).shuffle(3).batch(2)
+
+
+def balanced(samples: Any, encoder: sp.TaskEncoder) -> Any:
+    return samples.encode(encoder).pack(max_length=9).balance(candidates=4, cost=COST).batch(2)
+
+
+def in_buckets(samples: Any, encoder: sp.TaskEncoder) -> Any:
+    return samples.encode(encoder).bucket([2, 4], size=3)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [(batched, Counting), (packed, CountingSizes), (balanced, CountingSizes), (in_buckets, CountingSizes)],
+)
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_nothing_is_encoded_or_read_of_what_cannot_be_lost(
+    shards: str,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., Any],
+    kind: type[sp.TaskEncoder],
+    epochs: int | None,
+) -> None:
+    pipeline = build(sp.read(shards, epochs=epochs).shuffle(10), kind())
+    skipping = sp.SavableLoader(pipeline, seed=7, lanes=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(sp.Sample, "__getitem__", lambda sample, part: pytest.fail(f"{part} was read"))
+        skipping.skip(6)
+    assert set(calls_of(pipeline, 6)) <= {"length_of"}
+
+
+def test_a_join_is_skipped_by_its_keys(shards: str) -> None:
+    samples = sp.join(sp.read(shards, shuffle=False), {"other": f"{shards}/0000.tar"})
+    assert not calls_of(batched(samples, Counting()), 6)
+
+
+def test_what_a_restored_lane_has_of_another_join_is_looked_at(shards: str) -> None:
+    """What the first loader has in its buffer after `encode` may be lost by the join that is added."""
+    plain = batched(sp.read(shards), Counting())
+    joined = batched(sp.join(sp.read(shards), {"other": f"{shards}/0002.tar"}), Counting())
+    first = sp.SavableLoader(plain, seed=7, lanes=2)
+    next(first)
+    after = []
+    for skips in (False, True):
+        loader = sp.SavableLoader(joined, seed=7, lanes=2)
+        loader.load_state_dict(first.state_dict(), allow={"joins"})
+        if skips:
+            loader.skip(4)
+        else:
+            for _ in range(4):
+                next(loader)
+        after.append([*(next(loader) for _ in range(6)), loader.state_dict()])
+    assert after[0] == after[1]
+
+
+def test_only_what_decides_is_made_of_packs_that_may_be_skipped(shards: str) -> None:
+    pipeline = packed(sp.read(shards).shuffle(10), SkippingPacks())
+    calls = calls_of(pipeline, 6)
+    assert calls["pack"] and not calls["batch"]
+
+
+def test_items_are_made_only_for_their_length(shards: str) -> None:
+    pipeline = packed(sp.read(shards).shuffle(10), Counting())
+    calls = calls_of(pipeline, 6)
+    assert calls["encode"] and not calls["pack"] and not calls["batch"]
+
+
+def test_a_pack_that_is_skipped_though_none_may_be_is_an_error(shards: str) -> None:
+    class Skips(Counting):
+        def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+            return sp.Skip("never")
+
+    stage = packed(sp.read(shards), Skips())(sp.Lane(seed=7))
+    with pytest.raises(sp.EncodeError, match="one_to_one is set, but it returned Skip"):
+        next(stage)
+
+
+def test_an_own_stage_is_skipped_as_it_was_written(shards: str) -> None:
+    class Pairs(custom.ItemStage):
+        ref: Any = ()
+
+        def __next__(self) -> Any:
+            pair = [(item, self.source.ref) for _, item in zip(range(2), self.source, strict=False)]
+            self.ref = tuple(ref for _, ref in pair)
+            return [item for item, _ in pair]
+
+        def fetch(self, ref: Any) -> Any:
+            return [self.source.fetch(each) for each in ref]
+
+    pipeline = sp.read(shards).encode(Counting()).then(Pairs).shuffle(4).batch(2)
+    assert any(isinstance(stage, Pairs) for stage in upstream(pipeline(sp.Lane())))
+    assert calls_of(pipeline, 6)["encode"]

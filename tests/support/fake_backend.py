@@ -1,0 +1,85 @@
+"""A `Backend` without a pipeline: batch k of lane n in epoch e is (e, n, k); and a run of it.
+
+fake_run(FakeBackend(lengths=None), lanes=4)    yields (0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0), (0, 0, 1), …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.run.engine.backend import Backend
+from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from tests.support.toy_faults import number_pipeline
+
+COUNTERS = {"ready_batches", "viewed_batches", "restarts", "num_workers", "moved_lanes"}
+
+
+class FakeBackend:
+    """Answers as lanes of these `lengths` would; None: endless. `calls` lists all other calls.
+
+    `fails`, which may be set, is called before each answer and may raise.
+    """
+
+    def __init__(self, lengths: list[int] | None = None, capacity: int = 0) -> None:
+        self.fault, self.capacity = "", capacity
+        self.calls: list[str] = []
+        self.fails: Callable[[], object] = lambda: None
+        self._lengths = lengths
+        self._lanes: dict[int, LaneState] = {}
+        self._answers: dict[int, Delivery] = {}
+        self._tickets = 0
+
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
+        at = self._lanes.setdefault(lane, unpack_state(state, LaneState, "lane"))
+        length = None if self._lengths is None else self._lengths[lane]
+        batch = (at.epoch, lane, at.batches) if want == "batch" else None
+        dry = want != "peek" and length is not None and at.batches >= length
+        done = at.batches + (want != "peek" and not dry)
+        more = length is None or done < length
+        self._lanes[lane] = LaneState(lane, at.epoch, done, more, facts=facts.digest)
+        self._tickets += 1
+        self._answers[self._tickets] = Delivery(batch, pack_state(self._lanes[lane]), more, dry)
+        return self._tickets
+
+    def answer(self, ticket: int) -> Delivery:
+        self.fails()
+        return self._answers.pop(ticket)
+
+    def forget_requests(self) -> None:
+        self._lanes, self._answers = {}, {}
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def start(self) -> None:
+        if self.calls[-1:] != ["start"]:
+            self.calls.append("start")
+
+    def stop(self) -> None:
+        self.forget_requests()
+        self.calls.append("stop")
+
+    def close(self) -> None:
+        self.stop()
+        self.calls.append("close")
+
+    def verify_delivered(self) -> None:
+        self.calls.append("verify_delivered")
+
+    def look(self) -> None:
+        self.calls.append("look")
+
+    def numbers(self) -> dict[str, int]:
+        return {**dict.fromkeys(COUNTERS, 0), "ready_batches": len(self._answers)}
+
+
+def fake_run(backend: Backend, shards: Any, *, lanes: int, epochs: int | None = None, **settings: Any) -> Run:
+    """A run of a backend; of the data at `shards`, only whether it is finite matters."""
+    pipeline = partial(number_pipeline, str(shards), epochs=epochs)
+    return Run(LoaderSettings(pipeline, seed=0, lanes=lanes, **settings), agree=lambda vote: vote, backend=backend)
