@@ -14,7 +14,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.peers.sharing import Sharing
+from savable_pipeline.run.peers.meeting import Sharing
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -45,6 +45,13 @@ class DictStore:
         with self._lock:
             self.values[key] = self.values.get(key, 0) + number
             return int(self.values[key])
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value if the key has the expected one, "" for none; the value that it has then."""
+        with self._lock:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = value.encode()
+            return self.get(key)
 
 
 def sharing_of(ranks: Sequence[int], store: Any = None) -> list[Sharing]:
@@ -90,7 +97,7 @@ def loaders(
     found = []
     for sharing in sharing_of(range(rank * peers, (rank + 1) * peers)):
         ranks = sp.Ranks(rank, world_size)
-        ranks.sharing = sharing
+        ranks.sharing, ranks.name, ranks.builds = sharing, sharing.ranks[sharing.number], sharing.number == 0
         workers = {"workers": sp.Workers(timeout=TIMEOUT_S), "ranks": ranks}
         found.append(alone(shards, epochs=epochs, **{**workers, **settings}))
     return found

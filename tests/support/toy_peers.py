@@ -71,8 +71,8 @@ def die(shards: str, victim: str, workers: str) -> dict[str, Any]:
 
 def wrong_groups(shards: str) -> dict[str, Any]:
     """The data groups do not fit the sharing groups."""
-    data, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    _, shared = None, dist.new_subgroups_by_enumeration([[0, 1], [3, 2]])[0]
+    data, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    shared, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     dist.barrier()
     errors = []
     for _ in range(2):  # the first time, none has said what it is

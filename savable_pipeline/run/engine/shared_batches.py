@@ -9,40 +9,38 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from savable_pipeline.run.engine.connection import Answer
 from savable_pipeline.run.engine.messages import Failure
 from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
 _INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
 
 
-class Sender(Protocol):
-    """Sends messages with descriptors, as a `Channel` does."""
-
-    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of some descriptors."""
-
-
 class AnswerSender:
     """The worker's end: sends small answers through the channel, large ones through shared memory."""
 
-    def __init__(self, channel: Sender) -> None:
+    def __init__(self, channel: Channel | Any = None) -> None:
         self._channel = channel
         self.segments = SegmentWriter()
 
     def send(self, number: int, answer: Answer) -> None:
         """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
+        message, descriptors = self.message(number, answer)
+        self._channel.send(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def message(self, number: int, answer: Any) -> tuple[bytes, list[int]]:
+        """What it sends, and descriptors that the caller closes."""
         try:
             body, fd = self._written(answer)
         except Exception:
             body, fd = self._written(Failure(None, traceback.format_exc()))
-        self._channel.send(pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd])
-        if fd is not None:
-            os.close(fd)
+        return pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd]
 
     def _written(self, answer: Answer) -> tuple[tuple[Any, Any], int | None]:
         """The answer itself, or its part of the shared memory with the segment's descriptor, if that is new."""

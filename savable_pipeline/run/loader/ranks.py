@@ -22,7 +22,7 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.run.peers.sharing import Sharing, check_roles, find_sharing
+from savable_pipeline.run.peers.meeting import Sharing, find_sharing
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
+_FLATTEN = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
 _DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
 
 
@@ -60,6 +61,8 @@ class Ranks:
         self.group = group
         self.explicit = explicit
         self.sharing: Sharing | None = None  # the ranks with which it shares batches
+        self.builds = True  # its batches, and does not get them from another process
+        self.name = rank  # in messages: its number among all processes, where some share batches
 
     @classmethod
     def of(cls, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, share: ShareLike = None) -> Ranks:
@@ -86,20 +89,13 @@ class Ranks:
         """
         if share is None:
             return _ranks_of(mesh_or_group)
-        names = (share,) if isinstance(share, str) else share
-        if isinstance(names, tuple | list):
-            found, members = _in_mesh(mesh_or_group, tuple(names))
+        if isinstance(share, str | tuple | list):
+            found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
         else:
-            found, members = _ranks_of(mesh_or_group), _members(names)
-        found.sharing = find_sharing(members)
-        if found.sharing is not None and found.group is not None:
-            check_roles(found.sharing, _members(found.group))
+            found, members = _ranks_of(mesh_or_group), _members(share)
+        if (sharing := find_sharing(members, () if found.group is None else _members(found.group))) is not None:
+            found.sharing, found.builds, found.name = sharing, sharing.number == 0, sharing.ranks[sharing.number]
         return found
-
-    @property
-    def builds(self) -> bool:
-        """Whether this process builds its batches, and does not get them from another one."""
-        return self.sharing is None or self.sharing.builds
 
     def lanes(self, lanes: int) -> range:
         """The lanes of this rank.
@@ -176,11 +172,11 @@ class Ranks:
             value: What this rank says.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
-        store = None if find is None else find()
+        store = self.sharing.store if self.sharing else find and find()
         if store is None:
             return value
         try:
-            time = store.add(f"{key}/times of {self.rank}", 1)
+            time = store.add(f"{key}/times of {self.name}", 1)
             return str(store.compare_set(f"{key}/{time}", "", value).decode())
         except RuntimeError as error:  # NotImplementedError is one, too
             if isinstance(error, NotImplementedError) or "not implemented" in str(error).lower():
@@ -276,23 +272,11 @@ def _ranks_of(ranks: object) -> Ranks:
 def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
     """The data-parallel rank in a mesh, and the ranks that differ from this one in the shared dimensions alone."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    if unknown := [name for name in share if name not in names]:
-        raise ValueError(
-            f"share={share!r}: the mesh has no dimension {unknown[0]!r}, only {', '.join(names) or 'unnamed ones'}. "
-            "Pass names of mesh_dim_names, or a process group."
-        )
     others = [name for name in names if name not in share]
-    if len(others) > 1:
-        raise ValueError(
-            f"share={share!r} leaves the dimensions {', '.join(others)}, but data parallelism has one. Flatten them: "
-            "Ranks.of(mesh[...]._flatten('dp'), share=group)."
-        )
-    coordinate = mesh.get_coordinate()
-    index = tuple(slice(None) if name in share else at for name, at in zip(names, coordinate, strict=True))
-    members = tuple(mesh.mesh[index].flatten().tolist())
-    if not others:
-        return Ranks(0, 1), members
-    return Ranks(mesh.get_local_rank(others[0]), mesh.size(names.index(others[0])), mesh.get_group(others[0])), members
+    if not set(share) <= set(names) or len(others) > 1:
+        raise ValueError(f"share={share} must name all but one of the dimensions {names} of the mesh. {_FLATTEN}")
+    members = tuple(mesh[tuple(name for name in names if name in share)].mesh.flatten().tolist())
+    return _ranks_of(mesh[others[0]]) if others else Ranks(0, 1), members
 
 
 def _members(group: Any) -> tuple[int, ...]:
@@ -330,16 +314,16 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     key = _digest([found.fields[name] for name in ("stages", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
-    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards} {seed}")
+    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
     digest, other, there, seed_there = first.split()
     if seed_there != str(seed):
         raise ValueError(
-            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
+            f"rank {ranks.name} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
             "ranks, because it sets their common order."
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.rank} and rank {other} found different shards, exclude= files or media tables. Start all "
+            f"rank {ranks.name} and rank {other} found different shards, exclude= files or media tables. Start all "
             f"ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
         )
 

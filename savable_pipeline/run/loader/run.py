@@ -33,6 +33,7 @@ from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.loader.trace import SampleIds, Trace, source_names, traced_rows
+from savable_pipeline.run.peers.peer_backend import PeerBackend
 from savable_pipeline.run.state.flights import read_acks, read_flights, without_flights
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -71,7 +72,8 @@ class Run:
         self._losses = SourceLosses(local)
         self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
-        self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
+        ledger = settings.ledger if self.ranks.builds else None
+        self._ledger = None if ledger is None else LedgerKeeper(ledger, settings.seed, self.counters)
         self.rows = RowsInFlight(settings, self.ranks, local) if settings.acknowledge else None
         if self.rows is not None:
             self.stats.others = self.rows.table.numbers
@@ -240,7 +242,8 @@ class Run:
 
     def _vote(self, vote: int) -> int:
         """The smallest or largest of all ranks' votes."""
-        return self.ranks.agree(vote, smallest=not self.settings.pad) if self.agree is None else self.agree(vote)
+        ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
+        return self.backend.agree(partial(ask, vote)) if isinstance(self.backend, PeerBackend) else ask(vote)
 
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """This rank's batch of the next step, and the position after it; the next `slots` will be requested likewise.
@@ -273,7 +276,7 @@ class Run:
         refuse_while_importing()
         self._process.check()
         self.ranks.check_world()
-        if self.agree is None and self.ranks.can_talk:
+        if self.agree is None and (self.ranks.can_talk or self.ranks.sharing):
             check_same_data(self.ranks, self.states.fingerprint)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()

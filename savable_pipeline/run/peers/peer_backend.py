@@ -1,185 +1,228 @@
 """`PeerBackend`: the `Backend` of ranks that share batches, which the first of them builds by a backend of its own.
 
-first rank     Run ──▶ PeerBackend ──▶ Pool or InProcess
-                         │ answers, votes and errors, in the order of its calls
-other ranks    Run ──▶ PeerBackend
+    first rank    Run ──▶ PeerBackend ──▶ Pool or InProcess
+                            │ answers, votes and errors, in the order of its calls
+    other ranks   Run ──▶ PeerBackend
+
+The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer has the request and the lane's state
+before it, so that a rank which asks for something else is noticed. At the first batch after a start, all compare its
+bytes. A peer that ends, or gives no sign of life, ends all: each raises an error with its rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import select
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.connection import Connection, Ended, Host
-from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import Delivery, Failure, RequestKind
 from savable_pipeline.run.engine.process_host import ProcessHost
+from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.peers.group import PeerGroup
-from savable_pipeline.run.peers.sharing import Sharing
+from savable_pipeline.run.peers.meeting import Sharing, meet
+from savable_pipeline.run.peers.peer import Note, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
-_SAME_PLACE = "Create the loader with the same settings, and load the same state, on each of these ranks."
-_SAME_BATCH = "Install the same versions of Python, torch and NumPy for all ranks."
-_LISTEN_S = 1.0  # for news of workers at a time
+_LISTEN_S = 0.25  # at a time
+_END_S = 5.0  # for the last notes to be sent
+_PATIENCE = 5  # others wait so many times as long, since the first rank may replace workers that hang
+_HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
+_SAVE = "The state of the last batch is intact: save it, and restart the ranks."
+_VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
+_ALIKE = "Load, skip and take batches alike on each of them."
 
 
-class PeerTicket(NamedTuple):
-    """A request, and its ticket in the backend that builds the batch, if that is in this process."""
-
-    lane: int
-    state: bytes
-    want: RequestKind
-    ticket: Any
+def open_passing(open_host: Callable[[], Host]) -> Host:
+    """A host, whose workers' answers are read so that they can be passed on."""
+    if isinstance(host := open_host(), ProcessHost):
+        host.reader = SourceReader
+    return host
 
 
-class PeerBackend(Backend):
+class PeerBackend:
     """Answers on each rank as the backend of the first one does.
 
-    `describe` returns what must be the same on all ranks before the first batch.
+    `builder` builds the batches in the first rank, and is idle in the others, which are met at the first request.
     """
 
-    def __init__(self, sharing: Sharing, workers: Workers) -> None:
-        self.builds: Backend | None = None  # in the first rank
-        self.describe: Callable[[], Mapping[str, Any]] = dict
-        self._sharing, self._workers = sharing, workers
-        self._group: PeerGroup | None = None
-        self._runs = False
+    def __init__(self, sharing: Sharing, workers: Workers, builder: Backend) -> None:
+        self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
+        self._builder, self.open, self.start, self.numbers = builder, builder.open, builder.start, builder.numbers
+        self.verify_delivered = builder.verify_delivered
+        self._meet = partial(meet, sharing, workers.timeout)
+        self._peers: list[Peer] = []  # once they have met
         self._states: dict[int, bytes] = {}  # of lanes, after their last answers
+        self._compares = True  # at the next batch
+        self._failed = ""  # the error that ended the group
 
     @property
     def fault(self) -> str:
-        """What the backend that builds has found in yielded batches."""
-        return self.builds.fault if self.builds else ""
+        """That of the builder."""
+        return self._builder.fault
 
     @fault.setter
     def fault(self, fault: str) -> None:
-        if self.builds is not None:
-            self.builds.fault = fault
-
-    @property
-    def group(self) -> PeerGroup:
-        """The peers, which are met at the first use."""
-        if self._group is None:
-            self._group = PeerGroup(self._sharing, self._workers.timeout, self._workers.prefetch)
-        return self._group
+        self._builder.fault = fault
 
     @property
     def capacity(self) -> int:
-        """That of the backend that builds; 0 in the other ranks."""
-        return self.builds.capacity if self.builds else 0
+        """That of the builder."""
+        return self._builder.capacity
 
-    def open(self) -> None:
-        """Open what starts workers, in the first rank."""
-        if self.builds is not None:
-            self.builds.open()
-
-    def start(self) -> None:
-        """Check that all ranks are at the same place, and start the workers in the first. Waits for all of them."""
-        if not self._runs:
-            self.group.compare(self.describe(), _SAME_PLACE)
-            self._runs = True
-        if self.builds is not None:
-            self.builds.start()
-
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> PeerTicket:
-        """Request a batch, in the first rank, and return a ticket."""
-        if self.builds is None:
-            return PeerTicket(lane, state, want, None)
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+        """Request a batch of the builder."""
         self._states.setdefault(lane, state)
-        return PeerTicket(lane, state, want, self.builds.ask(lane, state, want, facts))
+        return lane, state, want, self._builder.ask(lane, state, want, facts)
 
-    def answer(self, ticket: PeerTicket) -> Delivery:
+    def answer(self, ticket: Any) -> Delivery:
         """Wait for the answer of the first rank. Raises what it raises, or `SavableError` if ranks differ."""
-        builds, state = self.builds, ticket.state
-        if builds is not None:
-            state = self._states[ticket.lane]
-        key = ticket.want, ticket.lane, xxh3_64_intdigest(state)
-        (want, *_), found = self.group.shared(key, None if builds is None else lambda: builds.answer(ticket.ticket))
-        self._states[ticket.lane] = found.state
-        if want == "batch" and not self.group.compared:
-            self.group.compared = True
-            self.group.compare({"the first batch": digest(found.batch)}, _SAME_BATCH)
-        return found  # type: ignore[no-any-return]
+        lane, state, want, own = ticket
+        state = self._states[lane] if self.capacity else state  # workers are asked ahead
+        found: Delivery = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
+        self._states[lane] = found.state
+        return found
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """What the first ranks of all groups have agreed on by their votes."""
-        self.start()
-        return self.group.shared(("vote",), vote)[1]  # type: ignore[no-any-return]
+        """What the first ranks of all sharing groups have agreed on by their votes."""
+        return self._shared(("vote",), vote)  # type: ignore[no-any-return]
+
+    def look(self) -> None:
+        """Have the builder compare the shards. Raises on all ranks what it raises."""
+        self._shared(("look",), self._builder.look)
 
     def forget_requests(self) -> None:
         """Drop all requests."""
         self._states.clear()
-        if self.builds is not None:
-            self.builds.forget_requests()
-
-    def verify_delivered(self) -> None:
-        """Compare the shards, in the first rank."""
-        if self.builds is not None:
-            self.builds.verify_delivered()
-
-    def look(self) -> None:
-        """Have the first rank compare the shards. Raises on all ranks what it raises."""
-        if self._runs:
-            self.group.shared(("end of the epoch",), self.builds.look if self.builds else None)
+        self._builder.forget_requests()
 
     def stop(self) -> None:
-        """End the workers. The ranks stay connected, and compare where they are at the next start."""
-        self._runs = False
+        """Stop the builder. The ranks stay connected, and compare their next batch."""
         self._states.clear()
-        if self.builds is not None:
-            self.builds.stop()
+        self._compares = True
+        self._builder.stop()
 
     def close(self) -> None:
-        """Stop, and leave the group: other ranks may still take what was built before."""
+        """Stop, and leave the group: other ranks may still take what was passed to them."""
+        self._builder.close()
         self.stop()
-        if self.builds is not None:
-            self.builds.close()
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        self._report(("ended",))
+        until = time.monotonic() + _END_S
+        while time.monotonic() < until and any(peer.is_behind(self._passed) for peer in self._peers):
+            self._hear(_LISTEN_S)  # a closed TCP connection may lose what has not arrived
+        for peer in self._peers:
+            peer.close()
+        self._peers = []
 
-    def numbers(self) -> dict[str, int]:
-        """Return the counters of the first rank's workers; in other ranks, the batches viewed there."""
-        names = ("ready_batches", "viewed_batches", "restarts", "num_workers", "moved_lanes")
-        found = self.builds.numbers() if self.builds else dict.fromkeys(names, 0)
-        viewed = self._group.viewed if self._group else 0
-        return {**found, "viewed_batches": found["viewed_batches"] + viewed}
+    # Passing on.
 
+    def _shared(self, key: Note, build: Callable[[], Any]) -> Any:
+        """What the first rank has built for a key, on each rank. Raises what was raised there.
 
-class PeerHost(Host):
-    """A host whose workers' answers can be passed on, and that listens to peers while it waits for workers."""
+        The key of a batch has the kind of the request, the lane, and a hash of the lane's state before the batch.
+        """
+        if not self._peers:
+            self._upstream, self._readers = self._meet()
+            self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
+            self._own, self._writer, self._passed, self._failed = SourceReader(), AnswerSender(), 0, ""
+        self._hear(0.0)
+        self._check([])
+        raised, other, compares = None, key, self._compares and key[0] == "batch"
+        if self._upstream is not None:
+            (_, other, compares), found = self._next_note(self._upstream)
+            self._upstream.send(("taken",))
+            # A batch that the first rank requested before it skipped the slot answers a skip.
+            if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):
+                ranks, steps = f"ranks {self._rank} and {self._upstream.rank}", f"{key[:2]} and {other[:2]}"
+                self._fail(f"{ranks} share batches, but not their steps: {steps}. {_ALIKE}")
+        else:
+            try:
+                found = build()
+            except Exception as error:
+                raised, found, compares = error, Failure.of(error), False
+        if self._readers:
+            found = self._pass_on(("answer", other, compares), found)
+        if isinstance(found, Failure):
+            raise raised or found.raised()
+        if compares:
+            self._compare(digest(found.batch))
+        return found
 
-    def __init__(self, host: Host, backend: PeerBackend) -> None:
-        self._host, self._backend = host, backend
-        if isinstance(host, ProcessHost):
-            host.reader = lambda: backend.group.new_reader()
+    def _pass_on(self, note: Note, found: Any) -> Any:
+        """Pass an answer on, and return it as this process is to use it. Waits until the readers have most of them."""
+        written = found.written if isinstance(found, Delivery) else None
+        if written is None:
+            _, found, written = self._own.read_written(*self._writer.message(1, found))
+        passed = written([reader.flag for reader in self._readers if reader.is_local and not reader.ended])
+        for reader in self._readers:
+            reader.send(note, passed if reader.is_local else written(None))
+        self._passed += 1
+        behind = self._passed - self._prefetch
+        self._wait(lambda: [reader for reader in self._readers if reader.unsent or reader.is_behind(behind)])
+        return found
 
-    def now(self) -> float:
-        """Seconds on the host's clock."""
-        return self._host.now()
+    def _compare(self, own: str) -> None:
+        """Wait until all ranks have compared a batch. Raises `SavableError` on all of them if it differs."""
+        self._compares = False
+        for reader in self._readers:
+            if self._next_note(reader)[0][1] != own:
+                self._fail(f"the first batch of rank {reader.rank} differs from that of rank {self._rank}. {_VERSIONS}")
+        if self._upstream is not None:
+            self._upstream.send(("digest", own))
+            self._next_note(self._upstream)
+        for reader in self._readers:
+            reader.send(("same",))
 
-    def count(self, wanted: int) -> int:
-        """How many workers there are to be."""
-        return self._host.count(wanted)
+    # Waiting, and ends.
 
-    def begin(self, pinned: PinnedShards) -> Connection:
-        """Begin a worker."""
-        return self._host.begin(pinned)
+    def _next_note(self, peer: Peer) -> tuple[Note, Any]:
+        """The next note of a peer, with its answer."""
+        self._wait(lambda: [] if peer.inbox else [peer])
+        return peer.take()
 
-    def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:
-        """Wait up to so long for news of workers. Raises if a peer has ended."""
-        self._backend.group.watch()
-        return self._host.wait(min(seconds, _LISTEN_S))
+    def _wait(self, missing: Callable[[], list[Peer]]) -> None:
+        """Wait until no peer is missing. Raises `WorkerError` on all if one ended, or gave no sign for too long."""
+        start = time.monotonic()
+        while peers := missing():
+            self._check(peers)
+            if time.monotonic() - start > self._timeout * (_PATIENCE if self._upstream in peers else 1):
+                ranks = ", ".join(str(peer.rank) for peer in peers)
+                self._fail(f"rank {self._rank} waited {self._timeout:g} s for rank {ranks}. {_HANGS}")
+            self._hear(_LISTEN_S)
 
-    def end_workers(self) -> None:
-        """End all workers."""
-        self._host.end_workers()
+    def _check(self, needed: list[Peer]) -> None:
+        """Raise an error if a peer has failed or ended, or one that is needed has closed its loader."""
+        for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
+            self._fail(failed)
+        for peer in self._peers:
+            if not peer.inbox and (peer in needed if peer.ended else peer.lost):
+                how = "closed its loader" if peer.ended else "ended"
+                self._fail(f"rank {peer.rank} {how}, which shares batches with rank {self._rank}. {_SAVE}")
 
-    def close(self) -> Any:
-        """End what begins the workers."""
-        self._host.close()
+    def _hear(self, seconds: float) -> None:
+        """Take what arrives within these seconds."""
+        peers, poll = [peer for peer in self._peers if not peer.lost], select.poll()
+        for peer in peers:
+            peer.watch(poll)
+        poll.poll(seconds * 1000)
+        for peer in peers:
+            peer.hear()
+            for source in SourceReader.in_use if peer.lost and not peer.ended else ():
+                source.segments.release(peer.flag)
+
+    def _fail(self, text: str) -> NoReturn:
+        """Raise an error here, and on all peers."""
+        self._failed = text
+        self._report(("failed", text))
+        raise WorkerError(text)
+
+    def _report(self, note: Note) -> None:
+        for peer in self._peers:
+            peer.send(note)

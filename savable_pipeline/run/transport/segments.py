@@ -31,12 +31,11 @@ from savable_pipeline.run.transport.status_page import anonymous_file
 
 Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
-ALIGN = 64
+ALIGN = 64  # bytes, and readers of a segment
 KEPT = 8  # batches of one worker that the trainer may view at a time; beyond that it gets copies
 _ROUND = 1 << 16
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
-MOST_READERS = ALIGN
-_ALL_FREE = bytes(MOST_READERS)
+_ALL_FREE = bytes(ALIGN)
 
 
 class WrittenBatch(NamedTuple):
@@ -158,7 +157,7 @@ class SegmentWriter:
 
     def _take(self, size: int) -> _Begun:
         """Mark a free segment of at least this size as in use, or make one."""
-        retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:MOST_READERS]]
+        retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:ALIGN]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
         fits = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
@@ -182,7 +181,7 @@ class SegmentWriter:
         return _Begun(number, fd, tuple(dropped), self._view(number).ctypes.data)
 
     def _is_free(self, number: int, segment: mmap.mmap) -> bool:
-        return segment[:MOST_READERS] == _ALL_FREE and self._lent.get(number, _nothing)() is None
+        return segment[:ALIGN] == _ALL_FREE and self._lent.get(number, _nothing)() is None
 
 
 def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[tuple[int, int, bool]], int]:
@@ -219,18 +218,15 @@ class SegmentReader:
     def add(self, number: int, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
         try:
-            if self._private:
-                data = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-                self._segments[number] = _Mapped(mmap.mmap(fd, MOST_READERS), data)
-            else:
-                whole = _mapped(fd, 0)
-                self._segments[number] = _Mapped(whole, whole)
+            flags = mmap.mmap(fd, ALIGN) if self._private else _mapped(fd, 0)
+            data = mmap.mmap(fd, 0, mmap.MAP_PRIVATE) if self._private else flags
+            self._segments[number] = _Mapped(flags, data)
         finally:
             os.close(fd)
 
     def drop(self, number: int) -> None:
         """Drop a segment; it is unmapped when no tensor views it any more."""
-        del self._segments[number]
+        self._segments.pop(number, None)
 
     def lend(self, number: int, flags: Iterable[int]) -> None:
         """Mark a segment as in use by other readers, too, before they know of it."""

@@ -195,16 +195,35 @@ def test_peers_at_different_places_are_an_error_on_all(shards: Path) -> None:
         found[2].load_state_dict(one.state_dict())
         errors = on_each(found, next)
         assert all(isinstance(error, SavableError) for error in errors)
-        assert len({str(error) for error in errors}) == 1
-        assert "the slot is 3 on rank 2, and 0 on rank 0" in str(errors[0])
+        assert {str(error) for error in errors} == {
+            "ranks 2 and 0 share batches, but not their steps: ('batch', 3) and ('batch', 0). Load, skip and take "
+            "batches alike on each of them."
+        }
 
 
-def test_other_settings_are_an_error_on_all(shards: Path) -> None:
-    first, second = loaders(shards, 2), loaders(shards, 2, seed=6)
-    second[1] = alone(shards, seed=6, ranks=run_of(first[1]).ranks)
-    with closing([first[0], second[1]]) as found:
-        errors = on_each(found, next)
-        assert ["the seed is 6 on rank 1, and 5 on rank 0" in str(error) for error in errors] == [True] * 2
+def test_another_place_of_the_same_lane_is_an_error_on_all_too(shards: Path) -> None:
+    one = alone(shards)
+    take(one, 4)
+    with closing(loaders(shards, 2)) as found:
+        found[0].load_state_dict(one.state_dict())
+        assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
+
+
+def test_loading_on_one_rank_alone_is_an_error_on_all_before_a_batch(shards: Path) -> None:
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, lambda loader: take(loader, 3))
+        found[0].load_state_dict(alone(shards).state_dict())
+        assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
+
+
+def test_another_seed_is_an_error(shards: Path) -> None:
+    first = loaders(shards, 2, workers=sp.Workers(timeout=0.5))
+    other = alone(shards, seed=6, ranks=run_of(first[1]).ranks)
+    with closing([first[0], other]) as found:
+        with pytest.raises(SavableError, match=r"rank 0 waited 0\.5 s for rank 1"):
+            next(found[0])
+        with pytest.raises(ValueError, match="rank 1 has seed=6, but rank 0 has seed=5"):
+            next(found[1])
 
 
 def test_a_different_first_batch_is_an_error_on_all(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +231,18 @@ def test_a_different_first_batch_is_an_error_on_all(shards: Path, monkeypatch: p
     module = "savable_pipeline.run.peers.peer_backend.digest"
     monkeypatch.setattr(module, lambda batch: f"{digest(batch)} {next(count)}")
     with closing(loaders(shards, 2)) as found:
-        errors = on_each(found, next)
-        assert all("the first batch is" in str(error) and "on rank 1" in str(error) for error in errors)
+        assert all(
+            "the first batch of rank 1 differs from that of rank 0" in str(error) for error in on_each(found, next)
+        )
 
 
 def test_a_skip_on_one_rank_alone_is_an_error_on_all(shards: Path) -> None:
     with closing(loaders(shards, 2)) as found:
         on_each(found, lambda loader: take(loader, 2))
         found[0].skip(1)
-        errors = on_each(found, lambda loader: take(loader, 2))
+        errors = on_each(found, lambda loader: take(loader, 8))
         assert all(isinstance(error, SavableError) for error in errors)
-        assert all("ranks 1 and 0 share batches" in str(error) for error in errors)
+        assert all("ranks 1 and 0 share batches, but not their steps" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -261,10 +281,10 @@ def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
 def test_a_peer_that_takes_no_batches_is_named(shards: Path) -> None:
     with closing(loaders(shards, 2, workers=sp.Workers(timeout=0.5))) as found:
         on_each(found, next)
-        with pytest.raises(WorkerError, match="rank 0 waited 0.5 s for rank 1"):
+        with pytest.raises(WorkerError, match=r"rank 0 waited 0\.5 s for rank 1"):
             take(found[0], 5)
         states = [loader.state_dict() for loader in found]
-        with pytest.raises(WorkerError, match="rank 0 waited 0.5 s for rank 1"):
+        with pytest.raises(WorkerError, match=r"rank 0 waited 0\.5 s for rank 1"):
             take(found[1], 5)
     resumed = alone(shards)
     resumed.load_state_dict(states[1])
@@ -275,7 +295,7 @@ def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
     with closing(loaders(shards, 2)) as found:
         on_each(found, next)
         found[0].close()
-        with pytest.raises(SavableError, match="rank 0 closed the loader that it shares with rank 1"):
+        with pytest.raises(SavableError, match="rank 0 closed its loader, which shares batches with rank 1"):
             next(found[1])
 
 
