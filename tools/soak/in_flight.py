@@ -147,11 +147,11 @@ class History:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
         taken = voted_step([iter(run) for run in runs])
         again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
-        for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
+        for run, batch, place, repeated_rows in zip(runs, taken, places, again, strict=True):
             receipts = [tuple(each) for each in receipts_of(run).tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
             real = [each for each in receipts if each[0] >= 0]
-            if not came_again:
+            if not repeated_rows:
                 self._compare(place, batch)
                 assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
                 self._made_of |= {each: _numbers(batch["items"][each[1]]) for each in real}

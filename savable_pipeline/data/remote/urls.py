@@ -1,7 +1,7 @@
-"""Finds the shards behind URLs that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
+"""Finds the shards at URLs: folders, globs, brace patterns, files, or lists.
 
-A folder of the Hub is read as one dataset only where it is one. Its splits and configurations are those that the card
-says (`configs:` at the top of README.md), or else those that the names of files tell, as HF `datasets` reads them:
+A folder of the Hub is one dataset only if it has one split. Its splits and configurations are those in its card
+(`configs:` at the top of README.md), or else follow from the names of files, as in HF `datasets`:
 
     data/train-00000-of-00002.parquet    split train
     test/a.jsonl, corpus_test.jsonl      split test
@@ -44,10 +44,10 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteShards:
-    """Shards behind one URL: names relative to `root`, in order.
+    """Shards below one URL, with names relative to `root`, in order.
 
-    `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
-    change when the shard is replaced. There are as many as names, or none.
+    `sizes` is int64 (names,), in bytes, -1 if the server did not list the shard. `stamps`, of listed shards, change
+    when the shard is replaced. There are as many as names, or none.
     """
 
     root: str
@@ -57,21 +57,21 @@ class RemoteShards:
 
     @classmethod
     def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
-        """Shards of which the names alone are known."""
+        """Build shards of which only the names are known."""
         return cls(root, names, np.full(len(names), -1, np.int64))
 
 
 def find_remote(shards: Shards, session: Session, kind: ShardKind = TAR_FILES, *, stamps: bool = False) -> RemoteShards:
-    """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
+    """Return the shards at these URLs.
 
-    The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
-    listed, gives no names. With `stamps` those of a bucket are found too. Raises `ShardError` if there is no shard, or
-    if one is named twice.
+    The root is the folder that the user named, or the deepest one that has all the shards. A folder on a web server,
+    which cannot be listed, yields no names. With `stamps`, those of a bucket are returned too. Raises `ShardError` if
+    stats is no shard, or if one is named twice.
     """
     specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
     stamps = stamps or any(map(is_hub, specs))
     if kind.listing:
-        return _listed_behind(specs, session, kind)
+        return _in_listing_file(specs, session, kind)
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
     if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
         return _in_folder(root, session, kind, stamps)
@@ -105,7 +105,7 @@ def find_remote(shards: Shards, session: Session, kind: ShardKind = TAR_FILES, *
 
 
 def _in_folder(root: str, session: Session, kind: ShardKind, stamps: bool) -> RemoteShards:
-    """All shards of a folder; of one of the Hub they are of one split."""
+    """Return all shards of a folder. Those of the Hub must be of one split."""
     _check_readable(root, kind)
     found = _listed(root, session, kind)
     if is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
@@ -113,7 +113,7 @@ def _in_folder(root: str, session: Session, kind: ShardKind, stamps: bool) -> Re
     return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
 
 
-def _listed_behind(specs: list[str], session: Session, kind: ShardKind) -> RemoteShards:
+def _in_listing_file(specs: list[str], session: Session, kind: ShardKind) -> RemoteShards:
     root = specs[0].rstrip("/")
     if not root.startswith("http"):
         session.listing(root)
@@ -121,23 +121,26 @@ def _listed_behind(specs: list[str], session: Session, kind: ShardKind) -> Remot
     if listing is None:
         raise ShardError(f"{root}/{kind.listing}: not found. Name the one folder that has it", reason=NOT_THERE)
     if root.startswith("http"):
-        there = session.stats(root, sorted({name for several in kind.names(root, listing) for name in several}))
+        stats = session.stats(root, sorted({name for several in kind.names(root, listing) for name in several}))
     else:
-        there = {name: (size, stamp) for name, size, stamp in session.listing(root)}
-    found = kind.names_in(root, listing, there.__contains__, False)
-    sizes = np.array([there[name][0] for name in found], np.int64)
-    return RemoteShards(root, found, sizes, [there[name][1] for name in found])
+        stats = {name: (size, stamp) for name, size, stamp in session.listing(root)}
+    found = kind.names_in(root, listing, stats.__contains__, False)
+    sizes = np.array([stats[name][0] for name in found], np.int64)
+    return RemoteShards(root, found, sizes, [stats[name][1] for name in found])
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
-    """The folder of a URL, and the glob below it, or None."""
+    """Return the folder of a URL, and the glob below it or None."""
     parts = spec.rstrip("/").split("/")
     magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
     return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
 
 
 def _matches(parts: list[str], patterns: list[str]) -> bool:
-    """Whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    """Return whether a name matches a glob, part by part.
+
+    `**` matches any number of parts.
+    """
     if not patterns or not parts:
         return not parts and all(pattern == "**" for pattern in patterns)
     if patterns[0] == "**":
@@ -156,13 +159,13 @@ def _common_root(urls: list[str]) -> str:
 
 
 def _check_readable(spec: str, kind: ShardKind) -> None:
-    """Raises `ShardError` for a name that says that the file is compressed."""
+    """Raise `ShardError` for a name of a compressed file."""
     if spec.endswith(kind.refused):
         raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset. {kind.cure}")
 
 
 def _listed(root: str, session: Session, kind: ShardKind) -> Listing:
-    """The shards below a folder; none on a web server, which cannot be listed."""
+    """Return the shards below a folder; none on a web server, which cannot be listed."""
     if root.startswith("http"):
         return Listing.of([])
     found = session.listing(root).only(lambda name: _is_shard(name, kind))
@@ -181,7 +184,7 @@ def _hidden(name: str) -> bool:
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
-    """Raises `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
+    """Raise `ShardError` for files of several splits, with the names to choose from."""
     whole = not HubAddress.of(root).path
     found = _of_card(session.call("card", root), suffix) if whole else {}
     found = found or _of_names(names, suffix)
@@ -194,7 +197,7 @@ def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Sess
 
 
 def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
-    """A glob for each split that these names tell, if they tell several."""
+    """Return a glob for each split that these names show, if they show several."""
     found: dict[str, str] = {}
     for name in names:
         numbered, word = _NUMBERED.fullmatch(name), _WORD.match(name)
@@ -209,8 +212,8 @@ def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
 
 
 def _of_card(card: bytes, suffix: str) -> dict[str, str]:
-    """The same for each split of each configuration of a card; empty for a card that says nothing of them."""
-    from savable_pipeline.data.shards.yaml_limits import load_yaml  # here: it takes PyYAML
+    """Return a glob for each split of each configuration of a card, if it has any."""
+    from savable_pipeline.data.shards.yaml_limits import load_yaml  # imported here, because it imports PyYAML
 
     head = _CARD.match(card)
     try:
@@ -220,7 +223,7 @@ def _of_card(card: bytes, suffix: str) -> dict[str, str]:
             for config in configs or ()
             for name, pattern in _splits(config)
         }
-    except (ValueError, AttributeError, TypeError, LookupError):  # written by anybody: then names tell
+    except (ValueError, AttributeError, TypeError, LookupError):  # the card is malformed, so the names decide
         return {}
     return found
 

@@ -33,14 +33,14 @@ from savable_pipeline.data.remote.cache_layout import open_parts
 from savable_pipeline.data.remote.lookup import (
     RemoteFolder,
     Version,
-    asked,
     hash_of,
     held,
-    looked_up,
+    locked_dataset,
     newest_version,
     point,
     pointed_version,
     unread_version,
+    with_stamps,
 )
 from savable_pipeline.data.remote.session import Session, scratch
 from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags
@@ -228,12 +228,12 @@ def open_remote(
     read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
     damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
-    with looked_up(files, form, session, counts=anew) as (found, folder, own):
+    with locked_dataset(files, form, session, counts=anew) as (found, folder, own):
         all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
         if all_below and form.splits and session.stat(found.root, form.splits) is not None:
             raise ShardError(f"{files}: several splits are there. Read one of them, such as {found.root}/train/")
         if anew:
-            found = replace(found, sizes=asked(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
+            found = replace(found, sizes=with_stamps(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
@@ -330,7 +330,7 @@ class _Making:
         if not self.form.whole:
             known = () if own is None else set(own.index.shards.names)
             unknown = [number for number, name in enumerate(found.names) if name not in known]
-            found = asked(found, self.session, unknown, self.form)
+            found = with_stamps(found, self.session, unknown, self.form)
         stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, changed):
@@ -354,11 +354,11 @@ class _Making:
     def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
         if base is None:  # perhaps fewer files were indexed, to which others were added since
-            found = asked(found, self.session, range(len(found.names)))
+            found = with_stamps(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
         known = {} if base is None else self._known(base, found, self.changed(base))
         left = [number for number in range(len(found.names)) if number not in known]
-        found = asked(found, self.session, left)
+        found = with_stamps(found, self.session, left)
         if base is not None:
             found.sizes[[*known]] = base.index.shards.sizes[[*known.values()]]
         scans = scans_of(found, self.form, self.folder, self.session)

@@ -426,12 +426,12 @@ def _kinds_behind(url: str, session: Session) -> set[str]:
 
 def _kinds_on_server(url: str, session: Session) -> set[str]:
     from savable_pipeline.data.remote.cache_files import (
-        own_folder,  # here: most files lie on a disk
+        private_folder,  # here: most files lie on a disk
         read_pin,
         write_pin,
     )
 
-    note = own_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
+    note = private_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
     noted = read_pin(note)
     if noted in STORES and session.stat(url, index_name(noted)) is not None:
         return {noted}

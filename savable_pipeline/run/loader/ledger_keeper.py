@@ -83,11 +83,11 @@ class LedgerKeeper:
             if at.facts.decisions != self._facts.decisions:
                 writer.forget_lanes()
             self._facts = at.facts
-            writer.note(Facts(at.facts))
+            writer.write(Facts(at.facts))
         self._note_saved(writer)
         samples = BatchSamples.of(delivery.samples)
         with self._writing:
-            writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+            writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
 
     def given_again(
         self, at: Position, batch: int, samples: BatchSamples, rows: int, last: Stage, fingerprint: bytes
@@ -96,7 +96,7 @@ class LedgerKeeper:
         record = Batch.of(batch >> EPOCH_SHIFT, batch & SLOTS, samples)
         writer = self._open(at, last, fingerprint)
         with self._writing:
-            writer.note(replace(record, again=mask_bytes(rows) or b"\0"))
+            writer.write(replace(record, again=mask_bytes(rows) or b"\0"))
 
     def acknowledged(self, table: Acknowledgements) -> None:
         """Write what was acknowledged since the last call, if this start of the run has a file. In any thread."""
@@ -104,7 +104,7 @@ class LedgerKeeper:
             with self._writing:
                 for (kind, reason), rows in table.noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
-                    self._writer.note(Acknowledged(kind, reason, masks))
+                    self._writer.write(Acknowledged(kind, reason, masks))
 
     def saved(self, at: Position) -> None:
         """Record, with the next batch, that the state of this position was saved: a run killed meanwhile has none."""
@@ -113,11 +113,11 @@ class LedgerKeeper:
 
     def _note_saved(self, writer: LedgerWriter) -> None:
         if self._saved is not None:
-            writer.note(self._saved)
+            writer.write(self._saved)
             self._saved = None
 
     def _note(self, writer: LedgerWriter) -> None:
-        writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
+        writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
 
     def skipping(self, at: Position, last: Stage, fingerprint: bytes) -> None:
         """Record that the run continues from the position's next slot, skipped: earlier records of it no longer count.
@@ -223,7 +223,7 @@ def check_not_forgotten(folder: Path, start: Start) -> None:
                 if isinstance(record, Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
                     break  # another run's: `LedgerWriter` refuses the folder
                 if isinstance(record, Batch):
-                    last = max(last, record.place)
+                    last = max(last, record.position)
                 elif isinstance(record, Saved):
                     saved = record
     if last < (0, 0):

@@ -17,7 +17,7 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED
 from savable_pipeline.data.dataset.opening import with_settings
 from savable_pipeline.data.remote.cache_space import cache_folder
-from savable_pipeline.data.remote.lookup import look_up
+from savable_pipeline.data.remote.lookup import describe_url
 from savable_pipeline.data.shards.index import FileFormat
 from savable_pipeline.data.shards.indexing import is_folder, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
@@ -122,7 +122,7 @@ def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[P
 
 def _find(shards: Shards, source: Source, form: FileFormat) -> _Dataset:
     if source.session is not None:
-        found, metadata, indexed = look_up(source.files, form, source.session)
+        found, metadata, indexed = describe_url(source.files, form, source.session)
         whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
         return _Dataset(found.root, list(found.names), whole, metadata, indexed)
     problems: list[Problem] = []
