@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import random
 import re
 import threading
 import time
@@ -23,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -158,7 +158,7 @@ class Hub:
                 wait_s = float(self._wait_file().read_text()) - time.time()
                 if not 0 < wait_s <= _LONGEST_WAITS_S:
                     return
-                time.sleep(wait_s + random.uniform(0, min(1.0, wait_s / 10)))  # not all in the same instant
+                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))  # not all in the same instant
 
     def _pause_all(self, seconds: float) -> None:
         """Make all processes of the node wait for `seconds`, or as long as they must."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import random
 import re
 import threading
 import time
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -387,7 +387,7 @@ class ObjectStore:
                         f"{url}: {tries} tries in {spent:.1f} s failed: {fault}\n"
                         "The loader's state is whole: save it or continue"
                     ) from error
-            time.sleep(wait_s * random.uniform(0.5, 1.0))
+            time.sleep(wait_s * SystemRandom().uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
