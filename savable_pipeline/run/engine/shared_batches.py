@@ -52,7 +52,10 @@ class AnswerSender:
 
 
 class AnswerReader:
-    """The trainer's end, or that of another process which gets the same messages, with `segments` of its own."""
+    """The trainer's end.
+
+    Another process that gets the same messages has `segments` of its own.
+    """
 
     def __init__(self, segments: SegmentReader | None = None) -> None:
         self.segments = segments or SegmentReader()

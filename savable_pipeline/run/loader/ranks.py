@@ -66,7 +66,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, share: ShareLike = None) -> Ranks:
-        """The data-parallel rank in a mesh or group, of which some processes share one decode.
+        """Return the data-parallel rank of processes that share one decode.
 
         The first process of each sharing group builds the batches, and the others get the same bytes.
 
@@ -270,7 +270,7 @@ def _ranks_of(ranks: object) -> Ranks:
 
 
 def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
-    """The data-parallel rank in a mesh, and the ranks that differ from this one in the shared dimensions alone."""
+    """Return the data-parallel rank in a mesh, and the global ranks of its peers."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     others = [name for name in names if name not in share]
     if not set(share) <= set(names) or len(others) > 1:

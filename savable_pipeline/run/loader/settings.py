@@ -128,7 +128,10 @@ class LoaderSettings:
         return find_ranks(self.ranks, self.lanes)
 
     def new_backend(self, runner: LaneRunner, find_last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
-        """Return what builds the batches, `runner` in this process or workers; or gets them from a peer."""
+        """Return what builds the batches, or gets them from a peer.
+
+        `runner` builds in this process.
+        """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         backend: Backend = InProcess(runner)
         if self.num_workers and ranks.builds:

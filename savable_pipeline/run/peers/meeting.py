@@ -1,4 +1,4 @@
-"""`meet`: how the peers of a sharing group find each other, and prove that they are of one run.
+"""`meet`: how ranks that share batches find each other and prove who they are.
 
     each peer          listens on a Unix socket, and writes its address into the store of torch.distributed
                        connects to the first peer before it that it reaches: they share a machine
@@ -42,9 +42,9 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Sharing(NamedTuple):
-    """The peers of a sharing group: `number` is this one's number, `ranks` are their global ranks, for messages.
+    """The peers of a sharing group.
 
-    `store` is that of torch.distributed, through which they find each other.
+    `number` is this one's among them. `ranks` are their global ranks, for messages. `store` is that of torch.distributed, through which they find each other.
     """
 
     number: int
@@ -53,9 +53,9 @@ class Sharing(NamedTuple):
 
 
 def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing | None:
-    """The sharing group of this process, by its global ranks and those of its data group; None for a group of one.
+    """Return the sharing group with these global ranks, or None for one process.
 
-    Raises ValueError for peers that cannot share, or if this process and another one of its data group are not both, or
+    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share, or if this process and another one of its data group are not both, or
     both not, the first of their sharing groups. None waits for another.
     """
     import torch.distributed as dist
@@ -72,9 +72,9 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing
 
 
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
-    """The peer that passes batches to this process, None for the first rank; and those to which this one passes them.
+    """Return the peer that passes batches to this process, and those that get them.
 
-    Raises `WorkerError` if a peer does not come in time, `SavableError` if they cannot share.
+    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they cannot share.
     """
     meeting = _Meeting(sharing, timeout)
     try:
@@ -88,7 +88,7 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
 
 
 class _Meeting:
-    """What the peers of one loader write into the store for each other, and their connections."""
+    """What the peers of a loader write into the store, and their connections."""
 
     def __init__(self, sharing: Sharing, timeout: float) -> None:
         self.accepted: dict[int, Peer] = {}
@@ -112,7 +112,10 @@ class _Meeting:
         return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
 
     def _remaining_s(self, missing: Iterable[int]) -> float:
-        """The time to wait for these peers. Raises `WorkerError` if it is over, `SavableError` if others failed."""
+        """Return the time that remains to wait for these peers.
+
+        Raises `WorkerError` if it is over, `SavableError` if others failed.
+        """
         if self._store.check([f"{self._key}/failed"]):
             raise SavableError(self._read("failed", 0))
         if (seconds := self._until - time.monotonic()) > 0:
@@ -121,7 +124,10 @@ class _Meeting:
         raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_IN_ORDER}")
 
     def connect(self, listener: socket.socket, public: socket.socket) -> tuple[Peer | None, list[Peer]]:
-        """See `meet`. One socket is to listen on this machine, `public` to listen to others."""
+        """Connect as `meet` says.
+
+        `listener` is for peers of this machine, `public` for others.
+        """
         if IS_LINUX:  # nothing of such an address remains in the file system, even after SIGKILL
             listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
             listener.listen()
@@ -143,7 +149,7 @@ class _Meeting:
         return upstream, [self.accepted[index] for index in sorted(self.accepted)]
 
     def _join(self, end: socket.socket | None, index: int) -> Peer:
-        """A peer to which this one has connected."""
+        """Return a peer to which this one has connected."""
         with contextlib.suppress(OSError):
             if end is not None:
                 end.settimeout(self._remaining_s([index]))
@@ -168,7 +174,10 @@ class _Meeting:
                     refused.pop_all()
 
     def _peer(self, end: socket.socket, index: int, secret: Secret, flag: int) -> Peer:
-        """The peer at the other end. Raises `SavableError` for another user, or without means to authenticate."""
+        """Return the peer at the other end.
+
+        Raises `SavableError` for another user, or without means to authenticate.
+        """
         ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
         if end.family == socket.AF_UNIX:
             raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -181,7 +190,10 @@ class _Meeting:
 
 
 def reach(family: int, address: Any) -> socket.socket | None:
-    """A socket that is connected to a peer; None if it cannot be reached, as by a Unix socket of another machine."""
+    """Return a socket that is connected to a peer.
+
+    None if it cannot be reached, as by a Unix socket of another machine.
+    """
     end = socket.socket(family)
     if end.connect_ex(address) == 0:
         return end

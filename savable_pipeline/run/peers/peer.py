@@ -1,4 +1,4 @@
-"""`Peer`: another process of a sharing group; `SourceReader`: what is passed on to it.
+"""`Peer`, another process of a sharing group, and what is passed on to it.
 
     worker ── message, descriptor ──▶ first rank ── ("answer", …), the message, the descriptor ──▶ peer, peer, …
                                                  ◀── ("taken",) ──
@@ -60,7 +60,10 @@ class LinkChannel:
 
 
 class Peer:
-    """A process of the group. `rank` is its global rank, for messages; `flag` is the reader's in segments."""
+    """A process of the group.
+
+    `rank` is its global rank, for messages. `flag` is that of the receiver in segments.
+    """
 
     def __init__(self, rank: int, flag: int, channel: Channel | LinkChannel) -> None:
         self.rank, self.flag, self._channel = rank, flag, channel
@@ -74,7 +77,7 @@ class Peer:
         self._reader = AnswerReader(SegmentReader(flag, private=True))
 
     def send(self, note: Note, passed: tuple[bytes, list[int]] = (b"", [])) -> None:
-        """Send a note, and the answer that belongs to it. One to a peer that is gone is dropped."""
+        """Send a note, with its answer, unless the peer is gone."""
         if not (self.lost or self.ended):
             with contextlib.suppress(OSError):  # `hear` finds out why
                 self._channel.send(pickle.dumps((note, passed[0]), protocol=5), passed[1])
@@ -105,7 +108,10 @@ class Peer:
 
 
 class _PassedSegments(SegmentReader):
-    """Segments that stay in use while an answer is passed on, even if this process has copied the batch."""
+    """Segments that stay in use while an answer is passed on.
+
+    This process may have copied the batch, so its own flag may be free.
+    """
 
     def read(self, number: int, spans: list[Span]) -> list[memoryview]:
         self.lend(number, [PASSING])
@@ -113,7 +119,7 @@ class _PassedSegments(SegmentReader):
 
 
 class SourceReader(AnswerReader):
-    """Reads the answers of one worker in the first rank, so that they can be passed on."""
+    """Reads the answers of one worker so that they can be passed on."""
 
     in_use: ClassVar[weakref.WeakSet[SourceReader]] = weakref.WeakSet()
 
@@ -129,7 +135,10 @@ class SourceReader(AnswerReader):
         return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
 
     def read_written(self, message: bytes, descriptors: list[int]) -> tuple[int, Any, WrittenDelivery]:
-        """The same, and what passes the answer on. As long as that exists, the segment is in use."""
+        """Return the same and what passes the answer on.
+
+        As long as that exists, the segment is in use.
+        """
         _, inline, written = pickle.loads(message)
         segment, _, dropped, spans = written or (0, False, (), [])
         _close_all({each: self._descriptors.pop(each) for each in dropped})

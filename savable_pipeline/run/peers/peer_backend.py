@@ -1,4 +1,6 @@
-"""`PeerBackend`: the `Backend` of ranks that share batches, which the first of them builds by a backend of its own.
+"""`PeerBackend`: the `Backend` of ranks that share batches.
+
+The first rank builds them by a backend of its own:
 
     first rank    Run ──▶ PeerBackend ──▶ Pool or InProcess
                             │ answers, votes and errors, in the order of its calls
@@ -83,7 +85,10 @@ class PeerBackend:
         return lane, state, want, self._builder.ask(lane, state, want, facts)
 
     def answer(self, ticket: Any) -> Delivery:
-        """Wait for the answer of the first rank. Raises what it raises, or `SavableError` if ranks differ."""
+        """Wait for the answer of the first rank.
+
+        Raises what it raises, or `WorkerError` if ranks differ.
+        """
         lane, state, want, own = ticket
         state = self._states[lane] if self.capacity else state  # workers are asked ahead
         found: Delivery = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
@@ -124,9 +129,9 @@ class PeerBackend:
     # Passing on.
 
     def _shared(self, key: Note, build: Callable[[], Any]) -> Any:
-        """What the first rank has built for a key, on each rank. Raises what was raised there.
+        """Return on each rank what the first one has built for a key.
 
-        The key of a batch has the kind of the request, the lane, and a hash of the lane's state before the batch.
+        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state before the batch.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
@@ -156,7 +161,10 @@ class PeerBackend:
         return found
 
     def _pass_on(self, note: Note, found: Any) -> Any:
-        """Pass an answer on, and return it as this process is to use it. Waits until the readers have most of them."""
+        """Pass an answer on, and return it as this process is to use it.
+
+        It waits until no reader is far behind.
+        """
         written = found.written if isinstance(found, Delivery) else None
         if written is None:
             _, found, written = self._own.read_written(*self._writer.message(1, found))
@@ -169,7 +177,10 @@ class PeerBackend:
         return found
 
     def _compare(self, own: str) -> None:
-        """Wait until all ranks have compared a batch. Raises `SavableError` on all of them if it differs."""
+        """Wait until all ranks have compared a batch.
+
+        Raises `WorkerError` on all of them if it differs.
+        """
         self._compares = False
         for reader in self._readers:
             if self._next_note(reader)[0][1] != own:
@@ -188,7 +199,10 @@ class PeerBackend:
         return peer.take()
 
     def _wait(self, missing: Callable[[], list[Peer]]) -> None:
-        """Wait until no peer is missing. Raises `WorkerError` on all if one ended, or gave no sign for too long."""
+        """Wait until no peer is missing.
+
+        Raises `WorkerError` on all ranks if one ended, or if it takes too long.
+        """
         start = time.monotonic()
         while peers := missing():
             self._check(peers)
@@ -198,7 +212,10 @@ class PeerBackend:
             self._hear(_LISTEN_S)
 
     def _check(self, needed: list[Peer]) -> None:
-        """Raise an error if a peer has failed or ended, or one that is needed has closed its loader."""
+        """Raise `WorkerError` if a peer has failed or ended.
+
+        One that has closed its loader is an error only if it is needed.
+        """
         for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
             self._fail(failed)
         for peer in self._peers:

@@ -286,7 +286,10 @@ class SegmentReader:
 
 
 class _MappedSegment(NamedTuple):
-    """A segment in a reader. `flags` and `data` are one mapping unless `data` is private."""
+    """A segment in a reader.
+
+    `flags` and `data` are one mapping unless `data` is private.
+    """
 
     flags: mmap.mmap
     data: mmap.mmap
