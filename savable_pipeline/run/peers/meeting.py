@@ -44,7 +44,8 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 class Sharing(NamedTuple):
     """The peers of a sharing group.
 
-    `number` is this one's among them. `ranks` are their global ranks, for messages. `store` is that of torch.distributed, through which they find each other.
+    `number` is this one's among them. `ranks` are their global ranks, for messages. `store` is that of
+    torch.distributed, through which they find each other.
     """
 
     number: int
@@ -55,8 +56,9 @@ class Sharing(NamedTuple):
 def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing | None:
     """Return the sharing group with these global ranks, or None for one process.
 
-    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share, or if this process and another one of its data group are not both, or
-    both not, the first of their sharing groups. None waits for another.
+    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share, or if this
+    process and another one of its data group are not both, or both not, the first of their sharing groups. None waits
+    for another.
     """
     import torch.distributed as dist
 
@@ -74,7 +76,8 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     """Return the peer that passes batches to this process, and those that get them.
 
-    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they cannot share.
+    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they
+    cannot share.
     """
     meeting = _Meeting(sharing, timeout)
     try:

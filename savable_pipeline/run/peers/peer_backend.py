@@ -131,7 +131,8 @@ class PeerBackend:
     def _shared(self, key: Note, build: Callable[[], Any]) -> Any:
         """Return on each rank what the first one has built for a key.
 
-        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state before the batch.
+        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state
+        before the batch.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
