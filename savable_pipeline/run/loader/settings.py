@@ -127,7 +127,7 @@ class LoaderSettings:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
         return find_ranks(self.ranks, self.lanes)
 
-    def new_backend(self, runner: LaneRunner, find_last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
+    def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
         """Return what builds the batches, or gets them from a peer.
 
         `runner` builds in this process.
@@ -142,5 +142,5 @@ class LoaderSettings:
                     *(self.num_workers, own_lanes, self.num_workers * ranks.world_size),
                 )
             host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
-            backend = Pool(partial(open_passing, host) if ranks.sharing else host, workers, find_last_stage, pinned)
+            backend = Pool(partial(open_passing, host) if ranks.sharing else host, workers, last_stage, pinned)
         return backend if ranks.sharing is None else PeerBackend(ranks.sharing, workers, backend)
