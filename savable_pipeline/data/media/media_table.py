@@ -244,7 +244,7 @@ class KnownMedia:
         self.table: MediaTable | None = None
         found = getattr(store, "found", None)
         if tables and isinstance(found, IndexedFiles):  # no store of one's own
-            self.table = open_table(found.root, shards, found.form.name)
+            self.table = open_table(found.root, shards, found.form.index_kind)
 
     def untabled(self) -> KnownMedia:
         """The same without a table: headers are read."""
