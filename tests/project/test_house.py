@@ -30,13 +30,13 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline": 397,
     "savable_pipeline/core": 1322,
     "savable_pipeline/data": 13547,
-    "savable_pipeline/run": 7901,
-    "savable_pipeline/stages": 6658,
-    "savable_pipeline/tools": 6537,
+    "savable_pipeline/run": 8350,
+    "savable_pipeline/stages": 6660,
+    "savable_pipeline/tools": 6539,
     "savable_pipeline/trainers": 2599,
     "task_encoders": 2508,
 }
-MOST_LINES_OF_TOOLS = 6057  # of the repository's own: quickstart, benchmarks, soaks, trials
+MOST_LINES_OF_TOOLS = 6058  # of the repository's own: quickstart, benchmarks, soaks, trials
 MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
 NO_COMMANDS = {"rounds.py", "data.py", "ours.py", "peers.py"}  # the last one is a program that the benchmarks start
 STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
