@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 from typing import Any, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.global_rng import DrawFound
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, skips
@@ -24,7 +25,7 @@ from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import made_encoder
+from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
@@ -135,16 +136,22 @@ class Encode(ChunkedStage, ItemStage):
                     if not ahead.load(self.source, max(n - len(elements), _AHEAD), keep=first):
                         break
                     first = 0
-                if self._fan is not None:
-                    self._take_parts(elements, n)
-                elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
-                    self._take_unmade(elements)
-                else:
-                    self._take_samples(elements, n)
+                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.left, self._fan, self._part
+                try:
+                    if fan is not None:
+                        self._take_parts(elements, n)
+                    elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
+                        self._take_unmade(elements)
+                    else:
+                        self._take_samples(elements, n)
+                except DrawFound:  # the row has no effect, and is repeated
+                    self._skipped.roll_back(mark)
+                    self.keyed.check.left = checks
+                    self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
-            ahead.next = first  # the call returns no item: undo it as a whole
+            self._skipped.roll_back(before)  # the call returns no item: undo it as a whole
+            ahead.next = first
             self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None
-            self._skipped.roll_back(before)
             raise
         self._skipped.end(self.info.tags)
         self.counts["items"] += len(elements)
@@ -180,64 +187,58 @@ class Encode(ChunkedStage, ItemStage):
         return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
-        """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
+        """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
-        first, dataset, base, absent = ahead.next, None, 0, None
-        if status is not None:
-            status[0] = self.info.depth
+        first, dataset, base, absent, depth = ahead.next, None, 0, None, self.info.depth
         chosen = ahead.samples[first : first + n - len(elements)]
-        for ahead.next, sample in enumerate(chosen, first):
-            if sample.origin is not dataset:
-                dataset = sample.origin
-                base, reason = keyed.base(dataset.source), absent_reason(dataset)
-                absent = Skip(reason) if reason else None
-            index, epoch = sample.index, sample.epoch
-            left_out = EXCLUDED if excluded and index in excluded else absent
-            if left_out is not None:
-                self._skipped.skipped(sample, left_out)
-                continue
-            if status is not None:
-                status[1], status[2] = index, epoch
-            if avoided and (index, epoch) in avoided:
-                self._skipped.avoided_again(sample)
-                continue
-            ref = (index, epoch, 0)
-            rng = Rng(base, ref)
-            if seed is not None:
-                seed(rng.key)
-            try:
-                item = encode(sample, rng)
-            except Exception as error:
-                self._skipped.tolerate(sample, error)
-                continue
-            if type(item) not in plain:
-                if type(item) is Skip or item is None or hasattr(item, "__next__"):
-                    if self._fans_out(sample, item, rng):
-                        return
+        with keyed.seeding.row(len(chosen)) as seed:
+            encode = keyed.due_encode()
+            for ahead.next, sample in enumerate(chosen, first):
+                if sample.origin is not dataset:
+                    dataset = sample.origin
+                    base, reason = keyed.base(dataset.source), absent_reason(dataset)
+                    absent = Skip(reason) if reason else None
+                index, epoch = sample.index, sample.epoch
+                left_out = EXCLUDED if excluded and index in excluded else absent
+                if left_out is not None:
+                    self._skipped.skipped(sample, left_out)
                     continue
-                self._add_plain(item)
-            elements.append(Element(ref, item))
+                if status is not None:
+                    status[0], status[1], status[2] = depth, index, epoch
+                if avoided and (index, epoch) in avoided:
+                    keyed.seeding.check(ends=True)
+                    self._skipped.avoided_again(sample)
+                    break
+                rng = Rng(base, ref := (index, epoch, 0))
+                if seed is not None:
+                    seed(rng.key)
+                try:
+                    item = encode(sample, rng)
+                except Exception as error:
+                    keyed.seeding.check(ends=True)
+                    self._skipped.tolerate(sample, error)
+                    break  # a later draw must not undo what is counted now
+                if type(item) not in plain:
+                    if type(item) is Skip or item is None or hasattr(item, "__next__"):
+                        if self._fans_out(sample, item, rng):
+                            return
+                        continue
+                    self._add_plain(item)
+                elements.append(Element(ref, item))
         ahead.next += 1
 
-    def _doubt_list(self, item: list[Any]) -> None:
-        """Warn, once a process, of a list of dicts that torch's `default_collate` is going to transpose."""
-        encoder = self._encoder
-        if (
-            item
-            and all(isinstance(part, dict) for part in item)
-            and not (_has(encoder, "batch") or _has(encoder, "pack"))
-        ):
-            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
-
     def _add_plain(self, item: Any) -> None:
+        """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
+        encoder = self._encoder
         self._plain.add(type(item))
-        if type(item) is list:
-            self._doubt_list(item)
+        dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
+        if dicts and not (_has(encoder, "batch") or _has(encoder, "pack")):
+            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
+        self.keyed.seeding.check()
         if item is None:
             self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"))
         elif self._encoder.one_to_one:
@@ -256,25 +257,27 @@ class Encode(ChunkedStage, ItemStage):
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
-        fan, skipped = self._fan, self._skipped
+        fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.made is None and self._is_left_out(fan.sample):
-            self._fan = None  # which began before the state was saved: all of it is left out, with the other samples
+            self._fan = None  # which started before the state was saved: all of it is dropped, with the other samples
             return
         self._report_sample(fan.sample)
         try:
-            while len(elements) < n:
-                part, item = fan.count, fan.next()
-                if type(item) is Skip:
-                    skipped.skipped(fan.sample, item)
-                elif item is not DONE:
-                    elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
+            with seeding.row(n - len(elements)):
+                while len(elements) < n:
+                    part, item = fan.count, fan.next()
+                    if type(item) is Skip:
+                        seeding.check()
+                        skipped.skipped(fan.sample, item)
+                    elif item is not DONE:
+                        elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
+                    else:
+                        break
                 else:
-                    if not part:
-                        skipped.skipped(fan.sample, Skip("an iterator without items"))
-                    break
-            else:
-                return
+                    return
+            if not part:
+                skipped.skipped(fan.sample, Skip("an iterator without items"))
         except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
             skipped.tolerate(fan.sample, failed.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
@@ -317,7 +320,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.part(sample, part_of(element.ref), size)
+            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref), size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -406,10 +409,12 @@ class KeyedEncoder:
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
-        self._check = _purity_check(encoder, lane, check)
+        self.seeding = seeding_of(encoder, lane)
+        make_check = partial(PurityCheck, encoder, check, self.seeding, lane)
+        # by default all lanes of a process share it
+        self.check = lane.shared(("purity", id(encoder)), make_check) if check is None else make_check()
         self._plain: EncodeCall = encoder.encode
-        self.encode: EncodeCall = self._check or self._plain
-        self.seed_globals = seeder(encoder.global_rng)
+        self.encode: EncodeCall = self._plain if check == 0 and purpose == "encode" else self.check
         _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
         self.encoder = encoder
@@ -417,11 +422,10 @@ class KeyedEncoder:
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
 
-    def encode_many(self) -> EncodeCall:
-        """What encodes the next samples: the encoder itself, once no more samples are to be checked."""
-        if self._check is not None and self._check.left <= 0 and self.encode is self._check:
-            self.encode, self._check = self._plain, None
-        return self.encode
+    def due_encode(self) -> EncodeCall:
+        """What encodes the samples of this row: the encoder itself, if none of them is to be checked."""
+        due = self.encode is not self.check or self.check.left > 0 or self.seeding.wants_second_run()
+        return self.encode if due else self._plain
 
     def base(self, source: int) -> int:
         """The base of the keys of the random numbers of samples with this `Ref.source`."""
@@ -432,10 +436,10 @@ class KeyedEncoder:
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
         """What `encode` makes of a sample, and its random numbers. Raises `EncoderError`."""
         rng = Rng(self.base(sample.origin.source), (sample.index, sample.epoch, 0))
-        if self.seed_globals is not None:
-            self.seed_globals(rng.key)
+        if self.seeding.seed is not None:
+            self.seeding.seed(rng.key)
         try:
-            return self.encode(sample, rng), rng
+            return self.due_encode()(sample, rng), rng
         except Exception as error:
             raise EncoderError(error) from error
 
@@ -459,13 +463,6 @@ class KeyedEncoder:
                 "It must depend on the sample and `rng` alone."
             )
         return item
-
-
-def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
-    """The check of some samples, by default of the first ones that all lanes of a process encode."""
-    if share is None:
-        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None, in_threads=lane.in_thread))
-    return PurityCheck(encoder, share, in_threads=lane.in_thread) if share else None
 
 
 class FanOut:
@@ -515,8 +512,8 @@ class FanOut:
 
     def _next(self, made: Iterator[Any], rng: Rng) -> Any:
         rng.rekey((self.sample.index, self.sample.epoch, self.count))
-        if self._keyed.seed_globals is not None:
-            self._keyed.seed_globals(rng.key)
+        if self._keyed.seeding.seed is not None:
+            self._keyed.seeding.seed(rng.key)
         try:
             item = next(made, DONE)
         except Exception as error:
@@ -555,15 +552,10 @@ class DeclaredSize:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
-        if type(item) is Skip:
+        if type(item) is Skip or hasattr(item, "__next__"):
+            did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode skipped the sample. Return None from it.\n  "
-                f"{item.reason!r}, {where}"
-            )
-        if hasattr(item, "__next__"):
-            raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode yields several items. Return None from it.\n  "
-                f"{where}"
+                f"{name}.length_of declared {declared[0]}, but encode {did}. Return None from it.\n  {where}"
             )
         found = self._encoder.length(item), self._encoder.images(item)
         for method, before, after in zip(("length", "images"), declared, found, strict=True):

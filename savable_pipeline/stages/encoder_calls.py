@@ -6,19 +6,18 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, TypeGuard, TypeVar, cast
+from typing import Any, Literal, TypeGuard, cast
 
-from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
-
-T = TypeVar("T")
 
 
 def check_encoder(stage: str, encoder: object) -> None:
@@ -53,6 +52,18 @@ def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
     return False
 
 
+def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seeding:
+    """The seeding of a method, or of the function of a `.map` or `.filter`, for all lanes of a process."""
+    function = encoder.function if isinstance(encoder, MappedFunction) else encoder
+    name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
+    setting = encoder.global_rng
+    if setting is None and method == "batch" and getattr(encoder.batch, "__func__", None) is TaskEncoder.batch:
+        setting = False  # torch's collation draws nothing
+
+    key = ("seeding", id(function), method, setting)
+    return lane.shared(key, lambda: (Seeding(name, setting, in_thread=lane.in_thread), function))[0]
+
+
 class EncoderCalls:
     """Calls an encoder's methods for one stage, which combines items into packs or batches.
 
@@ -82,7 +93,7 @@ class EncoderCalls:
         self._combine = combine
         self.has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
-        self._seed_globals = seeder(encoder.global_rng)
+        self._seeding = seeding_of(encoder, self._lane, combine)
 
     def settings(self) -> dict[str, Any]:
         """What the stage's settings have of the encoder; nothing of the one upstream, whose stage lists them."""
@@ -96,34 +107,29 @@ class EncoderCalls:
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
         """The lane's pack or batch `number`, made of these items."""
-        rng = self._begun(self.key(info), number, info)
+        rng = Rng(self.key(info), (number, 0, 0))
+        return self._seeding.alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
+
+    def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
+        """The result of a user's function of these items, in round `number` of the lane."""
+        seeding = seeding_of(self.encoder, self._lane, "select")
+        return seeding.alone(self._call, select, "round", Rng(info.key("select"), (number, 0, 0)), items, info, seeding)
+
+    def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
+        status = info.lane.worker.status
+        if status is not None:
+            status[0] = info.depth
+        if seeding.seed is not None:
+            seeding.seed(rng.key)
         try:
-            made = self._combined(items, rng)
+            made = call(items, rng.restarted())
             if type(made) is Skip and self.packs_all:
                 raise TypeError(f"one_to_one is set, but it returned {made!r}")
             return made
         except Exception as error:
-            which = f", {self._combine} {number} ({len(items)} items)"
-            raise self._failed(self._combine, error, which) from from_user_code(error)
-
-    def selected(self, select: Callable[[list[Any], Rng], T], items: list[Any], number: int, info: StageInfo) -> T:
-        """What a function of the user's says about these items, in round `number` of the lane."""
-        rng = self._begun(info.key("select"), number, info)
-        try:
-            return select(items, rng)
-        except Exception as error:
-            which = f", round {number} ({len(items)} items)"
-            raise self._error("select", error, which) from from_user_code(error)
-
-    def _begun(self, key: int, number: int, info: StageInfo) -> Rng:
-        """The random numbers of a call, for which the global generators are seeded and the stage is reported."""
-        status = info.lane.worker.status
-        if status is not None:
-            status[0] = info.depth
-        rng = Rng(key, (number, 0, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
-        return rng
+            name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
+            which = f", {noun} {rng.parts[0]} ({len(items)} items)"
+            raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
         """Length and images of each item; None if the encoder does not say how to measure one."""
@@ -134,31 +140,23 @@ class EncoderCalls:
     def length(self, item: Any, *, least: int) -> int:
         """The length of an item in tokens, which must be at least `least`."""
         try:
-            length = index(self.encoder.length(item))  # a state cannot hold NumPy's integers
-            if length < least:
-                raise ValueError(f"a length of {length}, but an item has at least {least}")
+            return _at_least(least, self.encoder.length(item))
         except Exception as error:
             raise self._failed("length", error) from from_user_code(error)
-        return length
 
     def checked_length(self, length: int, *, least: int) -> int:
         """A length that the encoder declared without encoding, at least `least`."""
-        if length < least:
-            error = ValueError(f"a length of {length}, but an item has at least {least}")
+        try:
+            return _at_least(least, length)
+        except ValueError as error:
             raise self._failed("length_of", error) from error
-        return length
 
     def images(self, item: Any) -> int:
         """The number of images of an item."""
-        if not self.has_images:
-            return 0
         try:
-            images = index(self.encoder.images(item))
-            if images < 0:
-                raise ValueError(f"{images} images")
+            return _at_least(0, self.encoder.images(item)) if self.has_images else 0
         except Exception as error:
             raise self._failed("images", error) from from_user_code(error)
-        return images
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
         """The tokens `start` to `stop - 1` of an item."""
@@ -179,10 +177,17 @@ class EncoderCalls:
             name = f"{self.encoder_name}.{function}" if isinstance(function, str) else function_name(function)
             raise self._error(name, error) from from_user_code(error)
 
-    def _failed(self, method: str, error: Exception, which: str = "") -> EncodeError:
-        return self._error(f"{self.encoder_name}.{method}", error, which)
+    def _failed(self, method: str, error: Exception) -> EncodeError:
+        return self._error(f"{self.encoder_name}.{method}", error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )
+
+
+def _at_least(least: int, found: Any) -> int:
+    number = index(found)  # a state cannot contain NumPy's integers
+    if number < least:
+        raise ValueError(f"it is {number}, but an item has at least {least}")
+    return number

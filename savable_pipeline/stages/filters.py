@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
+from savable_pipeline.core.global_rng import DrawFound
 from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
@@ -67,7 +68,7 @@ class SampleFilter(ChunkedStage, SampleStage):
         keep: Callable[..., bool],
         *,
         on_error: OnError = "raise",
-        global_rng: bool | tuple[str, ...] = True,
+        global_rng: bool | tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(source)
         self.keep, self.on_error = keep, on_error
@@ -90,19 +91,24 @@ class SampleFilter(ChunkedStage, SampleStage):
             first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
-                for ahead.next, sample in enumerate(chosen, first):
-                    untried = sample.index in excluded or absent_reason(sample.origin)
-                    kept.append(True if untried else self._keeps(sample))
-                    if kept[-1]:
-                        given.append(Element((sample.index, sample.epoch, 0)))
+                with self.keyed.seeding.row(len(chosen)):
+                    for ahead.next, sample in enumerate(chosen, first):
+                        untried = sample.index in excluded or absent_reason(sample.origin)
+                        kept.append(True if untried else self._keeps(sample))
+                        if kept[-1]:
+                            given.append(Element((sample.index, sample.epoch, 0)))
+                        elif kept[-1] is None:
+                            break  # a later draw must not undo what is counted now
                 ahead.next += 1
+            except DrawFound:  # the row has no effect, and is repeated
+                self._skipped.roll_back(before)
+                continue
             except SavableError:
-                if not given:
+                if not given or len(kept) > ahead.next - first:  # a thread could not repeat the row
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
-                ahead.next = first  # the call returns no sample: undo it as a whole
-                self._skipped.roll_back(before)
+                self._skipped.roll_back(before)  # the call returns no sample: undo it as a whole
                 raise
             self._skipped.end(self.info.tags)
             self._limits.count(kept)
@@ -120,6 +126,7 @@ class SampleFilter(ChunkedStage, SampleStage):
             error: Exception = TypeError(_NOTHING)
         except EncoderError as failed:
             error = failed.error
+        self.keyed.seeding.check(ends=True)
         self._skipped.tolerate(sample, error)
         return None
 

@@ -35,7 +35,7 @@ class MappedFunction(TaskEncoder):
         stage: str,
         function: Callable[..., Any],
         *,
-        global_rng: bool | tuple[str, ...] = True,
+        global_rng: bool | tuple[str, ...] | None = None,
         one_to_one: bool = False,
     ) -> None:
         self.function, self.global_rng, self.one_to_one = function, global_rng, one_to_one

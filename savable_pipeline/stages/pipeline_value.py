@@ -408,7 +408,7 @@ class SamplePipeline(Pipeline):
         keep: Callable[..., bool],
         *,
         on_error: OnError = "raise",
-        global_rng: bool | tuple[str, ...] = True,
+        global_rng: bool | tuple[str, ...] | None = None,
     ) -> Self:
         """Leave out samples of which `keep(sample)`, or `keep(sample, rng)`, is false; they are counted as "filtered".
 
@@ -438,7 +438,7 @@ class SamplePipeline(Pipeline):
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
         check: float | None = None,
-        global_rng: bool | tuple[str, ...] = True,
+        global_rng: bool | tuple[str, ...] | None = None,
         one_to_one: bool = False,
     ) -> ItemPipeline:
         """Make items of samples by `function(sample)` or `function(sample, rng)`: a dict, a tensor, any value but None.

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Any, TypeVar
 
-from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.keyed_random import word
+from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
@@ -38,26 +39,27 @@ def check_share(share: float | None) -> None:
 class PurityCheck:
     """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
 
-    None: the first ones of a process, unless one takes longer than a second. `in_threads`: whether other threads encode
-    at the same time.
+    None: the first ones of a process, unless one takes longer than a second. More are encoded twice where `seeding`
+    asks for it, from two states of the global generators.
     """
 
-    def __init__(self, encoder: TaskEncoder, share: float | None, *, in_threads: bool = False) -> None:
+    def __init__(self, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
         check_share(share)
-        self.left = self._parts_of_one = _FIRST if share is None else math.inf  # samples, and parts of each, to check
+        self._parts_of_one = _FIRST if share is None else math.inf
+        self.left = self._parts_of_one if share != 0 else 0  # samples to check
         self._longest_s = _LONGEST_S if share is None else math.inf
-        self._encoder, self._in_threads = encoder, in_threads
+        self._encoder, self._seeding, self._in_threads = encoder, seeding, lane.in_thread
         self._limit = int((1.0 if share is None else share) * 2.0**64)
-        self._seed_globals = seeder(encoder.global_rng)
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
         """Encode `sample`, twice if it is to be checked. Raises `EncodeError` if the two results differ."""
         begun = time.perf_counter()
         made = self._encoder.encode(sample, rng)
         slow = time.perf_counter() - begun > self._longest_s
-        if slow or self.left <= 0 or word(rng.key, _WORD) >= self._limit:
+        checked = self.left > 0 and word(rng.key, _WORD) < self._limit
+        if slow or not (checked or self._seeding.wants_second_run()):
             return made
-        self.left -= 1
+        self.left -= checked
         again = rng.restarted()
         if hasattr(made, "pass_over"):  # goes on in the middle of a sample without making what was given: stays so
             return made
@@ -91,8 +93,9 @@ class PurityCheck:
             yield part
 
     def _once_more(self, sample: Sample, again: Rng, make: Callable[[], T]) -> T:
-        if self._seed_globals is not None:
-            self._seed_globals(again.key)
+        self._seeding.start_second_run()
+        if self._seeding.seed is not None:
+            self._seeding.seed(again.key)
         try:
             return make()
         except Exception as error:
@@ -106,16 +109,13 @@ class PurityCheck:
             raise self._differs(sample, str(difference))
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
+        self._seeding.seed_from_now()
         threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  {_where(sample)}"
+            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
-
-
-def _where(sample: Sample) -> str:
-    return f"stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
 
 
 def _leaves(made: Any) -> list[tuple[str, Any]]:

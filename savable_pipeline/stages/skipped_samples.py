@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -58,12 +58,7 @@ def _fix(function: str, error: Exception) -> str:
     return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
-class _Snapshot(NamedTuple):
-    """The counts at the start of a call, restored if the call fails."""
-
-    errors: int
-    row: int
-    rows: dict[int, int]
+_Mark: TypeAlias = tuple[Any, ...]
 
 
 class SkippedSamples:
@@ -98,17 +93,23 @@ class SkippedSamples:
         self._noted = 0
         self._counted: Counter[str] = Counter()  # counters raised since `begin`
 
-    def begin(self, elements: list[Element]) -> _Snapshot:
+    def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
         self._counted.clear()
         self._elements, self._noted = elements, 0
-        return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
+        return self.mark()
 
-    def roll_back(self, before: _Snapshot) -> None:
-        """Undo the counting of a call that failed."""
+    def mark(self) -> _Mark:
+        """Snapshot the counts, the number of elements and the position, for `roll_back`."""
+        counts = self.errors, self._row, self._noted, dict(self._by_source.rows), self._counted.copy()
+        return *counts, len(self._elements), self._ahead.next
+
+    def roll_back(self, before: _Mark) -> None:
+        """Return to a snapshot."""
         self._counts.subtract(self._counted)
-        self.errors, self._row, self._by_source.rows = before
-        self._elements = []
+        self.errors, self._row, self._noted, self._by_source.rows, self._counted, elements, self._ahead.next = before
+        self._counts.update(self._counted)
+        del self._elements[elements:]
 
     def end(self, tags: frozenset[int]) -> None:
         """Count the items of a call, of sources with these tags."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from savable_pipeline.core.batch_memory import collate
-from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 
@@ -39,9 +38,9 @@ class TaskEncoder:
 
     Each method must be pure: its result depends only on its arguments, the encoder's settings and random numbers drawn
     during the call. Draw these from `rng`, which is keyed by the run's seed and the sample, pack or batch. Python's
-    `random`, `numpy.random` and `torch` are seeded for the call too, so that existing transforms resume exactly; that
-    costs about 7 µs a call, and `global_rng` turns it off. An error of a method becomes an `EncodeError` that names the
-    stage and the data.
+    `random`, `numpy.random` and `torch` are seeded for the calls of a method that draws from them, so that existing
+    transforms resume exactly: see `global_rng`. An error of a method becomes an `EncodeError` that names the stage and
+    the data.
 
     Example:
         >>> class Crops(sp.TaskEncoder):
@@ -55,8 +54,9 @@ class TaskEncoder:
         (torch.Size([2, 4, 4, 3]), tensor([0, 1]))
     """
 
-    global_rng: bool | tuple[str, ...] = True
-    """The global generators to seed for each call: True (all), False (none), or some of "python", "numpy", "torch"."""
+    global_rng: bool | tuple[str, ...] | None = None
+    """The global generators to seed for each call: all if a call is found to draw from one (None), all (True), none
+    (False), or some of "python", "numpy", "torch"."""
 
     thread_safe: bool = False
     """Set it True if threads may call its methods at the same time: as workers they then need no copy each."""
@@ -256,33 +256,15 @@ class Decoded(TaskEncoder):
 
 def common_encoder(encoders: list[TaskEncoder | None]) -> TaskEncoder | None:
     """The encoder that all sources share; an `_AmbiguousEncoder` if they have several."""
-    if all(encoder is encoders[0] for encoder in encoders):
-        return encoders[0]
-    return _AmbiguousEncoder([encoder for encoder in encoders if encoder is not None])
+    return encoders[0] if all(encoder is encoders[0] for encoder in encoders) else _AmbiguousEncoder()
 
 
 class _AmbiguousEncoder(TaskEncoder):
-    """Stands for the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
+    """Represents the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
 
-    def __init__(self, encoders: list[TaskEncoder]) -> None:
-        self.global_rng = tuple(sorted({kind for encoder in encoders for kind in kinds(encoder.global_rng)}))
+    global_rng = False
 
-    def length(self, item: Any) -> int:
-        raise self._unclear("length")
+    def _raise(self, *_: Any) -> NoReturn:
+        raise ValueError("the sources of the Blend have several encoders. Choose one of them with encoder=.")
 
-    def images(self, item: Any) -> int:
-        raise self._unclear("images")
-
-    def cut(self, item: Any, start: int, stop: int) -> Any:
-        raise self._unclear("cut")
-
-    def pack(self, items: list[Any], rng: Rng) -> Any:
-        raise self._unclear("pack")
-
-    def batch(self, items: list[Any], rng: Rng) -> Any:
-        raise self._unclear("batch")
-
-    def _unclear(self, method: str) -> ValueError:
-        return ValueError(
-            f"the sources of the Blend have several encoders. Pass encoder= to choose the one with {method}."
-        )
+    length = images = cut = pack = batch = _raise  # type: ignore[assignment]

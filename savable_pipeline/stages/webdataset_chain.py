@@ -294,6 +294,7 @@ class WebDatasetEncoder(TaskEncoder):
         self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
         self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
+        self.global_rng = True if chain.checked else None  # `_check` seeds
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Return what the stages yield for the sample: an item, a `Skip`, or an iterator of items."""

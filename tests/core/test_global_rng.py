@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,8 +69,8 @@ class DrawsThenFails(NumberEncoder):
         raise ValueError(trainers_draws())
 
 
-@pytest.mark.parametrize("global_rng", [True, False])
-def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool) -> None:
+@pytest.mark.parametrize("global_rng", [None, True, False])
+def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool | None) -> None:
     shards = str(make_shards([40]))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -193,5 +195,22 @@ def test_global_rng_names_all_none_or_some() -> None:
 
 @pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
 def test_a_global_rng_that_names_something_else_is_an_error(setting: Any) -> None:
-    with pytest.raises(ValueError, match=r"global_rng=.*: expected True, False or a tuple of some of"):
+    with pytest.raises(ValueError, match=r"global_rng=.*: expected None, True, False or a tuple of some of"):
         kinds(setting)
+
+
+def test_the_library_itself_draws_from_no_global_generator() -> None:
+    """A retry of a remote read, say, may come between two draws of an encoder."""
+    package = Path(sp.__file__).parent
+    own = {package / "core" / "global_rng.py", package / "testing.py"}
+    drawn = re.compile(
+        r"\b(random\.(?!SystemRandom|Random\b)[a-z]|np\.random\.[a-z]\w+\((?<!default_rng\())|\btorch\.rand"
+    )
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in package.rglob("*.py")
+        if path not in own
+        for line in path.read_text().splitlines()
+        if drawn.search(line.split("#")[0]) and not line.strip().startswith((">>>", "...", '"'))
+    ]
+    assert found == []

@@ -112,7 +112,7 @@ def test_without_asking_the_first_eight_samples_of_a_process_are_checked_and_the
     encoder = OneField(lambda rng: rng.random())
     stage = items(encoder)
     assert len(list(stage)) == 30 and len(encoder.given) == 38
-    assert stage.keyed.encode == encoder.encode
+    assert stage.keyed.due_encode() == encoder.encode
     nothing = OneField(lambda rng: next(SEQUENCE))
     assert len(list(items(nothing, check=0.0))) == len(nothing.given) == 30
 

@@ -225,7 +225,7 @@ def _check_ledger(
 ) -> None:
     """Each batch is in the ledger once, in order, and some, made again, are what was given."""
     ledger = LedgerFiles(folder)
-    places = sorted(given.batch.place for given in ledger.batches() if not given.lost)
+    places = sorted(given.batch.position for given in ledger.batches() if not given.lost)
     assert len(places) == len(set(places)), "a batch is in the ledger twice"
     taken_ahead = len(places) - len(found)  # by an `OnDevice` on each rank of the last leg
     assert 0 <= taken_ahead <= most_ahead, f"{taken_ahead} batches more in the ledger than were given"

@@ -23,6 +23,7 @@ from report import Row
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -147,11 +148,11 @@ class History:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
         taken = voted_step([iter(run) for run in runs])
         again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
-        for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
+        for run, batch, place, repeated_rows in zip(runs, taken, places, again, strict=True):
             receipts = [tuple(each) for each in receipts_of(run).tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
             real = [each for each in receipts if each[0] >= 0]
-            if not came_again:
+            if not repeated_rows:
                 self._compare(place, batch)
                 assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
                 self._made_of |= {each: _numbers(batch["items"][each[1]]) for each in real}
@@ -276,14 +277,12 @@ class History:
 
 def receipts_of(run: Run) -> Any:
     """Those of the batch given last."""
-    assert run.rows is not None
-    return run.rows.receipts(run.position)
+    return run.observer(RowsInFlight).receipts(run.position)  # type: ignore[union-attr]
 
 
 def table_of(run: Run) -> Acknowledgements:
     """The rows in flight of a run."""
-    assert run.rows is not None
-    return run.rows.table
+    return run.observer(RowsInFlight).table  # type: ignore[union-attr]
 
 
 @lru_cache

@@ -1,10 +1,12 @@
-"""Files of the node's cache: this user's own, and no links, so that nobody has others written through them.
+"""Files of the node's cache: owned by this user, and no links.
 
-    CACHE/UID/…               CACHE, which a user names, may be a link, and open to all; UID is made for its user (0700)
-    VERSION/N.pin             the server's version (ETag) of the rows of shard number N, and by a checksum whole or none
-    scan/…, beside/…, …       NAME.pin beside NAME, a file that is here whole: its bytes are in the checksum too
+So nobody can make this process write to another file.
 
-Files with holes are written by several processes at once, under locks on ranges of bytes.
+    CACHE/UID/…               CACHE may be a link, and open to all. UID is private to its user (0700)
+    VERSION/N.pin             the ETag of the rows of shard number N, with a checksum
+    scan/…, beside/…, …       NAME.pin next to NAME, a complete file. Its checksum covers the bytes of NAME too
+
+Sparse files are written by several processes at once, under locks on byte ranges.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from savable_pipeline.core.file_locks import needs_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import RemoteError
 
-PIECE = 8 << 20  # bytes asked of a server in one request, at most, or read of a file at a time
+PIECE = 8 << 20  # most bytes of one request to a server, or of one read of a file
 _ELSEWHERE = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
 _DIGITS = 16  # of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
-def own_folder(path: Path) -> Path:
-    """A folder of this user's own, made if it is not there. Raises `RemoteError` for a link, and for another's."""
+def private_folder(path: Path) -> Path:
+    """Create a folder of this user if it does not exist.
+
+    Raises `RemoteError` for a link, and for a folder of another user.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -50,14 +55,17 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def open_own(path: Path, mode: str) -> IO[Any]:
-    """`path.open(mode)`, of a file of this user's own. Raises OSError, `RemoteError` as `own_folder` does."""
-    return open(path, mode, opener=own_file)
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Open a file of this user, as `path.open(mode)`.
+
+    Raises OSError, and `RemoteError` as `private_folder` does.
+    """
+    return open(path, mode, opener=private_file)
 
 
-def own_file(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of a file of this user's own: see `open_own`. Raises the same."""
-    path, safely = Path(path), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would have it wait
+def private_file(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file of this user and return its descriptor. See `open_private`."""
+    path, safely = Path(path), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would block
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | safely, 0o600)
     except OSError as error:
@@ -75,8 +83,8 @@ def own_file(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-def _check(path: Path, found: os.stat_result, is_right: bool) -> None:
-    if is_right and found.st_uid == os.geteuid():
+def _check(path: Path, found: os.stat_result, is_kind: bool) -> None:
+    if is_kind and found.st_uid == os.geteuid():
         return
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a device")
@@ -89,18 +97,18 @@ def _check(path: Path, found: os.stat_result, is_right: bool) -> None:
 def _name(user: int) -> str:
     try:
         return f"the user {pwd.getpwuid(user).pw_name}"
-    except KeyError:  # a container under a number that no list has
+    except KeyError:  # a container whose user ID is not in /etc/passwd
         return f"the user number {user}"
 
 
 def write_pin(path: Path, version: str) -> None:
-    """Writes a pin."""
+    """Write a pin."""
     replace_file(path, [xxh3_64(version.encode()).hexdigest().encode(), version.encode()])
 
 
 def read_pin(path: Path) -> str:
-    """The version that a pin names; "" if it is not there or damaged."""
-    with contextlib.suppress(OSError, ValueError), open_own(path, "rb") as file:
+    """Return the version in a pin, or "" if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError), open_private(path, "rb") as file:
         digest, version = file.read(_DIGITS), file.read()
         if xxh3_64(version).hexdigest().encode() == digest:
             return str(version, "utf-8")
@@ -108,19 +116,19 @@ def read_pin(path: Path) -> str:
 
 
 def pin_whole(path: Path, version: str) -> None:
-    """Pins a file that is here whole, or one that was and is not kept."""
+    """Pin a complete file, or one that was downloaded and removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_pin(_beside(path), f"{_hash(path) if path.exists() else ''} {version}")
+    write_pin(_pin_path(path), f"{_hash(path) if path.exists() else ''} {version}")
 
 
 def pinned_version(path: Path) -> str:
-    """The version of a file, as it was pinned, whether it is here or not; "" if it is not known."""
-    return read_pin(_beside(path)).partition(" ")[2]
+    """Return the pinned version of a file, which may be removed; "" if unknown."""
+    return read_pin(_pin_path(path)).partition(" ")[2]
 
 
 def whole_version(path: Path) -> str | None:
-    """The version of a file that is here whole, as it was pinned; None if it is not there, or another."""
-    digest, _, version = read_pin(_beside(path)).partition(" ")
+    """Return the pinned version of a complete file, or None if it has changed."""
+    digest, _, version = read_pin(_pin_path(path)).partition(" ")
     with contextlib.suppress(OSError):
         if digest and _hash(path) == digest:
             return version
@@ -128,34 +136,38 @@ def whole_version(path: Path) -> str | None:
 
 
 def drop_whole(path: Path) -> None:
-    """Removes a file and its pin."""
-    _beside(path).unlink(missing_ok=True)
+    """Remove a file and its pin."""
+    _pin_path(path).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
+def _pin_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.pin")
 
 
 def _hash(path: Path) -> str:
     hashed = xxh3_64()
-    with open_own(path, "rb") as file:
+    with open_private(path, "rb") as file:
         while part := file.read(PIECE):
             hashed.update(part)
     return hashed.hexdigest()
 
 
 def flock(file: int | IO[Any], operation: int) -> None:
-    """Locks a file of the cache, as `fcntl.flock` does. Raises `RemoteError` on a file system without locks."""
+    """Lock a file of the cache, as `fcntl.flock` does.
+
+    Raises `RemoteError` on a file system without locks.
+    """
     with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
         fcntl.flock(file, operation)
 
 
 @contextlib.contextmanager
-def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
-    """Locks the bytes `start` to `stop - 1` of an open file. If they are locked: waits, or raises BlockingIOError.
+def range_lock(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
+    """Lock the bytes `start` to `stop - 1` of an open file.
 
-    The lock belongs to the descriptor, and ends when the process dies. Each thread needs a descriptor of its own.
+    If they are locked already, this waits or raises BlockingIOError. The lock belongs to the descriptor, and ends when
+    the process dies. Each thread needs a descriptor of its own.
     """
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
@@ -167,7 +179,10 @@ def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[Non
 
 
 def punch_hole(fd: int, start: int, stop: int) -> None:
-    """Makes a hole: returns these bytes of a file to the disk. Raises OSError if the file system cannot."""
+    """Return these bytes of a file to the disk.
+
+    Raises OSError if the file system cannot punch holes.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
         code = ctypes.get_errno()

@@ -3,10 +3,10 @@
     reader ── (urgency, (ticket, kind, arguments)) ──▶ this process ── obstore ──▶ server
            ◀── (ticket, result or error) ──                 └── writes the cache's files and flags
 
-Only this process uses obstore, so the reader may be forked at any time. Requests are served by urgency, and in the
-order of their arrival where it is equal. One for many rows is served in parts, so that a more urgent one comes between.
-They wait for a thread, and begin only while the link has room (`RequestQueue`). Bytes that another version of a dataset
-has in the cache are copied in place of downloading them again (`SameContent`).
+Only this process uses obstore, so the reader may be forked at any time. Requests are served by urgency, then in the
+order of arrival. A request for many rows is served in parts, so more urgent ones can come between. Requests wait for a
+thread, and start only while the link has capacity (`RequestQueue`). Bytes that another version of a dataset has in the
+cache are copied instead of downloaded (`SameContent`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.remote.cache_files import PIECE, locked, punch_hole
+from savable_pipeline.data.remote.cache_files import PIECE, punch_hole, range_lock
 from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
 from savable_pipeline.data.remote.listing import Listing, shared_answer
 from savable_pipeline.data.remote.object_store import ObjectStore, Pace, Write
 from savable_pipeline.data.remote.session import Urgency
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, create_flags, disk_error, runs
+from savable_pipeline.data.remote.shard_cache import NO_SPACE, ShardCache, create_flags, disk_error, runs
 from savable_pipeline.data.shards.paths import is_hub
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _THREADS = 16
-_AHEAD_THREADS = 14  # of them that serve what nobody waits for
+_AHEAD_THREADS = 14  # of these that serve requests that nobody waits for
 
 
 class SameContent:
-    """What other versions have of the files of one that is being read."""
+    """Finds the bytes of files that are being read in other cached versions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # of a version: by content
+        self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # shards of a version, by content
 
     def copy(self, cached: ShardCache, row: int, stop: int, content: str, write: Write) -> bool:
-        """Passes the bytes of rows of one file to `write` with their offset, if another version has them all."""
+        """Pass the bytes of rows to `write`, if another version has all of them.
+
+        The rows are of one file. Each call of `write` gets the offset too.
+        """
         shard, extent = cached.shard_of(row), cached.extent(row, stop)
         for other, number in self._others(cached).get(content, ()):
             first = int(other.firsts[number]) + row - int(cached.firsts[shard])
@@ -57,7 +60,7 @@ class SameContent:
                 continue
             before = other.present[first:end].copy()
             with contextlib.suppress(OSError), other.path(number).open("rb", buffering=0) as file:
-                if not other.is_right(number, file.fileno(), first, end):
+                if not other.is_valid(number, file.fileno(), first, end):
                     continue
                 for start in range(*extent, PIECE):
                     write(memoryview(os.pread(file.fileno(), min(PIECE, extent[1] - start), start)), start)
@@ -84,7 +87,7 @@ class SameContent:
 
 @dataclass(slots=True, order=True)
 class QueuedRequest:
-    """What to do, by urgency and then by arrival. `size`: the bytes it is for, as far as that is known."""
+    """Request, ordered by urgency and arrival. `size` is its bytes, if known."""
 
     urgency: int
     number: int
@@ -95,63 +98,67 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Gives requests to threads. What somebody waits for begins at once; the rest keeps to the pace, and leaves some
-    threads free for that.
+    """Assigns requests to threads.
+
+    Those that somebody waits for start at once. The others follow the pace, and leave some threads free.
     """
 
     def __init__(self, pace: Pace, threads: int) -> None:
         self._pace = pace
         self._most = threads
         self._waiting: list[QueuedRequest] = []
-        self._begun: dict[int, int] = {}  # the bytes of each request that a thread has, by its number
+        self._started: dict[int, int] = {}  # bytes of each request that a thread serves, by its number
         self._changed = threading.Condition()
 
     def put(self, request: QueuedRequest) -> None:
-        """Adds a request."""
+        """Add a request."""
         with self._changed:
             heapq.heappush(self._waiting, request)
             self._changed.notify()
 
     def get(self) -> QueuedRequest:
-        """The next request, once it may begin; `done` must follow."""
+        """Wait for the next request that may start. The caller must call `done`."""
         with self._changed:
-            while not self._may_begin():
+            while not self._may_start():
                 self._changed.wait()
             request = heapq.heappop(self._waiting)
-            self._begun[request.number] = self._share(request)
-            self._changed.notify()  # another may begin too
+            self._started[request.number] = self._share(request)
+            self._changed.notify()  # another may start too
             return request
 
     def done(self, request: QueuedRequest) -> None:
-        """A request, or a part of it that was begun, has ended."""
+        """Record that a request, or a part of it, has ended."""
         with self._changed:
-            del self._begun[request.number]
+            del self._started[request.number]
             self._changed.notify()
 
-    def _may_begin(self) -> bool:
+    def _may_start(self) -> bool:
         if not self._waiting:
             return False
         first = self._waiting[0]
-        if first.urgency == Urgency.NOW or not self._begun:
+        if first.urgency == Urgency.NOW or not self._started:
             return True
-        under_way = sum(self._begun.values()) + self._share(first)
-        return len(self._begun) < self._most and under_way <= self._pace.at_once
+        under_way = sum(self._started.values()) + self._share(first)
+        return len(self._started) < self._most and under_way <= self._pace.at_once
 
     def _share(self, request: QueuedRequest) -> int:
-        """The bytes of one part of a request."""
+        """Return the bytes of one part of a request."""
         return min(request.size, self._pace.request)
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left to do of a request that was served in part: its `arguments`, and whether what is needed is here."""
+    """Remaining work of a partly served request.
+
+    `arguments` are those of the rest. `served`: whether its needed rows are cached.
+    """
 
     arguments: tuple[Any, ...]
     served: bool
 
 
 class Downloads:
-    """Serves requests, in any thread: each public method is a kind of request."""
+    """Serves requests in any thread. Each public method is a kind of request."""
 
     def __init__(self, cache: str, limit: int, retry_s: float) -> None:
         self._store = ObjectStore(retry_s, Path(cache))
@@ -163,17 +170,20 @@ class Downloads:
         self._lock = threading.Lock()
 
     def listing(self, root: str) -> Listing:
-        """Every object below a URL; one listing for processes that ask at the same time."""
+        """Return every object below a URL.
+
+        Processes that ask at the same time share one listing.
+        """
         if is_hub(root):
             return self._store.listing(root)
         return shared_answer(self._cache, root, lambda: self._store.listing(root), Listing)
 
     def commit(self, dataset: str) -> str:
-        """The commit of a dataset of the Hub at a branch or a tag."""
+        """Return the commit of a dataset of the Hub at a branch or tag."""
         return self._store.commit(dataset)
 
     def card(self, root: str) -> bytes:
-        """The README.md of a dataset of the Hub, read once a node; empty without one."""
+        """Return the README.md of a dataset of the Hub, or b"". It is read once per node."""
 
         def read() -> bytes:
             size, _ = self._store.stat(root, "README.md") or (0, "")
@@ -182,25 +192,31 @@ class Downloads:
         return shared_answer(self._cache, f"{root} card", read, bytes, lasts=True)
 
     def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
-        """Size and stamp of an object; None if there is none. One that is `needed` is not taken for missing."""
+        """Return size and stamp of an object, or None if there is none.
+
+        If a `needed` object is forbidden, that is an error.
+        """
         return self._store.stat(root, name, needed=needed)
 
     def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
-        """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
+        """Return the bytes `start` to `stop - 1` of an object, without the cache.
+
+        The object has `size` bytes.
+        """
         return self.part_of(root, name, size, "", start, stop)[0]
 
     def part_of(self, root: str, name: str, size: int, pin: str, start: int, stop: int) -> tuple[bytes, str]:
-        """The same of the server's version `pin` of an object, of any if that is empty; and the version."""
+        """Return such bytes, of the version `pin` unless it is "", and the version."""
         raw = bytearray(stop - start)
 
-        def keep(chunk: memoryview, offset: int) -> None:
+        def store(chunk: memoryview, offset: int) -> None:
             raw[offset - start : offset - start + len(chunk)] = chunk
 
-        version = self._store.copy(root, name, start, stop, size, keep, pin)
+        version = self._store.copy(root, name, start, stop, size, store, pin)
         return bytes(raw), version
 
     def whole(self, root: str, name: str, size: int, path: str) -> str:
-        """Downloads an object of `size` bytes into a file; returns the server's version of it."""
+        """Download an object of `size` bytes into a file, and return its version."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._space.reserve(size)
         try:
@@ -211,36 +227,36 @@ class Downloads:
             self._space.written(size)
 
     def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
-        """Fetches the rows of these shards of an index that is here in part."""
+        """Fetch the rows of these shards of a partly cached index."""
         parts = self._version(folder).layout.parts
         if parts is not None:
             get = partial(self.part_of, root, parts.name, parts.bytes, parts.pin)
             parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
 
     def dated(self, root: str) -> list[tuple[str, int, int]]:
-        """Name, size and time of the last change of every object below a URL."""
+        """Return name, size and modification time of every object below a URL."""
         return self._store.dated(root)
 
     def fetch(self, root: str, name: str, size: int, path: str) -> None:
-        """Copies an object of `size` bytes into a file outside the cache."""
+        """Copy an object of `size` bytes into a file outside the cache."""
         with replacing(Path(path)) as file:
             write = partial(write_at, file.fileno(), release=lambda size: False)
             self._copy(root, ShardEntry(name, size, 0, 0), write, 0, size, "")
 
     def upload(self, root: str, name: str, path: str) -> None:
-        """Writes a file as an object."""
+        """Upload a file as an object."""
         self._store.upload(root, name, Path(path))
 
     def erase(self, root: str, names: list[str]) -> None:
-        """Removes objects."""
+        """Remove objects."""
         self._store.erase(root, names)
 
     def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
-        """Downloads a part of those rows of one shard that are not in the cache: from the first that is `needed` on.
+        """Download some of those rows of one shard that are not cached.
 
-        Returns what is left; None if that is nothing. Where there is no space for all, only the rows that are needed
-        now. If another process downloads some of them at this moment: with `wait` waits for those that are needed,
-        else leaves them to it.
+        It starts at the first `needed` row. If there is no space for all, it downloads only the needed rows. If another
+        process is downloading some of them, `wait` waits for the needed ones, and leaves the others to that process.
+        Returns the rest, or None.
         """
         cached = self._version(folder)
         absent = cached.missing(row, stop)
@@ -250,18 +266,21 @@ class Downloads:
         first, end = self._part(cached, absent, needed)
         fd = cached.open(cached.shard_of(row))
         try:
-            wait_here = wait and bool(needed)
-            with contextlib.suppress(BlockingIOError), locked(fd, *cached.extent(first, end), wait=wait_here):
+            waits = wait and bool(needed)
+            with contextlib.suppress(BlockingIOError), range_lock(fd, *cached.extent(first, end), wait=waits):
                 self._rows(root, cached, fd, first, end, [one for one in needed if one < end])
         finally:
             os.close(fd)
         if not needed and end == stop:
             return None
-        left = [one for one in needed if not first <= one < end]
-        return Rest((root, folder, row if needed else end, stop, left, wait), served=not left)
+        rest = [one for one in needed if not first <= one < end]
+        return Rest((root, folder, row if needed else end, stop, rest, wait), served=not rest)
 
     def _part(self, cached: ShardCache, absent: list[tuple[int, int]], needed: list[int]) -> tuple[int, int]:
-        """The rows of the next request, of the runs that are `absent`: from the first `needed` row, or the first."""
+        """Return the rows of the next request, among the runs that are `absent`.
+
+        It starts at the first `needed` row, or the first absent one.
+        """
         first = needed[0] if needed else absent[0][0]
         end = next(end for _, end in absent if first < end)
         start, past = cached.extent(first, end)
@@ -271,18 +290,21 @@ class Downloads:
         return first, max(first + 1, min(behind, end) - 1)
 
     def forget(self, folder: str) -> None:
-        """Closes the versions in a folder that is about to be removed, or was written anew."""
+        """Close the versions in a folder that is about to be removed or rewritten."""
         with self._lock:
             for version in [version for version in self._cached if Path(version).is_relative_to(folder)]:
                 del self._cached[version]
 
     def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
-        """The bytes that a request for rows is for."""
+        """Return the bytes of a request for rows."""
         start, past = self._version(folder).extent(row, stop)
         return past - start
 
     def _rows(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
-        """Downloads rows; the caller holds the lock. Those that another process downloaded meanwhile are skipped."""
+        """Download rows under the caller's lock.
+
+        Rows that another process downloaded in the meantime are skipped.
+        """
         alone = list[tuple[int, int]]()
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
@@ -293,7 +315,7 @@ class Downloads:
                 except RemoteError as error:
                     if not isinstance(error.__cause__, OSError):  # of the disk
                         raise
-            cached.used[first:end] = LEFT_OUT
+            cached.used[first:end] = NO_SPACE
             alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
         for first, end in alone:
             start, past = cached.extent(first, end)
@@ -301,18 +323,18 @@ class Downloads:
             self._reserved(root, cached, fd, first, end)
 
     def _reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
-        """Downloads rows for whose bytes there is space."""
+        """Download rows whose bytes are reserved."""
         start, past = cached.extent(row, stop)
         try:
             self._download(root, cached, fd, row, stop)
         except BaseException:
-            punch_hole(fd, start, past)  # what came takes no space
+            punch_hole(fd, start, past)  # the bytes that arrived must not take space
             raise
         finally:
             self._space.written(past - start)
 
     def _download(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
-        """Downloads rows of one shard into its file `fd`."""
+        """Download rows of one shard into its file `fd`."""
         start, past = cached.extent(row, stop)
         shard = cached.shard_of(row)
         entry, pin = cached.shards[shard], cached.pin(shard)
@@ -320,8 +342,8 @@ class Downloads:
             write = partial(self._write, fd)
             version = self._copied(root, cached, write, row, stop)
             version = version or self._copy(root, entry, write, start, past, pin)
-            right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
-            if not right or (version and cached.pin(shard, version) != version):
+            matches = all(cached.layout.headers_match(shard, fd, each) for each in {row, stop - 1})
+            if not matches or (version and cached.pin(shard, version) != version):
                 raise ShardError(
                     f"{root}/{entry.name}: the shard was rewritten after indexing. Start again, or restore the old one",
                     reason="changed shard",
@@ -333,7 +355,10 @@ class Downloads:
         cached.mark_present(shard, fd, row, stop)
 
     def _copied(self, root: str, cached: ShardCache, write: Write, row: int, stop: int) -> str:
-        """The hash of a file's content, if its rows could be copied from another commit of the Hub; else ""."""
+        """Copy rows of a file from another commit of the Hub.
+
+        Returns the hash of its content, or "" if no commit has them.
+        """
         if not is_hub(root):
             return ""
         entry = cached.shards[cached.shard_of(row)]
@@ -343,7 +368,7 @@ class Downloads:
         return found[1] if self._same.copy(cached, row, stop, found[1], write) else ""
 
     def _copy(self, root: str, entry: ShardEntry, write: Write, start: int, stop: int, version: str) -> str:
-        """Passes bytes of a shard to `write` with their offsets; returns the server's version, all of one."""
+        """Pass bytes of a shard to `write`, and return their version on the server."""
         while start < stop:
             end = min(start + self.pace.request, stop)
             version = self._store.copy(root, entry.name, start, end, entry.size, write, version)
@@ -364,7 +389,7 @@ class Downloads:
 
 
 class Requests:
-    """Serves requests in threads; sends the results of those that have a ticket."""
+    """Serves requests in threads, and sends the results of those with a ticket."""
 
     def __init__(self, downloads: Downloads, connection: Connection) -> None:
         self._downloads = downloads
@@ -376,9 +401,9 @@ class Requests:
             threading.Thread(target=self._serve, daemon=True).start()
 
     def put(self, urgency: int, ticket: int, kind: str, arguments: tuple[Any, ...]) -> None:
-        """Adds a request; those of equal urgency are served in the order of their arrival."""
+        """Add a request. Equally urgent ones are served in the order of arrival."""
         size = _result(self._downloads.size_of, arguments) if kind == "rows" else 0
-        known = size if isinstance(size, int) else 0  # else it fails, which is told when it is served
+        known = size if isinstance(size, int) else 0  # an error is raised again when the request is served
         self._queue.put(QueuedRequest(urgency, next(self._numbers), ticket, kind, arguments, known))
 
     def _serve(self) -> None:
@@ -387,12 +412,15 @@ class Requests:
             result = _result(getattr(self._downloads, request.kind), request.arguments)
             self._queue.done(request)
             if isinstance(result, Rest):
-                self._go_on(request, result)
+                self._requeue(request, result)
             elif request.ticket:
                 self._send(request.ticket, result)
 
-    def _go_on(self, request: QueuedRequest, rest: Rest) -> None:
-        """Lets the rest of a request wait in its place; or behind what is needed now, once that part of it is here."""
+    def _requeue(self, request: QueuedRequest, rest: Rest) -> None:
+        """Requeue the rest of a request.
+
+        Once its needed rows are cached, the rest is less urgent.
+        """
         if request.ticket and rest.served:
             self._send(request.ticket, None)
             self.put(Urgency.SOON, 0, request.kind, rest.arguments)
@@ -418,7 +446,10 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:
-    """The process: serves until the reader closes the connection or is gone; of a cache that cannot be it says so."""
+    """Run the process until the reader closes the connection or ends.
+
+    If the cache cannot be used, it answers the first request with that error.
+    """
     downloads = _result(Downloads, (cache, limit, retry_s))
     served = Requests(downloads, connection) if isinstance(downloads, Downloads) else None
     for urgency, request in requests:

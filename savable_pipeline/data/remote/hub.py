@@ -1,12 +1,12 @@
-"""`Hub`: datasets on Hugging Face's Hub: their commits, the files in them, and where the bytes of a file come from.
+"""`Hub`: commits, files and download URLs of datasets on Hugging Face's Hub.
 
-    hf://datasets/ORG/NAME@REVISION     dataset_info      ──▶ the commit            once by processes that ask together
+    hf://datasets/ORG/NAME@REVISION     dataset_info      ──▶ the commit            once for processes that ask together
     hf://datasets/ORG/NAME@COMMIT/PATH  list_repo_tree    ──▶ names, sizes, hashes   once a node: CACHE/listings/HASH
-    …/FILE                              HEAD of /resolve/ ──▶ an address in a store on another host, signed for an hour
-                                                              or so; of a small file one on the Hub itself
+    …/FILE                              HEAD of /resolve/ ──▶ a URL in a store on another host, signed for about an
+                                                              hour; for a small file, one on the Hub itself
 
-The library `huggingface_hub` asks all three, with the token, which goes to the Hub alone. Where the Hub answers 429 and
-when to come again, all processes of the node wait: CACHE/hub/wait holds until when, in seconds since 1970.
+The library `huggingface_hub` sends these requests, with the token, which only the Hub gets. If the Hub answers 429 with
+a time, all processes of the node wait until then. CACHE/hub/wait has that time, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import random
 import re
 import threading
 import time
@@ -23,10 +22,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from savable_pipeline.data.remote.cache_files import flock, own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, private_file, private_folder
 from savable_pipeline.data.remote.listing import Listing, shared_answer
 from savable_pipeline.data.shards.paths import NOT_THERE, HubAddress
 from savable_pipeline.errors import RemoteError, ShardError
@@ -34,13 +34,13 @@ from savable_pipeline.errors import RemoteError, ShardError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_LONGEST_WAITS_S = 3600.0  # of one question, for a Hub that answers 429
+_LONGEST_WAITS_S = 3600.0  # of one request, for a Hub that answers 429
 _RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # of the header RateLimit: seconds until its window ends
-_PLACES = 1024  # addresses that are kept
+_MOST_FILES = 1024  # download URLs in memory
 
 
 class HubFile(NamedTuple):
-    """Where the bytes of a file come from: an address, the token to send there if any, and the content's hash."""
+    """Download URL of a file, the token to send there if any, and the content's hash."""
 
     url: str
     token: str
@@ -48,21 +48,21 @@ class HubFile(NamedTuple):
 
 
 class Hub:
-    """Asks the Hub of `HF_ENDPOINT`, with `HF_TOKEN`. Its answers are kept in the folder of the cache.
+    """Client of the Hub at `HF_ENDPOINT`, with `HF_TOKEN`. Answers are cached.
 
-    Each method raises `ShardError` for what is not there, `RemoteError` for what may not be read, and what
-    `huggingface_hub` does where it is worth another try.
+    Each method raises `ShardError` for missing files, `RemoteError` for forbidden ones, and errors of `huggingface_hub`
+    for what is worth a retry.
     """
 
     def __init__(self, cache: Path, timeout_s: float) -> None:
         self._cache, self._timeout_s = cache, timeout_s
         self._listings: dict[str, Listing] = {}
-        self._places: dict[tuple[str, str], HubFile] = {}
+        self._files: dict[tuple[str, str], HubFile] = {}
         self._asking: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
     def commit(self, dataset: str) -> str:
-        """The commit of a dataset at a branch or a tag."""
-        from huggingface_hub import HfApi  # here: most processes read nothing of the Hub, and it takes 0.3 s
+        """Return the commit of a dataset at a branch or tag."""
+        from huggingface_hub import HfApi  # this takes 0.3 s, and most processes do not use the Hub
 
         address = HubAddress.of(dataset)
 
@@ -72,7 +72,7 @@ class Hub:
         return self._shared(dataset, found, str)
 
     def listing(self, root: str) -> Listing:
-        """Every file below `root`, with names relative to it and hashes of contents as stamps."""
+        """Return every file below `root`, with relative names and hashes as stamps."""
         if root not in self._listings:
             lasts = HubAddress.of(root).is_fixed
             found = self._shared(root, lambda: _tree(root), Listing, lasts=lasts)
@@ -82,23 +82,23 @@ class Hub:
         return self._listings[root]
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
-        """Size in bytes and hash of the content of a file; None if there is none."""
+        """Return size and content hash of a file, or None if there is none."""
         return self.listing(root).find(name)
 
     def file(self, root: str, name: str) -> HubFile:
-        """Where the bytes of a file come from, asked for once until `forget`."""
+        """Return the download URL of a file. It is remembered until `forget`."""
         with self._asking[root, name]:
-            found = self._places.get((root, name))
+            found = self._files.get((root, name))
             if found is None:
                 found = self._asked(f"{root}/{name}", lambda: self._located(root, name))
-                if len(self._places) >= _PLACES:
-                    self._places.clear()
-                self._places[root, name] = found
+                if len(self._files) >= _MOST_FILES:
+                    self._files.clear()
+                self._files[root, name] = found
             return found
 
     def forget(self, root: str, name: str) -> None:
-        """Forgets where a file's bytes come from, since that is no longer answered."""
-        self._places.pop((root, name), None)
+        """Forget the download URL of a file, which no longer works."""
+        self._files.pop((root, name), None)
 
     def _located(self, root: str, name: str) -> HubFile:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -106,7 +106,7 @@ class Hub:
 
         stat = self.stat(root, name)
         if stat is None:
-            raise _not_there(f"{root}/{name}")
+            raise _not_found(f"{root}/{name}")
         address, (_, content) = HubAddress.of(root), stat
         url = hf_hub_url(address.repo, address.below(name), repo_type="dataset", revision=address.revision)
         found = get_hf_file_metadata(url, timeout=self._timeout_s)
@@ -127,7 +127,7 @@ class Hub:
         return shared_answer(self._cache, question, lambda: self._asked(address, ask), kind, lasts=lasts)
 
     def _asked(self, address: str, ask: Callable[[], T]) -> T:
-        """What `ask` returns, asked when all processes of the node may, again where the Hub says when."""
+        """Call `ask` when the node may send requests, and again when the Hub permits it."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         waited = 0.0
@@ -140,7 +140,7 @@ class Hub:
             except HfHubHTTPError as error:
                 pause_s = _pause_of(error)
                 if pause_s is None:
-                    raise _fault(address, error) from error
+                    raise _final_error(address, error) from error
                 waited += pause_s
                 if waited > _LONGEST_WAITS_S:
                     raise RemoteError(
@@ -149,21 +149,21 @@ class Hub:
                         "The loader's state is whole: save it or continue"
                     ) from error
                 log.warning("%s: the Hub answers 429, too many requests. This node waits for %g s", address, pause_s)
-                self._hold_all(pause_s)
+                self._pause_all(pause_s)
 
     def _wait(self) -> None:
-        """Returns when the Hub may be asked."""
+        """Wait until the Hub accepts requests."""
         with contextlib.suppress(OSError, ValueError):
             while True:
-                left_s = float(self._wait_file().read_text()) - time.time()
-                if not 0 < left_s <= _LONGEST_WAITS_S:
+                wait_s = float(self._wait_file().read_text()) - time.time()
+                if not 0 < wait_s <= _LONGEST_WAITS_S:
                     return
-                time.sleep(left_s + random.uniform(0, min(1.0, left_s / 10)))  # not all in the same instant
+                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))  # not all in the same instant
 
-    def _hold_all(self, seconds: float) -> None:
-        """Has each process of the node wait for so long, or as long as it must already."""
+    def _pause_all(self, seconds: float) -> None:
+        """Make all processes of the node wait for `seconds`, or as long as they must."""
         until = time.time() + seconds
-        with os.fdopen(own_file(self._wait_file(), os.O_RDWR | os.O_CREAT), "r+") as file:
+        with os.fdopen(private_file(self._wait_file(), os.O_RDWR | os.O_CREAT), "r+") as file:
             flock(file, fcntl.LOCK_EX)
             with contextlib.suppress(ValueError):
                 until = max(until, float(file.read()))
@@ -171,11 +171,11 @@ class Hub:
             file.write(f"{until:.3f}")
 
     def _wait_file(self) -> Path:
-        return own_folder(self._cache / "hub") / "wait"
+        return private_folder(self._cache / "hub") / "wait"
 
 
 def _tree(root: str) -> Listing:
-    """The files below an address, as the Hub lists them page by page."""
+    """List the files below an address, page by page."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -192,7 +192,7 @@ def _tree(root: str) -> Listing:
 
 
 def _pause_of(error: Any) -> float | None:
-    """The seconds after which the Hub wants to be asked again; None if it does not say so."""
+    """Return the seconds after which the Hub accepts a retry, or None."""
     if error.response.status_code != 429:
         return None
     after = error.response.headers.get("Retry-After", "").strip()
@@ -204,8 +204,8 @@ def _pause_of(error: Any) -> float | None:
     return None if reset is None else float(reset[1])
 
 
-def _fault(address: str, error: Any) -> Exception:
-    """The error about an answer that another try would not change; the answer itself for any other."""
+def _final_error(address: str, error: Any) -> Exception:
+    """Return the error about an answer that no retry changes, else the answer itself."""
     from huggingface_hub import constants, errors
 
     named = HubAddress.of(address)
@@ -220,7 +220,7 @@ def _fault(address: str, error: Any) -> Exception:
             reason=NOT_THERE,
         )
     if isinstance(error, errors.EntryNotFoundError):
-        return _not_there(address)
+        return _not_found(address)
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return ShardError(
             f"{address}: no such dataset, or a private one ({status}). Check {page}, and set HF_TOKEN if it is private",
@@ -231,7 +231,7 @@ def _fault(address: str, error: Any) -> Exception:
     return error  # type: ignore[no-any-return]
 
 
-def _not_there(address: str) -> ShardError:
+def _not_found(address: str) -> ShardError:
     return ShardError(f"{address}: not found in the dataset at this commit", reason=NOT_THERE)
 
 

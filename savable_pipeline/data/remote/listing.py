@@ -1,12 +1,13 @@
-"""`Listing`: the objects below a URL as three runs of bytes; a million of them take some 100 MB, and as much again
-once a name is looked up.
+"""`Listing`: the objects below a URL, as three byte strings.
 
-What several processes of a node ask a server at the same time, above all for a listing, is asked once:
+A million of them take some 100 MB, and as much again once a name is looked up.
 
-    CACHE/listings/HASH   what the last process was answered; locked while one asks
+If several processes of a node send the same request to a server at the same time, such as a listing, it is sent once:
 
-A process that had to wait takes what the one before it found. One that asks later asks again, since nothing is known of
-what was added since; but where an answer `lasts`, such as that about a commit, it is never asked for again.
+    CACHE/listings/HASH   the last answer; locked while one process asks
+
+A process that had to wait takes the answer of the one before it. A later one asks again, because objects may have been
+added. An answer that `lasts`, such as one about a commit, is never requested again.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from savable_pipeline.data.remote.cache_files import flock, own_file, own_folder
+from savable_pipeline.data.remote.cache_files import flock, private_file, private_folder
 from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
 T = TypeVar("T")
-SECOND_OF = "at "  # begins a stamp that is a time: what replaced the object within this second has the same
+SECOND_OF = "at "  # prefix of a stamp that is a time; an object replaced within the same second has the same stamp
 
 
 class Listing(msgspec.Struct, frozen=True, dict=True):
-    """Objects in the order of their names.
+    """Objects sorted by name.
 
-    `names` and `stamps` are UTF-8, with a zero byte after each; `sizes` is int64 (objects,), in bytes. A stamp changes
+    `names` and `stamps` are UTF-8, with a zero byte after each. `sizes` is int64 (objects,), in bytes. A stamp changes
     when the object is replaced.
     """
 
@@ -47,7 +48,10 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, objects: Iterable[tuple[str, int, str]]) -> Listing:
-        """The listing of names, sizes and stamps, in any order. Raises `ShardError` for a zero byte."""
+        """Build a listing of names, sizes and stamps in any order.
+
+        Raises `ShardError` for a zero byte.
+        """
         names, sizes, stamps = bytearray(), array("q"), bytearray()
         last, in_order = "", True
         for name, size, stamp in objects:
@@ -56,8 +60,8 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
             stamps += _ended(stamp)
             in_order &= last <= name
             last = name
-        made = cls(bytes(names), sizes.tobytes(), bytes(stamps))
-        return made if in_order else cls.of(sorted(made))
+        listing = cls(bytes(names), sizes.tobytes(), bytes(stamps))
+        return listing if in_order else cls.of(sorted(listing))
 
     def __len__(self) -> int:
         return len(self.sizes) // 8
@@ -66,19 +70,19 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         return zip(_texts(self.names), self.sizes_in_bytes().tolist(), _texts(self.stamps), strict=True)
 
     def sizes_in_bytes(self) -> Rows:
-        """The size of each object, int64 (objects,)."""
+        """Return the size of each object: int64 (objects,)."""
         return np.frombuffer(self.sizes, np.int64)
 
     def texts(self) -> ShardNames:
-        """The names."""
+        """Return the names."""
         return _texts(self.names)
 
     def stamp_texts(self) -> ShardNames:
-        """The stamps."""
+        """Return the stamps."""
         return _texts(self.stamps)
 
     def find(self, name: str) -> tuple[int, str] | None:
-        """Size and stamp of the object with this name; None if there is none."""
+        """Return size and stamp of the object with this name, or None."""
         number = self._numbers.get(name)
         return None if number is None else (int(self.sizes_in_bytes()[number]), self._stamps[number])
 
@@ -90,12 +94,12 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
     def _stamps(self) -> ShardNames:
         return self.stamp_texts()
 
-    def only(self, keep: Callable[[str], bool]) -> Listing:
-        """Those of the objects whose names are to `keep`."""
-        kept = np.fromiter(map(keep, self.texts()), bool, len(self))
-        if kept.all():
+    def only(self, matches: Callable[[str], bool]) -> Listing:
+        """Return the objects whose name `matches`."""
+        chosen = np.fromiter(map(matches, self.texts()), bool, len(self))
+        if chosen.all():
             return self
-        return Listing.of(each for each, keep_it in zip(self, kept, strict=True) if keep_it)
+        return Listing.of(each for each, is_chosen in zip(self, chosen, strict=True) if is_chosen)
 
 
 def _ended(text: str) -> bytes:
@@ -108,16 +112,19 @@ def _texts(raw: bytes) -> ShardNames:
     return ShardNames(raw, np.flatnonzero(np.frombuffer(raw, np.uint8) == 0) + 1)
 
 
-class _Made(msgspec.Struct, Generic[T]):
-    at_s: float  # when it was there, of the clock of this boot
+class _StoredAnswer(msgspec.Struct, Generic[T]):
+    at_s: float  # its time on the monotonic clock of this boot
     answer: T
 
 
 def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
-    """`ask()`, which gives a `kind`, or what another process has found while this one waited. Raises what that does."""
+    """Return `ask()`, or the answer that another process got while this one waited.
+
+    The answer is of type `kind`. Raises what `ask` raises.
+    """
     asked = time.monotonic()
-    path = own_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]
-    with os.fdopen(own_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+    path = private_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]
+    with os.fdopen(private_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         alone = True
         try:
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,13 +134,13 @@ def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T
         if lasts or not alone:
             with contextlib.suppress(msgspec.DecodeError):
                 digest, raw = file.read(8), file.read()
-                raw = raw if xxh3_64_digest(raw) == digest else b""  # the machine lost its power, above all
-                made = msgspec.msgpack.decode(raw, type=_Made[kind])  # type: ignore[valid-type]
-                if lasts or asked <= made.at_s <= time.monotonic():
-                    return made.answer
+                raw = raw if xxh3_64_digest(raw) == digest else b""  # a power failure may damage it
+                stored = msgspec.msgpack.decode(raw, type=_StoredAnswer[kind])  # type: ignore[valid-type]
+                if lasts or asked <= stored.at_s <= time.monotonic():
+                    return stored.answer
         found = ask()
         file.seek(0)
         file.truncate()
-        raw = msgspec.msgpack.encode(_Made(time.monotonic(), found))
+        raw = msgspec.msgpack.encode(_StoredAnswer(time.monotonic(), found))
         file.write(xxh3_64_digest(raw) + raw)
         return found

@@ -1,5 +1,6 @@
-"""Looks up a dataset behind a URL before anything is read: its shards, its own index, its metadata, and what the server
-says of them; and the places in the cache where files are read then.
+"""Looks up a remote dataset before it is read: its shards, index and metadata.
+
+This also defines where its files are in the cache.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from savable_pipeline.data.remote.cache_files import (
     PIECE,
     drop_whole,
     flock,
-    open_own,
-    own_folder,
+    open_private,
     pin_whole,
+    private_folder,
     whole_version,
     write_pin,
 )
@@ -34,7 +35,7 @@ from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.index import PARTS, FileFormat, ShardIndex, ShardTable, head_bytes
+from savable_pipeline.data.shards.index import PARTS, Format, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
@@ -44,24 +45,27 @@ from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
-_ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or one or two dots, in a text of names
-_FIRST = 1 << 20  # bytes of an index that are fetched to see how long its head is
-METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
-_UNREAD = "files"  # the kind of an index that says nothing but names and sizes
+_ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a path component that is empty, "." or "..", in joined names
+_FIRST = 1 << 20  # bytes of an index that are fetched to find the length of its head
+METADATA_FOLDER = "metadata"  # a folder next to the versions of a dataset
+_UNREAD = "files"  # the kind of an index that has only names and sizes
 
 
-def look_up(files: Shards, form: FileFormat, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """The files of these URLs, a local folder with their metadata, and the entries of their own index by name."""
-    with looked_up(files, form, session) as (found, folder, own):
+def describe_url(files: Shards, form: Format, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+    """Return the files of these URLs, their local metadata folder, and the own index.
+
+    The index is its entries by name.
+    """
+    with locked_dataset(files, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of a dataset in the cache, and its index, of files that had these `stamps` where they were looked at.
+    """Version of a dataset in the cache, and its index.
 
-    `stamp` tells what it was made of, or downloaded from.
+    `stamp` identifies the source of the index. `stamps` are those of the files when they were looked up.
     """
 
     folder: Path
@@ -71,14 +75,17 @@ class Version:
 
 
 @contextlib.contextmanager
-def looked_up(
-    files: Shards, form: FileFormat, session: Session, *, counts: bool = True
+def locked_dataset(
+    files: Shards, form: Format, session: Session, *, counts: bool = True
 ) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
-    """The files, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile.
+    """Lock a dataset's folder in the cache, and yield the files and the folder.
 
-    Unless all metadata are wanted, Energon's `counts` are left where a web server has an index, which has them too.
+    The third value is the version of the dataset's own index, or None.
+
+    Without `counts`, Energon's counts are not downloaded from a web server that has an index, because the index has
+    them.
     """
-    found = find_remote(files, session, form.kind, stamps=not form.whole)
+    found = find_remote(files, session, form, stamps=not form.whole)
     folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
@@ -87,7 +94,7 @@ def looked_up(
         without_counts = not counts and own is not None and found.root.startswith("http")
         names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]
         _download_metadata(found.root, folder / METADATA_FOLDER, names, session, whole=own is not None)
-        table = media_table_name(form.name)  # which may be large
+        table = media_table_name(form.index_kind)  # this may be large, so it is copied instead of read
         _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
@@ -96,33 +103,44 @@ def looked_up(
 
 
 def dataset_folder(cache: Path, dataset: str) -> Path:
-    """The folder of a dataset in the cache: one for all commits of a dataset of the Hub."""
+    """Return the folder of a dataset in the cache.
+
+    All commits of a dataset of the Hub share one.
+    """
     return cache / hashlib.sha256(without_commit(dataset).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """The folder of a dataset in the cache, made if it is not there, and locked."""
-    with open_own(own_folder(folder) / "lock", "ab") as lock:
+    """Create and lock the folder of a dataset in the cache."""
+    with open_private(private_folder(folder) / "lock", "ab") as lock:
         flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _known_names(root: str, form: FileFormat, metadata: Path, own: Version | None) -> Sequence[str]:
-    """The sorted names of the files in the dataset's own index, or in Energon's list. Raises `ShardError`."""
+def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -> Sequence[str]:
+    """Return the sorted names of the files, by the dataset's index or Energon's list.
+
+    Raises `ShardError`.
+
+    Raises `ShardError`.
+    """
     if own is not None:
         return own.index.shards.names
-    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.kind.suffixes))
+    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.suffixes))
     if not names:
         raise ShardError(
             f"{root}: no {form.index_name} or {META}/{METADATA_FILES[0]} there, and web servers cannot be listed. Name "
-            f"the shards, as in {root}/{{000..099}}{form.kind.suffixes[0]}, or upload the index of `savable index`"
+            f"the shards, as in {root}/{{000..099}}{form.suffixes[0]}, or upload the index of `savable index`"
         )
     return names
 
 
 def _check_names(found: RemoteShards) -> None:
-    """Raises `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
+    """Raise `ShardError` for a name outside the dataset.
+
+    Its file would be outside the folder in the cache too.
+    """
     text = ShardNames.of(found.names).text
     for name in found.names if _ODD_NAME.search(text) else ():
         if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
@@ -130,9 +148,9 @@ def _check_names(found: RemoteShards) -> None:
 
 
 def _download_metadata(root: str, local: Path, names: Sequence[str], session: Session, *, whole: bool) -> None:
-    """Copies these metadata beside the shards to `local`, where a dataset looks for them."""
+    """Copy these metadata files to `local`, where a dataset looks for them."""
     (local / META).mkdir(parents=True, exist_ok=True)
-    if whole:  # a conversion writes the index at its end
+    if whole:  # a conversion writes the index last
         (local / CONVERTED).unlink(missing_ok=True)
     else:
         names = [*names, Path(CONVERTED).name]
@@ -150,9 +168,10 @@ def _download_files(root: str, local: Path, names: Sequence[str], session: Sessi
 
 
 def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, session: Session) -> None:
-    """Copies an object of this size and stamp, unless it was copied: nobody knows that of one which has no ETag.
+    """Copy an object, unless this stamp of it is copied already.
 
-    One that is not there, or empty, is removed here too.
+    An object without ETag has a time as stamp, which does not show a second change within that second, so it is copied
+    again. If the object is missing or empty, the copy is removed.
     """
     if stat is None or not stat[0]:
         drop_whole(path)
@@ -161,8 +180,11 @@ def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, sessio
         pin_whole(path, stat[1])
 
 
-def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> Version | None:
-    """The version of the dataset's own index, downloaded if it was replaced; None without an index."""
+def _own_index(root: str, form: Format, folder: Path, session: Session) -> Version | None:
+    """Return the version of the dataset's own index, or None.
+
+    It is downloaded again if it was replaced.
+    """
     stat = session.stat(root, form.index_name)
     if stat is None:
         return None
@@ -180,23 +202,23 @@ def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> V
     except (ShardError, ValueError) as error:
         log.warning("%s/%s: %s. It is rebuilt", root, form.index_name, error)
         return None
-    for path in folder.glob("made-*.json"):  # of the index before
+    for path in folder.glob("made-*.json"):  # pointers to the previous index
         path.unlink(missing_ok=True)
     return point(pointer, Version(version, form.index_at(version / "index"), stamp))
 
 
 def _download_head(root: str, name: str, size: int, path: Path, session: Session) -> str:
-    """Makes a file of `size` bytes with the head of the index `name` below `root`; gives the server's version of it.
+    """Create a file of `size` bytes with the head of the index `name` below `root`.
 
-    Raises `ShardError`, `RemoteError`.
+    Returns the server's version of it. Raises `ShardError`, `RemoteError`.
     """
     needed = min(_FIRST, size)
     begin, pin = session.call("part_of", root, name, size, "", 0, needed)
     needed = min(head_bytes(f"{root}/{name}", begin), size)
     while len(begin) < needed:
         cuts = [*range(len(begin), needed, PIECE), needed]
-        asked = [(root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
-        begin += b"".join(part for part, _ in session.each("part_of", asked))
+        requests = [(root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
+        begin += b"".join(part for part, _ in session.each("part_of", requests))
         needed = min(head_bytes(f"{root}/{name}", begin), size)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -205,9 +227,10 @@ def _download_head(root: str, name: str, size: int, path: Path, session: Session
     return str(pin)
 
 
-def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
-    """Moves an index to the folder named by its checksum. With a `pin` it has its head alone, of this version on the
-    server. Raises `ShardError`.
+def _installed(folder: Path, fresh: Path, form: Format, pin: str) -> Path:
+    """Move an index to the folder named by its checksum.
+
+    With a `pin`, the file has only the head of this version on the server. Raises `ShardError`.
     """
     index = form.index_at(fresh)
     if not pin:
@@ -216,7 +239,7 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
     version.mkdir(exist_ok=True)
     if pin:
         write_pin(version / "parts.pin", pin)
-    if pin and _has(version / "index", index, form):  # the same, with what was fetched of it
+    if pin and _has(version / "index", index, form):  # the same index, which may have more rows
         fresh.unlink()
         return version
     if pin:
@@ -228,44 +251,44 @@ def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
 
 
 def check_whole(index: ShardIndex) -> None:
-    """Raises `ShardError` if the rows of a file in an index are damaged."""
+    """Raise `ShardError` if the rows of a file in an index are damaged."""
     damaged = next((number for number in range(len(index.shards)) if not index.is_whole(number)), None)
     if damaged is not None:
         raise ShardError(f"the part of {index.shards.names[damaged]} is damaged")
 
 
-def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
+def _has(path: Path, index: ShardIndex, form: Format) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return form.index_at(path).identity == index.identity
     return False
 
 
 def point(pointer: Path, version: Version) -> Version:
-    """Has a pointer name a version, which it gives."""
+    """Make a pointer name a version, and return the version."""
     replace_file(pointer, [msgspec.json.encode((version.stamp, version.folder.name, list(version.stamps)))])
     return version
 
 
-def pointed_version(pointer: Path, form: FileFormat) -> Version | None:
-    """The version that a pointer names, if it is whole; else None."""
+def pointed_version(pointer: Path, form: Format) -> Version | None:
+    """Return the version that a pointer names, or None if it is incomplete."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         stamp, name, stamps = msgspec.json.decode(pointer.read_bytes(), type=tuple[str, str, list[str]])
         folder = pointer.parent / name
-        index = form.index_at(folder / "index")  # raises unless its header is whole
+        index = form.index_at(folder / "index")  # raises if its header is damaged
         if index.identity.hex() == folder.name.partition("-")[0]:
             return Version(folder, index, stamp, stamps)
     return None
 
 
-def newest_version(folder: Path, pointers: str, form: FileFormat) -> Version | None:
-    """The version that the newest of these pointers names; None without a whole one."""
+def newest_version(folder: Path, pointers: str, form: Format) -> Version | None:
+    """Return the version that the newest of these pointers names, or None."""
     paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
     return pointed_version(paths[-1], form) if paths else None
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFolder:
-    """Where files behind a URL are read: the version `cached` in the cache of a `session`, which downloads it."""
+    """Remote files and the version `cached` of them, which a `session` downloads."""
 
     url: str
     cached: ShardCache
@@ -273,17 +296,17 @@ class RemoteFolder:
 
     @property
     def metadata(self) -> Path:
-        """The folder with what lies in `.nv-meta` beside the files."""
+        """Folder with copies of the files in `.nv-meta`."""
         return self.cached.folder.parent / METADATA_FOLDER
 
     @property
     def index(self) -> ShardIndex:
-        """What is known of the files, of at least those that are read."""
+        """Index of the files, at least of those that are read."""
         return self.cached.layout.index
 
     @property
     def index_path(self) -> Path:
-        """The file of the index."""
+        """File of the index."""
         return self.cached.folder / "index"
 
     def beside(self, name: str) -> Path:
@@ -292,17 +315,17 @@ class RemoteFolder:
 
 
 def held(version: Path) -> ShardCache:
-    """A version in the cache, which is kept as long as this process has it."""
+    """Open a version in the cache and protect it from eviction."""
     create_flags(version)
     cached = ShardCache(version)
-    cached.hold()
+    cached.protect()
     return cached
 
 
 def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
-    """A version of files of which names, sizes and stamps are known and nothing else, in the folder of a dataset.
+    """Return a version of files of which only names, sizes and stamps are known.
 
-    What is here of those that were found to be others than before under the same stamp is dropped.
+    Cached rows of files that changed under the same stamp are dropped.
     """
     version = folder / f"new-{hash_of(found)}"
     try:
@@ -316,7 +339,7 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
 
 
 def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
-    """A hash of names, stamps, and `sizes` of files."""
+    """Return a hash of names, stamps, and `sizes` of files."""
     digest = hashlib.sha256(ShardNames.of(found.names).text)
     for stamp in found.stamps:
         digest.update(f"\0{stamp}".encode())
@@ -325,12 +348,13 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
     return digest.hexdigest()[:32]
 
 
-def asked(
-    found: RemoteShards, session: Session, numbers: Iterable[int], form: FileFormat | None = None
+def with_stamps(
+    found: RemoteShards, session: Session, numbers: Iterable[int], form: Format | None = None
 ) -> RemoteShards:
-    """The same files with the sizes and stamps of those with these numbers: as listed, or as the server says now.
+    """Return the files with the sizes and stamps of those with these numbers.
 
-    Given their `form`, a stamp also tells of what lies beside a file. Raises `ShardError` for one that is gone.
+    They come from the listing or from the server. With a `form`, a stamp also covers the file's sidecar. Raises
+    `ShardError` for a missing file.
     """
     stamps = list(found.stamps) or [""] * len(found.names)
     companions = {}
@@ -350,14 +374,20 @@ def asked(
 
 
 def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[int, str]]:
-    """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
+    """Return size and stamp of objects below a URL.
+
+    A bucket is listed once. Raises `ShardError` for a missing object.
+    """
     if not url.startswith("http"):
         session.listing(url)
     return session.stats(url, names, needed=True)
 
 
 def place_of_object(url: str, session: Session) -> tuple[RemoteFolder, str]:
-    """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
+    """Return where one object of any kind is cached, and its stamp.
+
+    Raises `ShardError`, `RemoteError`.
+    """
     root, _, name = url.rpartition("/")
     size, stamp = session.stats(root, [name], needed=True)[name]
     folder = dataset_folder(session.cache, f"{url} object")
@@ -367,14 +397,9 @@ def place_of_object(url: str, session: Session) -> tuple[RemoteFolder, str]:
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:
-    """Raises `ShardError` if an object is another than the one with this stamp."""
+    """Raise `ShardError` if an object has another stamp than before."""
     if stamp != found:
         raise ShardError(
             f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )
-
-
-def names_behind(url: str, index_names: list[str], session: Session) -> list[str]:
-    """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
-    return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]

@@ -1,24 +1,23 @@
-"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket, a web server or the Hub; new objects.
+"""`ObjectStore`: access to objects of buckets, web servers and the Hub.
 
-Only the downloading process imports this file: obstore hangs in a process forked from one that has used it.
+Only the downloading process imports this file, because obstore hangs in a process forked from one that has used it.
 
-A server of S3 that sends requests to another host is refused: obstore follows, with the session's token.
+A server of S3 that redirects requests to another host is rejected, because obstore follows, with the session's token.
 
     GET http://endpoint/bucket, unsigned ──▶ 307, Location: http://elsewhere/bucket      RemoteError
 
-The client has no setting for it, so that a server is asked once, by a request that carries no credentials and follows
-nothing. One that redirects other requests than this one is not found. AWS itself, which is there where no endpoint is
-given, is not asked.
+The client has no setting for it, so the endpoint gets one request without credentials that follows no redirect. A
+server that redirects only other requests is not detected. AWS itself, the default endpoint, is not checked.
 
-`Pace`: how many bytes a downloading process asks for at once, by how fast they come.
+`Pace` decides how many bytes a downloading process requests at a time, by the measured speed.
 
-    at once       what comes in 2 s, half a MiB at least   a slow link carries little but what is needed next
-    in a request  1 to 8 MiB, or a quarter of that         what is more urgent waits for a second, not for minutes
+    at a time     the bytes of 2 s, at least half a MiB    a slow link carries little but the most urgent bytes
+    in a request  1 to 8 MiB, or a quarter of that         urgent requests wait for a second, not for minutes
 
-    2.5 MB/s: 5 MB at once, in requests of 1 MiB     50 MB/s: 100 MB at once, in requests of 8 MiB
+    2.5 MB/s: 5 MB at a time, in requests of 1 MiB     50 MB/s: 100 MB at a time, in requests of 8 MiB
 
-Processes that share a link measure their own share of it. Bytes are bounded, not requests: small ones are made as many
-at a time as there are threads, however long each takes.
+Processes that share a link measure their own share of it. Bytes are bounded, not requests: as many small ones are sent
+at a time as there are threads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import random
 import re
 import threading
 import time
@@ -34,6 +32,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -50,11 +49,11 @@ from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
-_TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end sooner
-_LONGEST = 20  # times as long, for a whole request: requests are small
+_TIMEOUT_S = 30.0  # without a byte of a request; less if the retries end sooner
+_LONGEST = 20  # times as long for a whole request, because requests are small
 _UPLOAD_PART = 16 << 20  # bytes; an object of 10,000 parts, the most there may be, has 160 GB
 _MISSING = FileNotFoundError  # obstore's NotFoundError is one
-_SIGNED = 64  # stores of signed addresses, each with its connections, that are kept open
+_SIGNED = 64  # open stores of signed URLs, each with its connections
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
@@ -65,7 +64,7 @@ _FINAL = (
     NotImplementedError,
     PermissionError,
 )
-# In errors of obstore's that are of no class for it: about a listing, and 400 for a token that has expired.
+# Texts of final errors that have no class in obstore: errors of a listing, and 400 for an expired token.
 _REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
 _FROM_MACHINE = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")  # credentials
 _CREDENTIALS = {
@@ -74,60 +73,60 @@ _CREDENTIALS = {
     "az": ("Azure", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
-_REQUEST = 1 << 20  # bytes of a request that is long enough to make little of its latency
+_REQUEST = 1 << 20  # bytes of a request whose latency hardly matters
 _AT_ONCE_S = 2.0
 _LEAST_AT_ONCE = 1 << 19
-_CREDENTIALS_FOR = timedelta(minutes=10)  # less than what boto3 refreshes them before they expire
-_CHUNK = 1 << 18  # bytes passed on at a time: few enough to stay in the processor's cache
-_WINDOW_S = 0.2  # over which speed is measured, at least
-_FIRST_SPEED = float(1 << 20)  # until it is measured
+_CREDENTIALS_FOR = timedelta(minutes=10)  # boto3 refreshes credentials longer before they expire
+_CHUNK = 1 << 18  # bytes passed on at a time, few enough to stay in the processor's cache
+_WINDOW_S = 0.2  # shortest time over which speed is measured
+_FIRST_SPEED = float(1 << 20)  # bytes/s, until it is measured
 T = TypeVar("T")
-Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes and their offset in the object
+Write: TypeAlias = Callable[[memoryview, int], None]  # (bytes, offset in the object)
 
 
 class Pace:
-    """Measures bytes a second while some are awaited, and tells what to ask for; safe in threads."""
+    """Measures the speed of downloads, and decides how much to request. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._speed = _FIRST_SPEED
         self._asking = 0  # requests under way
-        self._since = 0.0  # when there was a request under way again, or the window began
-        self._seconds, self._bytes = 0.0, 0  # of the window: with requests under way before that, and what has come
+        self._since = 0.0  # when requests were under way again, or the window started
+        self._seconds, self._bytes = 0.0, 0  # of the window: time with requests before `_since`, and bytes received
 
     @property
     def at_once(self) -> int:
-        """The bytes that should be under way together."""
+        """Bytes that should be under way together."""
         return max(_LEAST_AT_ONCE, int(self._speed * _AT_ONCE_S))
 
     @property
     def request(self) -> int:
-        """The bytes to ask for in one request."""
+        """Bytes of one request."""
         at_once = self.at_once
         return min(PIECE, max(at_once // 8, min(at_once // 4, _REQUEST)))
 
     @property
     def chunk(self) -> int:
-        """The bytes to pass on at a time: what is lost of a request that fails."""
+        """Bytes to pass on at a time. A failing request loses at most these."""
         return min(_CHUNK, self.request // 16)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[Callable[[int], None]]:
-        """While a request is under way; gives the function to tell of bytes that have come."""
+        """Measure while a request is under way; yields the function that counts its bytes."""
         with self._lock:
             if not self._asking:
                 self._since = self._clock()
             self._asking += 1
         try:
-            yield self._came
+            yield self._count
         finally:
             with self._lock:
                 self._asking -= 1
                 if not self._asking:
                     self._seconds += self._clock() - self._since
 
-    def _came(self, size: int) -> None:
+    def _count(self, size: int) -> None:
         with self._lock:
             self._bytes += size
             now = self._clock()
@@ -138,7 +137,10 @@ class Pace:
 
 
 def check_endpoint(root: str, timeout_s: float) -> None:
-    """Raises `RemoteError` if the server of a bucket redirects to another host. What else fails is told later."""
+    """Raise `RemoteError` if the server of a bucket redirects to another host.
+
+    Other errors of the server are ignored here and show later.
+    """
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
     if endpoint is None:
         return
@@ -153,7 +155,7 @@ def check_endpoint(root: str, timeout_s: float) -> None:
 
 
 def _redirect_of(url: str, timeout_s: float) -> str | None:
-    """Where a request for `url` is sent on to; None if it is not."""
+    """Return the target of a redirect of `url`, or None."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -172,14 +174,14 @@ def _host(url: str) -> tuple[str, str | None, int | None]:
 
 
 class WrongAnswerError(Exception):
-    """The server sent fewer bytes than were asked for, or more."""
+    """Error for a server that sent fewer or more bytes than requested."""
 
 
 class ObjectStore:
-    """Opens each root URL once. A failing request is repeated, with pauses, for `retry_s` seconds without progress.
+    """Opens each root URL once, and retries failing requests.
 
-    What lies in the `cache` are answers of the Hub. Raises `ShardError` for a missing or changed object, `RemoteError`
-    if the server fails for longer.
+    A request fails for good after `retry_s` seconds without progress. The `cache` stores answers of the Hub. Raises
+    `ShardError` for a missing or changed object, `RemoteError` if the server fails for longer.
     """
 
     def __init__(self, retry_s: float, cache: Path = Path()) -> None:
@@ -190,7 +192,10 @@ class ObjectStore:
         self._signed: dict[HubFile | str, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
-        """Every object below `root`, with names relative to it. A listing that fails begins again."""
+        """Return every object below `root`, with relative names.
+
+        A listing that fails starts again.
+        """
         if is_hub(root):
             return self._retried(root, lambda: self._hub.listing(root))
         most = 0
@@ -204,10 +209,10 @@ class ObjectStore:
         return self._retried(root, lambda: Listing.of(objects()), lambda: most)
 
     def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
-        """Size in bytes, and the server's version of an object; None if there is no object.
+        """Return size and version of an object, or None if there is none.
 
-        A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
-        that means that there is none, unless it is `needed`: then it raises `RemoteError`.
+        A bucket that may be read but not listed answers "forbidden" (403) for a missing object, also over `https:`. So
+        403 means that there is none, unless the object is `needed`. Then it raises `RemoteError`.
         """
         if is_hub(root):
             return self._retried(root, lambda: self._hub.stat(root, name))
@@ -223,11 +228,14 @@ class ObjectStore:
         return meta["size"], _version(meta)
 
     def commit(self, dataset: str) -> str:
-        """The commit of a dataset of the Hub at a branch or a tag."""
+        """Return the commit of a dataset of the Hub at a branch or tag."""
         return self._retried(dataset, lambda: self._hub.commit(dataset))
 
     def dated(self, root: str) -> list[tuple[str, int, int]]:
-        """Name, size, and time of the last change in nanoseconds since 1970, of every object below `root`."""
+        """Return name, size and modification time of all objects.
+
+        The time is in nanoseconds since 1970.
+        """
 
         def listed() -> list[tuple[str, int, int]]:
             found = (meta for chunk in obstore.list(self._store(root)) for meta in chunk)
@@ -236,47 +244,51 @@ class ObjectStore:
         return self._retried(root, listed)
 
     def upload(self, root: str, name: str, path: Path) -> None:
-        """Write a file as an object, in parts if it is large: it is there once all of it is, in place of another."""
+        """Upload a file as an object, in parts if it is large.
+
+        The object appears, or replaces an earlier one, when all of it is written.
+        """
         try:
             self._retried(f"{root}/{name}", lambda: obstore.put(self._store(root), name, path, chunk_size=_UPLOAD_PART))
         except ShardError as error:
             raise RemoteError(f"{root}/{name}: no such bucket or container. Check its name, or create it") from error
 
     def erase(self, root: str, names: list[str]) -> None:
-        """Remove objects, those that are there."""
+        """Remove objects if they exist."""
         for name in names:
             with contextlib.suppress(ShardError):
                 self._retried(f"{root}/{name}", partial(obstore.delete, self._store(root), name))
 
     def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str = "") -> str:
-        """Passes bytes `start` to `stop - 1` of an object to `write` in order; what came is kept if a request fails.
+        """Pass bytes `start` to `stop - 1` of an object to `write` in order.
 
-        Requests are repeated as long as bytes come: a slow link delivers, however long it takes.
+        If a request fails, the next one continues after the bytes that arrived. Requests are repeated as long as bytes
+        arrive, so a slow link delivers in the end.
 
-        Returns the object's version: its ETag, or the time of its last change; of a file of the Hub the hash of its
-        content. Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if one is given.
+        Returns the object's version: its ETag, or its modification time; for a file of the Hub the hash of its content.
+        Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if that is set.
         """
         done = start
-        if is_hub(root):  # before the pace is measured: the Hub may have us wait for minutes
+        if is_hub(root):  # before the pace is measured, because the Hub may let us wait for minutes
             self._retried(f"{root}/{name}", lambda: self._hub.file(root, name))
 
-        def keep(chunk: memoryview, offset: int) -> None:
+        def write_counted(chunk: memoryview, offset: int) -> None:
             nonlocal done
             write(chunk, offset)
             done = offset + len(chunk)
-            came(len(chunk))
+            count(len(chunk))
 
         def rest() -> str:
             nonlocal pin
-            pin = self._copy(root, name, done, stop, size, keep, pin)
+            pin = self._copy(root, name, done, stop, size, write_counted, pin)
             return pin
 
-        with self.pace.asking() as came:
+        with self.pace.asking() as count:
             return self._retried(f"{root}/{name}", rest, lambda: done)
 
     def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str) -> str:
         options: Any = {"range": (start, stop)}
-        if pin.startswith('"'):  # a strong ETag: the server compares it, or else we do
+        if pin.startswith('"'):  # the server compares a strong ETag; we compare others
             options["if_match"] = pin
         if is_hub(root):
             found, version = self._get_of_hub(root, name, options)
@@ -304,7 +316,7 @@ class ObjectStore:
         return version
 
     def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
-        """The answer of the store that the Hub names for a file, and the hash of the content."""
+        """Return the response of the store that the Hub names, and the content's hash."""
         file = self._hub.file(root, name)
         headers = {"authorization": file.token} if file.token else {}
         try:
@@ -312,11 +324,11 @@ class ObjectStore:
         except Exception as error:
             if not isinstance(error, _MISSING) and not _is_final(error):
                 raise
-            self._hub.forget(root, name)  # the signature has expired, above all
+            self._hub.forget(root, name)  # the signature has probably expired
             raise WrongAnswerError(f"the store rejects the URL of the Hub: {short_error(error)}") from error
 
     def _whole(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
-        """A store that is one object, whose address is taken as it is written."""
+        """Return a store that is one object, whose URL is used as it is written."""
         if key not in self._signed:
             if len(self._signed) >= _SIGNED:
                 self._signed.clear()
@@ -324,7 +336,10 @@ class ObjectStore:
         return self._signed[key]
 
     def _object(self, root: str, name: str) -> tuple[obstore.store.ObjectStore, str]:
-        """The store of an object, and its name there: obstore writes `%` as `%25`, and a user `%20` for a blank."""
+        """Return the store of an object, and its name there.
+
+        obstore escapes `%` as `%25`, although a user may write `%20` for a blank.
+        """
         if root.startswith("http") and _ESCAPE.search(name):
             return self._whole(f"{root}/{name}", f"{root}/{name}", {}), ""
         return self._store(root), name
@@ -343,13 +358,13 @@ class ObjectStore:
     def _opened(self, url: str, more: dict[str, Any]) -> obstore.store.ObjectStore:
         timeout = timedelta(seconds=self._timeout_s)
         options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST, **more}
-        options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be plain too
+        options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be http
         how: Any = _credentials() if url.startswith("s3:") else {}
         return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0}, **how)
 
     def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
-        """What `act` returns, tried for `retry_s` seconds in which `progress` stays the same."""
-        begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
+        """Call `act`, and retry it for `retry_s` seconds without `progress`."""
+        start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
         while True:
             tries += 1
             try:
@@ -364,33 +379,34 @@ class ObjectStore:
                     fault = missing or f"{short_error(error)}. Check the address and the credentials"
                     raise RemoteError(f"{url}: {fault}") from error
                 if progress() != before:
-                    begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
-                spent = time.monotonic() - begin
+                    start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
+                spent = time.monotonic() - start
                 if spent + wait_s > self._retry_s:
                     fault = missing or f"{short_error(error)}. Check the server, or raise SAVABLE_RETRY_S"
                     raise RemoteError(
                         f"{url}: {tries} tries in {spent:.1f} s failed: {fault}\n"
                         "The loader's state is whole: save it or continue"
                     ) from error
-            time.sleep(wait_s * random.uniform(0.5, 1.0))
+            time.sleep(wait_s * SystemRandom().uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
 def _credentials() -> dict[str, Any]:
-    """Those of AWS's profiles, read and refreshed by boto3 (SSO, roles, processes); none where obstore finds its own.
+    """Return credentials of AWS profiles, which boto3 reads and refreshes.
 
-    Raises `RemoteError` without boto3 or the profile.
+    These are SSO, roles and processes. It returns none if obstore finds its own. Raises `RemoteError` without boto3 or
+    the profile.
     """
     profile = os.environ.get("AWS_PROFILE", "")
     files = ("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    there = profile or any(Path(os.environ.get(name, usual)).expanduser().exists() for name, usual in files)
-    if not there or "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
+    has_profile = profile or any(Path(os.environ.get(name, usual)).expanduser().exists() for name, usual in files)
+    if not has_profile or "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
         return {}
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         return {"credential_provider": Boto3CredentialProvider(ttl=_CREDENTIALS_FOR)}
-    except Exception as error:  # of boto3, any
+    except Exception as error:  # boto3 may raise anything
         if not profile:
             return {}
         fault = f"no credentials for AWS_PROFILE={profile!r}: {short_error(error)}"
@@ -398,35 +414,39 @@ def _credentials() -> dict[str, Any]:
 
 
 def _missing_setting(url: str, error: Exception) -> str:
-    """What this machine or server lacks, and what to do; "" where the error does not show it."""
+    """Return what this machine or server lacks, and what to do; "" if unknown."""
     text = str(error)
     if "Range request not supported" in text:
         return "the server does not support range requests. Copy the files to a disk or another server"
     name, variables = _CREDENTIALS.get(url.partition("://")[0], ("", ""))
-    if name and _FROM_MACHINE.search(text):  # asked last, where nothing else has credentials
+    if name and _FROM_MACHINE.search(text):  # obstore asks the machine last, if nothing else has credentials
         return f"no {name} credentials found. Set {variables}"
     return ""
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another try would be answered alike."""
+    """Return whether a retry would get the same answer."""
     if isinstance(error, WrongAnswerError):
         return False
     return isinstance(error, _FINAL) or _REFUSED.search(str(error)) is not None
 
 
 def _version(meta: Any) -> str:
-    """The server's version of an object, the same in a listing as in an answer: its ETag, or when it was changed."""
+    """Return the server's version of an object: its ETag, or its modification time.
+
+    It is the same in a listing and in a response.
+    """
     tag = meta["e_tag"]
     if not tag:
         return f"{SECOND_OF}{meta['last_modified']:%Y-%m-%d %H:%M:%S}"
-    return str(tag) if tag.startswith(('"', "W/")) else f'"{tag}"'  # which listings of some servers do not quote
+    return str(tag) if tag.startswith(('"', "W/")) else f'"{tag}"'  # some servers do not quote it in listings
 
 
 def _wrong(found: Any, url: str, sent: str) -> Exception:
-    """The error about an answer of another length, which is final where the server compresses what it sends.
+    """Return the error about a response of another length.
 
-    (Objects that are compressed themselves are often called encoded, and their bytes are right all the same.)
+    It is final if the server compresses what it sends. (Compressed objects are often labelled as encoded too, but their
+    bytes are right.)
     """
     encoding = found.attributes.get("Content-Encoding")
     if encoding in (None, "", "identity"):

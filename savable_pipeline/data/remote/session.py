@@ -1,15 +1,14 @@
-"""`Session`: the questions of one opening to servers, each asked once, by the one downloading process of a cache.
+"""`Session`: requests to servers while a dataset is opened, each sent once.
 
     listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
-    stat("s3://b/p", "index.json")   answered from that listing; of a web server, which has none, by a request
+    stat("s3://b/p", "index.json")   answered from that listing; for a web server, which cannot be listed, by a request
     read("s3://b/p", "index.json")   its bytes, by one request
 
-    Downloader    starts that process, and sends it requests with their urgency
+    Downloader    starts the downloading process of a cache, and sends it requests with their urgency
     Bucket        the objects below a URL of s3, gs or az: listed, read whole, written and removed
 
-A job on another machine has a cache of its own (`scratch`): objects that it reads for another machine are downloaded
-aside and dropped with it. What it finds goes back with the server's version (its ETag), so that who asked pins what was
-read.
+A job on another machine has a cache of its own (`scratch`). Objects that it reads for another machine are downloaded
+there and dropped with it. Its results come with the server's version (ETag), so the caller can pin what was read.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
 
-SCHEMES = ("s3", "gs", "az")  # of buckets
-_LEAST_PATIENCE_S, _LOOK_S = 1.0, 0.5  # with a process that may have been stopped
-_DEATHS = 3  # of the downloading process over one request, after which it fails
+SCHEMES = ("s3", "gs", "az")
+_LEAST_PATIENCE_S, _POLL_S = 1.0, 0.5  # with a process that may be suspended
+_DEATHS = 3  # of the downloading process during one request, after which the request fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
-# Of jobs and of buckets, by process: one that was inherited in a fork answers its owner alone.
-_begun: dict[int, Session] = {}
+# Sessions of jobs and of buckets, by process ID, because one that was inherited in a fork answers only its owner.
+_of_jobs: dict[int, Session] = {}
 _of_buckets: dict[int, Session] = {}
 
 
 class Urgency(IntEnum):
-    """When a request is served: the lower numbers first."""
+    """Order in which requests are served, lower numbers first."""
 
     NOW = 0  # somebody waits for it
-    SOON = 1  # it was given to the next stage
-    LATER = 2  # it was announced
+    SOON = 1  # the sample was passed to the next stage
+    LATER = 2  # the sample was requested in advance
 
 
 class Downloader:
-    """A downloading process of this process's own. It ends with `close`, or when this process ends.
+    """Downloading process of this process. It ends with `close` or with this process.
 
     Requests name a method of `download_process.Downloads`. Raises `RemoteError` if obstore is not installed.
     """
@@ -75,11 +74,14 @@ class Downloader:
         self.owner, self.pid = self._child.owner, self._child.process.pid
 
     def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
-        """Sends a request without waiting. Should it fail, the call that needs its result raises the error."""
+        """Send a request without waiting.
+
+        If it fails, the call that needs its result raises the error.
+        """
         self._send(urgency, (0, kind, arguments))
 
     def submit(self, kind: str, *arguments: Any) -> int:
-        """Sends an urgent request; returns its ticket, for `result`."""
+        """Send an urgent request, and return its ticket for `result`."""
         with self._sending:
             self._ticket += 1
             ticket = self._ticket
@@ -87,7 +89,10 @@ class Downloader:
         return ticket
 
     def result(self, ticket: int) -> Any:
-        """Waits for the result of a submitted request. Raises `ShardError` or `RemoteError`."""
+        """Wait for the result of a submitted request.
+
+        Raises `ShardError` or `RemoteError`.
+        """
         with self._receiving:
             while ticket not in self._answers:
                 number, answer = self._receive()
@@ -105,11 +110,14 @@ class Downloader:
             raise self._death() from error
 
     def _wait_for_answer(self) -> None:
-        """Returns once an answer comes; ends a process that somebody has stopped for as long as requests are tried."""
+        """Wait for an answer.
+
+        It kills a process that is suspended for as long as requests are retried.
+        """
         poll, stopped_s = select.poll(), 0.0
         poll.register(self._child.connection.fileno(), select.POLLIN)
-        while not poll.poll(_LOOK_S * 1000):
-            stopped_s = stopped_s + _LOOK_S if self._child.is_stopped() else 0.0
+        while not poll.poll(_POLL_S * 1000):
+            stopped_s = stopped_s + _POLL_S if self._child.is_stopped() else 0.0
             if stopped_s >= self._patience_s:
                 self._was_stopped = True
                 self._child.kill()
@@ -124,26 +132,26 @@ class Downloader:
     def _death(self) -> RemoteError:
         self._was_stopped = self._was_stopped or self._child.is_stopped()
         self.ended = True
-        self._child.kill()  # one that was stopped amid a message has not ended
+        self._child.kill()  # a process that was suspended during a message is still running
         stopped = f", since it had been stopped for {self._patience_s:g} s" if self._was_stopped else ""
         return RemoteError(f"the process that downloads shards ended with code {self._child.process.wait()}{stopped}")
 
     def close(self) -> None:
-        """Ends the process; in a fork of its owner, only closes what was inherited."""
+        """End the process. In a fork of its owner, only close what was inherited."""
         if os.getpid() != self.owner:
             self._child.close()
             return
         self.ended = True
-        self._child.kill()  # a thread that waits for an answer is told, before the descriptor is another's
+        self._child.kill()  # first, so that a thread that waits for an answer stops before the descriptor is reused
         with self._receiving, self._sending:
             self._child.close()
 
 
 class Session:
-    """Asks servers by the downloading process that this process has for a cache folder of at most `limit` bytes.
+    """Sends requests by the downloading process of a cache folder.
 
-    The process is shared by all sessions of the cache, replaced if it dies, and ends with the last session that has
-    used it. In a fork a session starts one of its own.
+    `limit` is the cache's, in bytes. All sessions of the cache in this process share the downloading process. It is
+    replaced if it dies, and ends with the last session that used it. In a fork, a session starts one of its own.
     """
 
     def __init__(self, cache: Path, limit: int) -> None:
@@ -153,18 +161,24 @@ class Session:
 
     @classmethod
     def of(cls, cache: str | os.PathLike[str] | None = None, cache_size: int | None = None) -> Session:
-        """The session of a cache that a user names, or of the default one. Raises `RemoteError`, ValueError."""
+        """Return the session of a cache that a user names, or of the default one.
+
+        Raises `RemoteError`, ValueError.
+        """
         folder = cache_folder(cache)
         return cls(folder, cache_bytes(cache_size, folder))
 
     def forget(self) -> None:
-        """Forgets what servers answered: an opening has ended, and the next one asks again."""
+        """Forget the answers of servers. The next opening asks again."""
         self._listings: dict[str, Listing] = {}
         self._stats: dict[tuple[str, str], tuple[int, str] | None] = {}
         self._contents: dict[tuple[str, str], bytes] = {}
 
     def connected(self) -> Downloader:
-        """The downloading process, one that lives when this is called. Raises `RemoteError` without obstore."""
+        """Return a living downloading process.
+
+        Raises `RemoteError` without obstore.
+        """
         found = self._downloader
         if found is None or found.ended or found.owner != os.getpid():
             key = os.getpid(), self.cache, self.limit
@@ -175,13 +189,16 @@ class Session:
         return found
 
     def call(self, kind: str, *arguments: Any) -> Any:
-        """The answer to a request, a method of `Downloads`. Raises `ShardError`, `RemoteError`."""
+        """Return the answer to a request, a method of `Downloads`.
+
+        Raises `ShardError`, `RemoteError`.
+        """
         return self.each(kind, [arguments])[0]
 
     def each(self, kind: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers to several requests of a kind, asked at the same time.
+        """Return the answers to several requests of a kind, sent at the same time.
 
-        A downloading process that dies meanwhile is replaced, at most `_DEATHS` times.
+        A downloading process that dies is replaced, at most `_DEATHS` times.
         """
         for deaths in range(1, _DEATHS + 2):
             downloader = self.connected()
@@ -195,7 +212,10 @@ class Session:
         raise AssertionError
 
     def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
-        """Sends a request that nobody waits for; if the process is gone, whoever waits will have another started."""
+        """Send a request that nobody waits for.
+
+        If the process has died, the next caller that waits starts another.
+        """
         downloader = self.connected()
         try:
             downloader.prefetch(urgency, kind, *arguments)
@@ -204,17 +224,19 @@ class Session:
                 raise
 
     def listing(self, root: str) -> Listing:
-        """Every object below `root`, which is no web server's."""
+        """Return every object below `root`, which must not be on a web server."""
         if root not in self._listings:
             self._listings[root] = self.call("listing", root)
         return self._listings[root]
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
-        """Size in bytes and stamp of an object; None if there is none."""
+        """Return size and stamp of an object, or None if there is none."""
         return self.stats(root, [name]).get(name)
 
     def stats(self, root: str, names: Iterable[str], *, needed: bool = False) -> dict[str, tuple[int, str]]:
-        """Size and stamp of those of these objects that are there: from a listing, or asked for.
+        """Return size and stamp of those of these objects that exist.
+
+        They come from a listing, or from requests.
 
         Raises `ShardError` for one that is `needed` and gone.
         """
@@ -236,7 +258,10 @@ class Session:
         return {name: stat for name, stat in found.items() if stat is not None}
 
     def read(self, root: str, name: str, limit: int = LARGEST_INDEX) -> bytes | None:
-        """The bytes of a small object; None if there is none. Raises `ShardError` for one above `limit` bytes."""
+        """Return the bytes of a small object, or None if there is none.
+
+        Raises `ShardError` for one above `limit` bytes.
+        """
         stat = self.stat(root, name)
         if stat is None:
             return None
@@ -246,46 +271,59 @@ class Session:
             self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
         return self._contents[root, name]
 
+    def head(self, root: str, name: str, most: int) -> bytes | None:
+        """The first bytes of an object, at most as many; None if there is none."""
+        stat = self.stat(root, name)
+        if stat is None or stat[0] <= most:
+            return self.read(root, name)
+        return bytes(self.call("part", root, name, stat[0], 0, most))
+
 
 @contextlib.contextmanager
 def scratch() -> Iterator[tuple[Path, Session]]:
-    """A new folder, removed with the block, and a session that downloads into it, by one process for all of them."""
+    """Yield a temporary folder, and a session that downloads into it.
+
+    One process serves all such folders.
+    """
     session = job_session()
     with tempfile.TemporaryDirectory(dir=session.cache, ignore_cleanup_errors=True) as name:
         try:
             yield Path(name), session
         finally:
-            with contextlib.suppress(RemoteError):  # it may have died, or be gone already
+            with contextlib.suppress(RemoteError):  # the process may have died
                 session.call("forget", name)
 
 
 def job_session() -> Session:
-    """A session of the jobs of this process, for what needs one for a moment."""
+    """Return a session for the jobs of this process."""
     found = _job_running()
     return Session(found.cache, found.limit)
 
 
 def close_scratch() -> None:
-    """End the downloading process that this process began for its jobs, and remove the folder."""
-    begun = _begun.pop(os.getpid(), None)
-    if begun is not None:
-        begun.connected().close()
-        shutil.rmtree(begun.cache, ignore_errors=True)
+    """End the downloading process of this process's jobs, and remove its folder."""
+    running = _of_jobs.pop(os.getpid(), None)
+    if running is not None:
+        running.connected().close()
+        shutil.rmtree(running.cache, ignore_errors=True)
 
 
 def _job_running() -> Session:
-    found = _begun.get(os.getpid())
+    found = _of_jobs.get(os.getpid())
     if found is None or not found.cache.is_dir():
         close_scratch()
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-        found = _begun[os.getpid()] = Session(root, cache_bytes(None, root))
+        found = _of_jobs[os.getpid()] = Session(root, cache_bytes(None, root))
         found.connected()
     return found
 
 
-class Found(NamedTuple):
-    """An object: its name below the bucket's URL, its bytes, and when it was written, in nanoseconds since 1970."""
+class BucketObject(NamedTuple):
+    """Object below the bucket's URL, with the time when it was written.
+
+    The time is in nanoseconds since 1970.
+    """
 
     name: str
     size: int
@@ -294,26 +332,27 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What lies below a URL, such as `s3://bucket/some/where`. Each method raises `RemoteError`.
+    """Objects below a URL, such as `s3://bucket/some/folder`.
 
-    An object is written as a whole: before its last byte has arrived, the one before it is there, or none. A process
-    that is killed while it writes a large one leaves parts that nobody sees, which the bucket's own rules remove.
+    Methods raise `RemoteError`. An object is written as a whole. Until its last byte has arrived, readers get the
+    previous object, or none. If a process is killed while it writes a large one, invisible parts remain, which the
+    bucket's own rules remove.
     """
 
     url: str
 
-    def listing(self) -> list[Found]:
-        """All objects."""
-        return [Found(*found) for found in _session().call("dated", self.url)]
+    def listing(self) -> list[BucketObject]:
+        """Return all objects."""
+        return [BucketObject(*found) for found in _session().call("dated", self.url)]
 
-    def fetch(self, found: list[Found], folder: Path) -> None:
+    def fetch(self, found: list[BucketObject], folder: Path) -> None:
         """Copy objects into a folder, under their names."""
         for each in found:
             (folder / each.name).parent.mkdir(parents=True, exist_ok=True)
         _session().each("fetch", [(self.url, each.name, each.size, str(folder / each.name)) for each in found])
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a file as the object `name`."""
+        """Upload a file as the object `name`."""
         _session().call("upload", self.url, name, str(path))
 
     def erase(self, names: list[str]) -> None:
@@ -322,9 +361,9 @@ class Bucket:
 
 
 def close_buckets() -> None:
-    """End the downloading process that this process began for its buckets."""
-    if (begun := _of_buckets.pop(os.getpid(), None)) is not None:
-        begun.connected().close()
+    """End the downloading process of this process's buckets."""
+    if (running := _of_buckets.pop(os.getpid(), None)) is not None:
+        running.connected().close()
 
 
 def _session() -> Session:

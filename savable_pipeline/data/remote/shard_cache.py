@@ -1,23 +1,32 @@
-"""The local cache of remote shards: files with holes, shared by all processes of a node (see cache_files.py).
+"""Local cache of remote shards, shared by all processes of a node.
 
-    CACHE/UID/room                      see `cache_space`
-    CACHE/UID/DATASET/*.json            which VERSION holds the index: the dataset's own, or one made here of some names
-    CACHE/UID/DATASET/VERSION/index     what is known of the shards; in parts: see `IndexParts`
-    CACHE/UID/DATASET/VERSION/N.tar     the rows of shard number N that are here; the rest is a hole (N.bytes: no tar)
-    CACHE/UID/DATASET/VERSION/N.pin     the server's version (ETag) of that shard, of which all its rows are
-    CACHE/UID/DATASET/VERSION/flags     format 56 │ evictions u64 │ touched f64 (shards,) │ checksum u32 (rows,)
-                                        │ present u8 (rows,) │ used u8 (rows,) │ changed u8 (shards,)
-    CACHE/UID/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `LongSamples`
-    …/metadata, …/VERSION/beside        files that are here whole; CACHE/UID/DATASET/scan: shards that are being indexed
+    CACHE/UID/
+      room              bytes in use, see `cache_space`
+      DATASET/
+        *.json          the VERSION with the index, downloaded or built here
+        scan            shards that are being indexed
+        metadata        complete metadata files
+        VERSION/
+          index         index of the shards, see `IndexParts`
+          N.tar, .bytes rows of shard N, a sparse file
+          N.pin         ETag of shard N
+          flags         format 56 │ evictions u64 │ touched f64 (shards,)
+                        │ checksum u32 (rows,) │ present u8 (rows,)
+                        │ used u8 (rows,) │ changed u8 (shards,)
+          long          large samples of tars, see `LongSamples`
+          beside        complete sidecar files
 
-A row is a sample of a tar, or a block of another file. `present` is a sequence lock. Under a lock on the row's bytes, a
-download writes them, then their checksum, and makes `present` odd; an eviction makes it even, then makes a hole. Who
-finds one odd number before and after a read has read what was downloaded, if the checksum fits the file: each process
-looks once for each number. So nothing else need be on the disk in any order: what a crash, a kill or a bad disk has
-spoiled is downloaded again. The pin is in the checksum: rows of another version never fit.
+A row is a sample of a tar or a block of another file. Rows that are not cached are holes in the sparse file.
 
-`used`: whether a row was read since it was announced. `touched`: the shard's last use, in seconds since 1970.
-`changed`: the shard was found to be other than the index says, and is indexed again at the next start.
+`present` is a sequence lock. A download locks the bytes of a row, writes them and the checksum, and makes `present`
+odd. An eviction makes it even and punches a hole. A read is valid if it sees the same odd number before and after and
+the checksum matches. Each process compares the checksum once per number.
+
+Disk writes need no order. A row damaged by a crash, a kill or a bad disk fails its checksum and is downloaded again. So
+does a row of another version, because the checksum covers the ETag.
+
+`used` says whether a row was read since it was requested in advance. `touched` is the shard's last use, in seconds
+since 1970. `changed` says that a shard differs from its index. The next start indexes such a shard again.
 """
 
 from __future__ import annotations
@@ -42,11 +51,11 @@ from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_files import (
     PIECE,
     flock,
-    locked,
-    open_own,
-    own_file,
-    own_folder,
+    open_private,
+    private_file,
+    private_folder,
     punch_hole,
+    range_lock,
     read_pin,
     write_pin,
 )
@@ -55,27 +64,27 @@ from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)
 
-WANTED, USED, LEFT_OUT = 0, 1, 2  # of rows: LEFT_OUT were announced, but there was no space
+WANTED, USED, NO_SPACE = 0, 1, 2  # of rows: those with NO_SPACE were requested in advance, but there was no space
 _FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
 _HEAD = 64
-BLOCK = 4096  # bytes of a block of the disk
+DISK_BLOCK = 4096  # bytes
 
 Flags = NDArray[np.uint8]
 
 
 class ShardCache:
-    """One version of a dataset in the cache: its rows, its flags and its files."""
+    """One version of a dataset in the cache: its rows, flags and files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._version = folder.parent if folder.name == LONG_FOLDER else folder  # whose pins hold
+        self._version = folder.parent if folder.name == LONG_FOLDER else folder  # it has the pins
         self.dataset = self._version.parent
         self.layout = open_layout(folder)
         self.shards, self.firsts, self.extent = self.layout.shards, self.layout.firsts, self.layout.extent
         self.rows = int(self.firsts[-1])
         for each in (self.dataset, self._version, folder):
-            own_folder(each)
-        self._file = open_own(folder / "flags", "r+b")
+            private_folder(each)
+        self._file = open_private(folder / "flags", "r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
         if len(self._map) != flags_bytes(self.layout) or self._map[: len(_FORMAT)] != _FORMAT:
             raise ValueError(f"{folder}/flags: damaged, or of another release")
@@ -87,28 +96,34 @@ class ShardCache:
         self.present: Flags = flags[:rows]
         self.used: Flags = flags[rows : 2 * rows]
         self.changed: Flags = flags[2 * rows :]
-        self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` of which this process has compared the bytes
-        self._views = self.present.data, self._sums.data, self.verified.data  # of which a number costs less
-        self._seeds: dict[int, int] = {}  # of checksums, by shard
+        self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` at which this process compared the checksum
+        self._views = self.present.data, self._sums.data, self.verified.data  # reading one number of these is faster
+        self._seeds: dict[int, int] = {}  # seeds of checksums, by shard
         self._dropped: set[int] = set()  # shards that were found to be damaged
 
-    def hold(self) -> None:
-        """Keeps announced rows from being evicted, until this process and its forks have ended."""
+    def protect(self) -> None:
+        """Protect rows requested in advance from eviction, until this process ends.
+
+        The same holds for its forks.
+        """
         flock(self._file, fcntl.LOCK_SH)
 
     def is_current(self) -> bool:
-        """Whether the flags are still those in the folder, which may have been removed and made again."""
+        """Return whether the folder still has these flags, and not new ones."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
         except FileNotFoundError:
             return False
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
+        """Return the file of a shard."""
         return self.folder / f"{shard}{self.layout.suffix}"
 
     def pin(self, shard: int, version: str = "") -> str:
-        """The server's version of a shard that is pinned; pins it to `version` if none is. Empty if none is."""
+        """Return the pinned version of a shard on the server, or "".
+
+        If none is pinned, pin `version`.
+        """
         path = self._version / f"{shard}.pin"
         if not (found := read_pin(path)) and version:
             aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
@@ -116,14 +131,14 @@ class ShardCache:
             try:
                 path.hardlink_to(aside)  # the first of several processes wins
             except FileExistsError:
-                if not read_pin(path):  # it is damaged
+                if not read_pin(path):  # the existing pin is damaged
                     aside.replace(path)
             aside.unlink(missing_ok=True)
             found = read_pin(path)
         return found
 
     def forget(self, shard: int) -> None:
-        """Drops what is here of a shard, which is another now, and its pin."""
+        """Drop the cached rows and the pin of a shard that has changed."""
         (self._version / f"{shard}.pin").unlink(missing_ok=True)
         fd = self.open(shard)
         try:
@@ -132,44 +147,45 @@ class ShardCache:
             os.close(fd)
 
     def forget_changed(self) -> None:
-        """Drops what is here of shards that were found to be other than indexed, with the pins and the notes."""
+        """Drop the cached rows, pins and `changed` flags of all changed shards."""
         for shard in np.flatnonzero(self.changed).tolist():
             self.forget(shard)
             self.changed[shard] = 0
 
     def note_changed(self, shard: int) -> None:
-        """Notes that a shard is other than it was indexed, so that the next start indexes it."""
-        with open_own(self._version / "flags", "r+b") as file:
+        """Record that a shard differs from its index, so that the next start indexes it."""
+        with open_private(self._version / "flags", "r+b") as file:
             os.pwrite(file.fileno(), b"\1", os.fstat(file.fileno()).st_size - len(self.shards) + shard)
 
     def shard_of(self, row: int) -> int:
-        """The number of a row's shard."""
+        """Return the number of a row's shard."""
         return bisect.bisect_right(self.firsts.data, row) - 1
 
     def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of each row's shard."""
+        """Return the number of each row's shard."""
         return np.searchsorted(self.firsts, rows, side="right") - 1
 
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
-        """The runs of rows from `row` to `stop - 1` that are not present."""
+        """Return the runs of rows from `row` to `stop - 1` that are not present."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
 
     def all_present(self, shards: NDArray[np.int64]) -> bool:
-        """Whether every row of these shards is present."""
+        """Return whether every row of these shards is present."""
         absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
         return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard's file, which is of its full size from then on."""
-        fd = own_file(self.path(shard), os.O_RDWR | os.O_CREAT)
+        """Return a new descriptor of a shard's file, extended to its full size."""
+        fd = private_file(self.path(shard), os.O_RDWR | os.O_CREAT)
         size = int(self.shards.sizes[shard])
         if os.fstat(fd).st_size != size:
             os.ftruncate(fd, size)
         return fd
 
     def mark_present(self, shard: int, fd: int, row: int, stop: int) -> None:
-        """Marks rows of a shard that were absent and have been written as present; the caller holds the lock on their
-        bytes, and has pinned the shard.
+        """Mark rows of a shard as present after writing them.
+
+        They were absent before. The caller has range_lock their bytes and pinned the shard.
         """
         seed = self._seed(shard)
         self._sums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
@@ -177,24 +193,24 @@ class ShardCache:
         self.touched[shard] = time.time()
         self.present[row:stop] |= 1
 
-    def is_right(self, shard: int, fd: int, row: int, stop: int) -> bool:
-        """Whether rows of a shard, in an open file, are present and as they were downloaded.
+    def is_valid(self, shard: int, fd: int, row: int, stop: int) -> bool:
+        """Return whether rows of a shard, in an open file, are present and undamaged.
 
-        Those that are not are marked as evicted, and the first of a file is warned about.
+        Damaged rows are marked as evicted. The first of each file causes a warning.
         """
-        right, (present, sums, verified), seed = True, self._views, self._seeds.get(shard, 0)
+        valid, (present, sums, verified), seed = True, self._views, self._seeds.get(shard, 0)
         for each in range(row, stop):
-            seen = present[each]
-            if seen & 1 and (self._checksum(fd, each, seed) == sums[each] or self._fits(shard, fd, each)):
-                verified[each] = seen
+            number = present[each]
+            if number & 1 and (self._checksum(fd, each, seed) == sums[each] or self._fits(shard, fd, each)):
+                verified[each] = number
                 continue
-            right = False
-            if seen & 1:
+            valid = False
+            if number & 1:
                 self._drop_damaged(shard, each)
-        return right
+        return valid
 
     def _fits(self, shard: int, fd: int, row: int) -> bool:
-        seed = self._seeds[shard] = self._seed(shard)  # it may be pinned to another version by now
+        seed = self._seeds[shard] = self._seed(shard)  # the shard may be pinned to another version by now
         return self._checksum(fd, row, seed) == int(self._sums[row])
 
     def _seed(self, shard: int) -> int:
@@ -210,8 +226,9 @@ class ShardCache:
         return summed.intdigest() & 0xFFFFFFFF
 
     def _drop_damaged(self, shard: int, row: int) -> None:
-        """Marks a row as evicted if it is present and not as it was downloaded, at first with all such rows of its
-        shard; another process may be at them just now.
+        """Mark a row as evicted if it is present and damaged.
+
+        The first call for a shard checks all its rows. Another process may be reading or writing them.
         """
         rows = range(int(self.firsts[shard]), int(self.firsts[shard + 1])) if shard not in self._dropped else [row]
         fd = self.open(shard)
@@ -219,7 +236,7 @@ class ShardCache:
             for each in rows:
                 if self.present[each] & 1 and not self._fits(shard, fd, each):
                     extent = self.extent(each, each + 1)
-                    with contextlib.suppress(BlockingIOError), locked(fd, *extent, wait=False):
+                    with contextlib.suppress(BlockingIOError), range_lock(fd, *extent, wait=False):
                         if self.present[each] & 1 and not self._fits(shard, fd, each):
                             self._warn(shard, *extent)
                             self._mark_evicted(slice(each, each + 1))
@@ -237,8 +254,9 @@ class ShardCache:
             )
 
     def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
-        """Evicts the used rows of a shard, or with `wanted` all, and what was left of downloads that were killed; rows
-        that are being written stay.
+        """Evict the used rows of a shard, or all rows if `wanted`.
+
+        Remains of killed downloads are removed too. Rows that are being written stay.
         """
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
         if first == end or (wanted and self._evict(shard, fd, first, end)):
@@ -250,54 +268,61 @@ class ShardCache:
             self._evict(shard, fd, row, stop)
 
     def _evict(self, shard: int, fd: int, row: int, stop: int) -> bool:
-        """Evicts rows, unless one of them or beside them is being written: then returns False."""
+        """Evict rows. Returns False if one of them or its neighbours is being written."""
         around = self._rows_around(shard, row, stop)
-        with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
+        with contextlib.suppress(BlockingIOError), range_lock(fd, *self.extent(*around), wait=False):
             self._mark_evicted(slice(row, stop))
             punch_hole(fd, *self._hole(row, stop, *around))
             return True
         return False
 
     def _mark_evicted(self, rows: slice) -> None:
-        """Marks rows as not present, then counts an eviction; the caller holds the lock on their bytes."""
+        """Mark rows as absent and count an eviction. The caller has range_lock their bytes."""
         self.present[rows] += self.present[rows] & 1
         self.evictions[0] += 1
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
-        """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
+        """Return the rows that share a disk block with rows `row` to `stop - 1`.
+
+        Those are included.
+        """
         (start, past), first = self.extent(row, stop), int(self.firsts[shard])
-        low = self.layout.row_from(shard, start // BLOCK * BLOCK + 1) - 1
-        high = self.layout.row_from(shard, -(-past // BLOCK) * BLOCK)
+        low = self.layout.row_from(shard, start // DISK_BLOCK * DISK_BLOCK + 1) - 1
+        high = self.layout.row_from(shard, -(-past // DISK_BLOCK) * DISK_BLOCK)
         return min(max(low, first), row), max(high, stop)
 
     def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
-        """The bytes of evicted rows, extended to whole blocks of the disk if the neighbouring rows are absent too.
+        """Return the bytes of evicted rows, extended to whole disk blocks if possible.
 
-        (Otherwise a block that two rows share would stay when both are gone.)
+        This needs the neighbouring rows to be absent. Otherwise a block that two rows share would remain after both are
+        gone.
         """
         start, past = self.extent(row, stop)
         if not (self.present[low:row] & 1).any():
-            start = start // BLOCK * BLOCK
+            start = start // DISK_BLOCK * DISK_BLOCK
         if not (self.present[stop:high] & 1).any():
-            past = -(-past // BLOCK) * BLOCK
+            past = -(-past // DISK_BLOCK) * DISK_BLOCK
         return start, past
 
 
 def create_flags(folder: Path) -> None:
-    """Makes the flags of a version; anew, with all shards dropped, if they are of another release or damaged.
+    """Create the flags of a version.
+
+    Flags that are damaged or of another release are replaced, and all shards dropped. Raises `ShardError` if a process
+    uses such flags.
 
     Raises `ShardError` if a process uses such flags.
     """
     path, size = folder / "flags", flags_bytes(open_layout(folder))
-    with contextlib.suppress(FileNotFoundError), open_own(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_private(path, "rb") as file:
         if file.read(len(_FORMAT)) == _FORMAT and os.fstat(file.fileno()).st_size == size:
             return
-        if is_held(folder):
+        if is_protected(folder):
             raise ShardError(
                 f"{folder}: the cache is damaged or of another release. End the runs that use it, and remove it"
             )
         log.warning("%s: the cache is damaged or of another release. Its files are downloaded again", folder)
-    for shard in cached_files(folder):  # nothing tells what is in them
+    for shard in cached_files(folder):  # without flags their contents are unknown
         shard.unlink()
     with replacing(path) as new:
         new.write(_FORMAT)
@@ -305,9 +330,9 @@ def create_flags(folder: Path) -> None:
 
 
 def _allocate(file: BinaryIO, size: int) -> None:
-    """Gives a file of flags its bytes on the disk: a hole that cannot be filled would end who writes to its map.
+    """Allocate the bytes of a flags file on the disk.
 
-    Raises `RemoteError` if the disk is full.
+    Writing to a mapped hole of a full disk would kill the process. Raises `RemoteError` if the disk is full.
     """
     try:
         file.flush()
@@ -318,20 +343,20 @@ def _allocate(file: BinaryIO, size: int) -> None:
 
 
 def disk_error(error: OSError) -> RemoteError:
-    """The error for a cache that cannot be written."""
+    """Return the error for a cache that cannot be written."""
     return RemoteError(
         f"the cache of remote shards: {error}. Free space there, or set another folder by cache= or SAVABLE_CACHE"
     )
 
 
 def flags_bytes(layout: CacheLayout) -> int:
-    """The size of the flags file of a version, in bytes."""
+    """Return the size of the flags file of a version."""
     return _HEAD + 9 * len(layout.shards) + 6 * int(layout.firsts[-1])
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a reader holds the version in this folder."""
-    with open_own(folder / "flags", "rb") as file:
+def is_protected(folder: Path) -> bool:
+    """Return whether a reader uses the version in this folder."""
+    with open_private(folder / "flags", "rb") as file:
         try:
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -340,13 +365,13 @@ def is_held(folder: Path) -> bool:
 
 
 def cached_files(folder: Path) -> Iterator[Path]:
-    """The files below a folder of the cache that hold bytes of shards."""
+    """Yield the files below a folder of the cache that have bytes of shards."""
     yield from folder.rglob("*.tar")
     yield from folder.rglob("*.bytes")
 
 
 def changed_shards(version: Path) -> set[str]:
-    """The names of the shards of a version that were found to be other than its index says."""
+    """Return the names of the shards of a version that differ from its index."""
     with contextlib.suppress(OSError, ValueError, SavableError):
         cached = ShardCache(version)
         return {cached.shards.names[number] for number in np.flatnonzero(cached.changed).tolist()}
@@ -354,7 +379,7 @@ def changed_shards(version: Path) -> set[str]:
 
 
 def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """The runs of consecutive numbers among ascending ones: first, and the one after the last."""
+    """Return the runs of consecutive integers in `rows`, as (first, last + 1)."""
     if not len(rows):
         return []
     breaks = np.flatnonzero(np.diff(rows) != 1)

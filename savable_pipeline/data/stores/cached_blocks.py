@@ -24,7 +24,7 @@ from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_ver
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.lookup import RemoteFolder
 from savable_pipeline.data.remote.session import Downloader, Urgency
-from savable_pipeline.data.remote.shard_cache import BLOCK, LEFT_OUT, USED, WANTED, ShardCache, runs
+from savable_pipeline.data.remote.shard_cache import DISK_BLOCK, NO_SPACE, USED, WANTED, ShardCache, runs
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.shard_files import ShardFiles, StoreFile, T
@@ -73,11 +73,11 @@ class DownloadedFiles(ShardFiles):
                 raise
             raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 
-    def is_right(self, shard: int, row: int, stop: int) -> bool:
+    def is_valid(self, shard: int, row: int, stop: int) -> bool:
         """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
         file: what is open may have been deleted.
         """
-        right = self._cached.is_right(int(self._numbers[shard]), self[shard], row, stop)
+        right = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
             self.reopen(shard)
         return right
@@ -98,7 +98,7 @@ class DownloadedFiles(ShardFiles):
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
         """Raises `RemoteError` if the cache cannot have so many rows at once; so too after so many `tries`."""
         start, past = self._cached.extent(row, stop)
-        size = past // BLOCK * BLOCK - start // BLOCK * BLOCK + BLOCK
+        size = past // DISK_BLOCK * DISK_BLOCK - start // DISK_BLOCK * DISK_BLOCK + DISK_BLOCK
         least = size + self._limit if tries else size
         if tries and not self._cached.is_current():
             raise RemoteError(
@@ -210,7 +210,7 @@ class CachedBlocks(DownloadedFiles):
                         self._cached.used[rows] = USED
                         return found
                 except ShardError:
-                    if present.tobytes() == seen and self.is_right(shard, rows.start, rows.stop):
+                    if present.tobytes() == seen and self.is_valid(shard, rows.start, rows.stop):
                         raise
             self._download(shard, rows)
         self._check_room(shard, rows.start, rows.stop, TRIES)
@@ -220,7 +220,7 @@ class CachedBlocks(DownloadedFiles):
         """Whether these rows are here, as they were downloaded; each is looked at once a process."""
         present = self._cached.present[rows]
         fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
-        return bool((present & 1).all()) and all(self.is_right(shard, row, stop) for row, stop in runs(fresh))
+        return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))
 
     def _check(self, shard: int) -> None:
         """Raises `ShardError` unless the file is the one that was indexed."""
@@ -281,7 +281,7 @@ class CachedBlocks(DownloadedFiles):
         if not len(absent):
             return
         self._check_room(shard, rows.start, rows.stop)
-        whole = self._blocks.in_pieces and not (self._cached.used[absent] == LEFT_OUT).any()
+        whole = self._blocks.in_pieces and not (self._cached.used[absent] == NO_SPACE).any()
         parts = self._blocks.parts(absent, whole=whole)
         for (row, stop), needed in parts[1:]:
             self._prefetch(Urgency.SOON, *self._request(row, stop), needed, False)

@@ -28,7 +28,7 @@ from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
 from savable_pipeline.data.remote.lookup import held, locked_folder
 from savable_pipeline.data.remote.session import Urgency
-from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.data.remote.shard_cache import NO_SPACE, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
@@ -86,14 +86,14 @@ class CachedFiles(DownloadedFiles):
             for _ in range(TRIES):
                 seen = present[row]
                 if seen & 1:
-                    if verified[row] == seen or self.is_right(shard, row, row + 1):
+                    if verified[row] == seen or self.is_valid(shard, row, row + 1):
                         try:
                             found = read(shard, row, where)
                             if present[row] == seen:
                                 used[row] = USED
                                 return found
                         except ShardError:
-                            if present[row] == seen and self.is_right(shard, row, row + 1):
+                            if present[row] == seen and self.is_valid(shard, row, row + 1):
                                 raise
                 elif self._is_long(row):
                     return long(shard, row, where)
@@ -180,7 +180,7 @@ class CachedFiles(DownloadedFiles):
 
     def _block(self, row: int) -> Block:
         """The rows to download together with a row: its block, or the row alone if there was no space for the block."""
-        return (row, row + 1) if self._cached.used[row] == LEFT_OUT else self._blocks.block_of(row)
+        return (row, row + 1) if self._cached.used[row] == NO_SPACE else self._blocks.block_of(row)
 
     def _download(self, shard: int, row: int) -> None:
         """Waits until a row is downloaded, with the rest of its block if there is space."""

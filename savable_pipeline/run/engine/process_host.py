@@ -126,7 +126,7 @@ class ProcessConnection:
         if not self.ended:
             self._host.signal(self.number, STACK_SIGNAL)
         deadline = time.monotonic() + (0.0 if self.ended else _STACK_S)
-        while time.monotonic() < deadline and not self._status.holds_stack(answer_request.__name__):
+        while time.monotonic() < deadline and not self._status.has_stack(answer_request.__name__):
             time.sleep(0.02)
         return self._status.new_stack(answer_request.__name__)
 

@@ -182,7 +182,7 @@ class ThreadHost(Host):
 def _checked(last: Stage) -> Stage:
     """The last stage of a lane for a thread. Raises ValueError if an encoder seeds the global generators."""
     for encoder in encoders_of(last):
-        if seeded := kinds(encoder.global_rng):
+        if encoder.global_rng is not None and (seeded := kinds(encoder.global_rng)):
             named, cure = type(encoder).__name__, "set global_rng = False in the class"
             if isinstance(encoder, MappedFunction):
                 named, cure = f"{encoder.stage}(…)", f"write {encoder.stage}(…, global_rng=False)"

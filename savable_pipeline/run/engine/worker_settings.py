@@ -19,7 +19,7 @@ class Workers:
     Args:
         count: How many, in place of `num_workers=`.
         start_method: "fork", "forkserver", "spawn" or a context of multiprocessing. None: "fork" if available. Or
-            "thread": threads of this process, for encoders with `global_rng = False`.
+            "thread": threads of this process, for functions that do not draw from global generators.
         timeout: Seconds for a batch before its worker is replaced; a thread cannot be, and is an error.
         max_restarts: Workers that may be replaced, in the run so far.
         prefetch: Batches that a worker may be ahead.

@@ -1,1 +1,4 @@
-"""The ledger of a run: which samples each rank was given, written during the run, read afterwards."""
+"""The ledger of a run: which samples each rank got.
+
+It is written during the run and read afterwards.
+"""

@@ -1,9 +1,9 @@
-"""The records of a ledger file, its layout, and the `LedgerWriter` that appends them.
+"""Records of a ledger file, its layout, and the `LedgerWriter` that appends them.
 
-    record    length u32 │ crc32 of the body u32 │ body: MessagePack of a `Start`, `Batch`, `LaneAt` or `Numbers`
+    record    length u32 │ crc32 of the body u32 │ body: MessagePack of a `Record`
 
-A file begins with its `Start` and is only appended to, a record at a time: a process that is killed loses no record
-that it wrote. A record cut short by a crash of the machine is ignored.
+A file starts with its `Start` and is only appended to, one record at a time. So a killed process loses no record that
+it wrote. A record that a crash of the machine cut short is ignored.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 _HEAD = 8  # bytes of length and checksum
-_CONSTANT = 8  # in place of the bytes of a number: all numbers are equal
+_CONSTANT = 8  # added to the bytes of a number if all numbers are equal
 
 
 class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
-    """A source of the run: its name in a `Blend`, the tag of its refs, and the place of its samples.
+    """Source of the run: its name in a `Blend`, the tag of its refs, and its address.
 
-    `files`: the arguments of its reader, as absolute paths; empty for a user's own store, and where they contain
-    a password. Its other settings are in the fingerprint.
+    `files`: the arguments of its reader, as absolute paths; empty for a user's own store, and if they contain a
+    password. Its other settings are in the fingerprint.
     """
 
     name: str
@@ -46,7 +46,10 @@ class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """The first record: which rank began, and where. `number`, of `next_number`, is that of all ranks, or its own."""
+    """First record: which rank started, and at which position.
+
+    `number`, of `next_number`, is shared by all ranks that can communicate.
+    """
 
     format: int
     number: int
@@ -58,31 +61,34 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
     slot: int  # the first slot of the first step, or the first that was skipped before it
     sources: list[LedgerSource]
     fingerprint: bytes
-    pad: bool = False  # whether batches are filled up
-    cores: int = 0  # of the machine; 0: not recorded
+    pad: bool = False  # whether the last batches are padded
+    cores: int = 0  # CPU cores of the machine; 0: not recorded
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Epoch and slot."""
         return self.epoch, self.slot
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """A batch that was given; the columns are as `pack_column` packs them, one number for each item."""
+    """Batch that the trainer got.
+
+    Each column has one number per item, packed by `pack_column`.
+    """
 
     epoch: int
     slot: int
-    items: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]  # a constant column is expanded to this many
+    items: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]  # bounded, because a constant column is expanded to it
     indices: bytes
     epochs: bytes
     parts: bytes
     rows: bytes = b""
-    cost: int = 0  # of its packs, as a `Balance` or `OnlinePacker(max_cost=)` counts it; 0: not known
-    again: bytes = b""  # of a batch given again, the rows that came again, as bits; in any other, nothing
+    cost: int = 0  # cost of its packs, as a `Balance` or `OnlinePacker(max_cost=)` counts it; 0: unknown
+    again: bytes = b""  # the repeated rows of a repeated batch, as bits; empty for any other
 
     @classmethod
     def of(cls, epoch: int, slot: int, samples: BatchSamples, cost: int = 0) -> Batch:
-        """The record of a batch made of these samples."""
+        """Build the record of a batch of these samples."""
         items = len(samples.refs)
         if not items:
             return cls(epoch, slot, 0, b"", b"", b"", cost=cost)
@@ -92,24 +98,24 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
         return cls(epoch, slot, items, indices, epochs, parts, rows, cost)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Epoch and slot."""
         return self.epoch, self.slot
 
     @property
-    def came_again(self) -> int:
-        """Of a batch given again, the rows that came again, as bits; 0 of any other."""
+    def repeated_rows(self) -> int:
+        """Repeated rows of a repeated batch, as bits; 0 for any other."""
         return int.from_bytes(self.again, "little")
 
     @property
     def samples(self) -> BatchSamples:
-        """The samples of the batch."""
+        """Samples of the batch."""
         columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
         return BatchSamples(np.stack(columns, axis=1), unpack_column(self.rows, self.items) if self.rows else None)
 
 
 class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """A lane's state before its batch of a slot, from which its batches can be made again."""
+    """State of a lane before its batch of a slot, to rebuild its batches from."""
 
     epoch: int
     slot: int
@@ -118,10 +124,10 @@ class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
 
 class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """The result of `SavableLoader.stats()`, without rates, just before the batch of this slot was given.
+    """Result of `SavableLoader.stats()` just before the batch of a slot.
 
-    Counters run since the loader was made, which may be before the start of the file: only differences count. `at_ns`:
-    the time, in ns since 1970. `names`: texts, such as the shard that was slowest so far.
+    It has no rates. Counters run since the loader was created, which may be before the start of the file. So only
+    differences count. `at_ns`: the time, in ns since 1970. `names`: strings, such as the slowest shard so far.
     """
 
     epoch: int
@@ -132,9 +138,10 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
 
 
 class Acknowledged(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """Rows that were acknowledged since the last such record: "done", "dropped" for a reason, or asked for "again".
+    """Rows that were acknowledged since the last such record.
 
-    `rows`: by slot, with the epoch above it as in receipts, the rows as bits.
+    `kind`: "done", "dropped" for a reason, or requested "again". `rows`: the rows as bits, by slot, with the epoch
+    above it as in receipts.
     """
 
     kind: str
@@ -143,13 +150,16 @@ class Acknowledged(msgspec.Struct, array_like=True, frozen=True, tag=4):
 
 
 class Facts(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """What holds for all lanes of the run alike from the next record on; nothing before the first such record."""
+    """Facts that are the same for all lanes of the run, from the next record on."""
 
     facts: RunFacts
 
 
 class Saved(msgspec.Struct, array_like=True, frozen=True, tag=6):
-    """A state was saved that continues at this slot, and the run went on after it."""
+    """Record that a state was saved that resumes at this slot.
+
+    The run continued after it.
+    """
 
     epoch: int
     slot: int
@@ -161,15 +171,16 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(record: Record) -> bytes:
-    """A record as bytes, with its length and checksum."""
+    """Return a record as bytes, with its length and checksum."""
     body = _encode(record)
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, up to the first that was not written whole, as by a machine that crashed.
+    """Yield the records of a file, up to the first incomplete one.
 
-    Raises `SavableError` if the file cannot be read or does not begin as a ledger.
+    A crash of the machine may leave one. Raises `SavableError` if the file cannot be read or does not start as a
+    ledger.
     """
     try:
         with path.open("rb") as file:
@@ -195,7 +206,10 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def pack_column(numbers: Integers) -> bytes:
-    """Integers of 0 and more, at least one, in 1, 2, 4 or 8 bytes each, or once if they are all the same."""
+    """Pack integers of at least 0 in 1, 2, 4 or 8 bytes each; equal ones once.
+
+    There must be at least one.
+    """
     return _packed(numbers, int(numbers.min()), int(numbers.max()))
 
 
@@ -207,7 +221,10 @@ def _packed(numbers: Integers, least: int, most: int) -> bytes:
 
 
 def unpack_column(packed: bytes, count: int) -> Integers:
-    """The `count` integers in a packed column: int64 (count,). Raises `SavableError` if it holds another number."""
+    """Return the `count` integers in a packed column: int64 (count,).
+
+    Raises `SavableError` if it has another number of them.
+    """
     kind = packed[0] if packed else 1
     size = kind - _CONSTANT if kind > _CONSTANT else kind
     wanted = size if kind > _CONSTANT else size * count
@@ -220,22 +237,22 @@ def unpack_column(packed: bytes, count: int) -> Integers:
 
 
 SUFFIX = ".ledger"
-STATE_EVERY = 1000  # batches of a lane from one of its states in the ledger to the next
+STATE_EVERY = 1000  # batches of a lane between two of its states in the ledger
 
 
 class LedgerWriter:
-    """One rank's file of one start in the folder `folder`, which is made.
+    """File of one rank and one start in `folder`, which is created.
 
-    Raises `SavableError` if it cannot be, or has the ledger of another run: that could not be read any more.
+    Raises `SavableError` if that fails, or if the folder has the ledger of another run, because nobody could read both.
     """
 
     def __init__(self, folder: Path, start: Start) -> None:
         self._path = folder / f"{start.number:020d}-rank-{start.rank:05d}{SUFFIX}"
         self._since: dict[int, int] = {}  # batches of each lane since its last state
-        self._fd = -1  # where it is closed
+        self._fd = -1  # -1 while the file is closed
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _refuse_other_runs(folder, start)
+            _reject_other_runs(folder, start)
             self._fd = self._opened(os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise self._failed(error) from error
@@ -248,10 +265,11 @@ class LedgerWriter:
     def _opened(self, more: int = 0) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | more, 0o666)
 
-    def given(self, epoch: int, slot: int, lane: int, before: bytes, samples: BatchSamples, cost: int = 0) -> None:
-        """Write that the batch of this slot is given; `before` is the state of its lane before it, `cost` its packs'.
+    def append(self, epoch: int, slot: int, lane: int, before: bytes, samples: BatchSamples, cost: int = 0) -> None:
+        """Write the batch of a slot.
 
-        Raises `SavableError` if that fails, as on a full disk.
+        `before` is the state of its lane before it, `cost` the cost of its packs. Raises `SavableError` if that fails,
+        as on a full disk.
         """
         since = self._since.get(lane, STATE_EVERY)
         if since >= STATE_EVERY:
@@ -261,11 +279,11 @@ class LedgerWriter:
         self._since[lane] = since + 1
 
     def forget_lanes(self) -> None:
-        """Write the state of each lane again with its next batch."""
+        """Write the state of each lane again before its next batch."""
         self._since.clear()
 
-    def note(self, record: Numbers | Acknowledged | Batch | Facts | Saved) -> None:
-        """Write counters, what was acknowledged or saved, facts, or a batch given again. Raises `SavableError`."""
+    def write(self, record: Numbers | Acknowledged | Batch | Facts | Saved) -> None:
+        """Write any record but a `Start` or `LaneAt`. Raises `SavableError`."""
         self._write(record)
 
     def _write(self, record: Record) -> None:
@@ -286,21 +304,22 @@ class LedgerWriter:
         )
 
     def close(self) -> None:
-        """Close the file; the next write opens it again."""
+        """Close the file. The next write opens it again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def discard(self) -> None:
-        """Close the file and remove it: it has no record that counts."""
+        """Close and remove the file, which has no record that counts."""
         self.close()
         self._path.unlink(missing_ok=True)
 
 
 def next_number(folder: Path) -> int:
-    """The number of a start that begins now: the time in ns, or more where a start in the folder has a later one.
+    """Return the number of a start: the time in ns, or more.
 
-    So starts are in their order though the clocks of their nodes differ. What cannot be listed has none.
+    It is larger than that of any start in the folder, so starts are in their order even if the clocks of their nodes
+    differ. An unreadable folder counts as empty.
     """
     numbers = [time.time_ns()]
     with contextlib.suppress(OSError):
@@ -309,8 +328,11 @@ def next_number(folder: Path) -> int:
     return max(numbers)
 
 
-def _refuse_other_runs(folder: Path, start: Start) -> None:
-    """Raises `SavableError` if the oldest file is of another run; of one that is damaged its reader tells."""
+def _reject_other_runs(folder: Path, start: Start) -> None:
+    """Raise `SavableError` if the oldest file is of another run.
+
+    A damaged file is ignored here. Its reader reports it.
+    """
     oldest = min(folder.glob(f"*{SUFFIX}"), default=None)
     found = None
     with contextlib.suppress(SavableError):

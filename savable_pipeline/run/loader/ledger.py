@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of, open_store
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, commits_of
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
+from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import LedgerSource
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
@@ -30,7 +30,7 @@ from savable_pipeline.stages.readers.readers import READERS
 if TYPE_CHECKING:
     from savable_pipeline.stages.pipeline import PipelineFunction
 
-Found = list[tuple[str, GivenBatch, int]]  # the source, the batch, and the rows there, as bits
+Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and the rows there, as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
@@ -58,7 +58,7 @@ class Sighting:
     """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
-    def of(cls, source: str, given: GivenBatch, *, lost: bool, outcome: str) -> Sighting:
+    def of(cls, source: str, given: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
         """The record of a batch that was given."""
         batch, start = given.batch, given.start
         place = (batch.epoch, batch.slot, given.step, start.rank, start.world_size)
@@ -170,7 +170,7 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     return sightings
 
 
-def _rows(given: GivenBatch, bits: int) -> list[_Row]:
+def _rows(given: RecordedBatch, bits: int) -> list[_Row]:
     batch = given.batch.epoch << EPOCH_SHIFT | given.batch.slot
     return [(batch, row) for row in range(bits.bit_length()) if bits >> row & 1]
 
@@ -258,14 +258,12 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
 
 def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
     kind = _KINDS[reader]
-    known = {
+    known: dict[str, Any] = {
         name: settings.get(name)
         for name in ("key", "ranges", "length", "stride", "dtype", "key_end", "classes")
-        if name in STORES[kind].settings
+        if name in format_named(kind).settings
     }
-    return dataset_of(
-        lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, pinned=pinned, **known)
-    )
+    return open_any(files, format=kind, pinned=pinned, **known)
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:

@@ -10,7 +10,7 @@ from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.messages import LaneJob
-from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
+from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.states import NewShards
 from savable_pipeline.run.state.fingerprint import compare, fingerprint, unpack_fingerprint
@@ -25,7 +25,7 @@ class MadeBatch(NamedTuple):
 
     batch: Any
     stage: Stage
-    given: GivenBatch
+    given: RecordedBatch
 
 
 def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
@@ -55,7 +55,7 @@ def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot
     return MadeBatch(made.batch, last, given)
 
 
-def _facts(given: GivenBatch, local: LocalLanes) -> RunFacts:
+def _facts(given: RecordedBatch, local: LocalLanes) -> RunFacts:
     """The facts of the run at a batch, with the number of the current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
@@ -69,7 +69,7 @@ def _facts(given: GivenBatch, local: LocalLanes) -> RunFacts:
     return replace(facts, growth=new.growth_before | facts.growth)
 
 
-def _check(made: BatchSamples, given: GivenBatch) -> None:
+def _check(made: BatchSamples, given: RecordedBatch) -> None:
     """Raise `SavableError` unless the batch was made of the samples that the ledger names."""
     if made.by_row() != given.batch.samples.by_row():
         raise SavableError(

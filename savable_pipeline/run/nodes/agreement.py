@@ -1,7 +1,8 @@
-"""What a trainer and a node must have in common, so that a lane makes the same batches on both: asked before the first.
+"""Versions and sources that a trainer and a node must share.
 
-Each is a name and a text: versions, the processor, a hash of the source of each of the user's modules that the pipeline
-uses. Nothing of the user's is imported to find it.
+Otherwise a lane could build other batches on the node. The node checks them before the first batch. Each is a name and
+a text: versions, the processor, a hash of the source of each of the user's modules that the pipeline uses. None of the
+user's code is imported to find them.
 """
 
 from __future__ import annotations
@@ -23,45 +24,48 @@ from typing import Any, TypeAlias
 from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.run.state.fingerprint import LIBRARIES
 
-Manifest: TypeAlias = dict[str, str]
+Requirements: TypeAlias = dict[str, str]
 
-MAIN = "module __main__"
+MAIN_MODULE = "module __main__"
 _NONE = "none"
 _OURS = Path(__file__).resolve().parents[2]
-_CHOSEN = "simplejpeg"  # decodes in place of Pillow where it is installed, so that a node must lack it where we do
+_CHOSEN = "simplejpeg"  # decodes instead of Pillow if it is installed, so both machines must have it, or neither
 _FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
 
 
-def manifest(pickled: bytes, main: dict[str, Any]) -> Manifest:
-    """What a node must have in common with this process, whose pickled job and main module are these."""
+def requirements_of(pickled: bytes, main: dict[str, Any]) -> Requirements:
+    """Return what a node must share with this process for a job.
+
+    `pickled` is the job, `main` its main module.
+    """
     builds = {name: _build(name) for name in LIBRARIES}
     found = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _CHOSEN}}
     files = {
         f"module {name}": _source(name) for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")
     }
     if file := _main_file(main):
-        files[MAIN] = Path(file)
+        files[MAIN_MODULE] = Path(file)
     return {**found, **{name: _hash_of(file) for name, file in files.items()}}
 
 
-def differences(wanted: Manifest, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
-    """In which ways this machine is not as `wanted`; what is named in `allow` may differ."""
-    here = _releases()
+def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
+    """Return how this machine differs from `wanted`, except for the names in `allow`."""
+    releases = _releases()
     found = []
     for name, value in wanted.items():
-        if name == MAIN:
+        if name == MAIN_MODULE:
             own = _hash_of(Path(_main_file(main)))
         elif name.startswith("module "):
             own = _hash_of(_source(name.removeprefix("module ")))
         else:
-            own = here[name] if name in here else _build(name)
+            own = releases[name] if name in releases else _build(name)
         if own != value and name not in set(allow):
             found.append(f"{name}: {own} there, {value} here")
     return found
 
 
 @cache
-def _releases() -> Manifest:
+def _releases() -> Requirements:
     return {
         "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_OURS)}, ORDER {ORDER}, STATE {STATE})",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -70,7 +74,7 @@ def _releases() -> Manifest:
 
 
 def _flags() -> set[str]:
-    """What the processor can do, where the system says so."""
+    """Return the features of the processor, if the system lists them."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(errors="replace") if file.exists() else ""
     return set(re.findall(r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)[:1])))
@@ -78,7 +82,7 @@ def _flags() -> set[str]:
 
 @cache
 def _build(name: str) -> str:
-    """The version of a library, and a hash of the list of its compiled files with theirs."""
+    """Return the version of a library, with a hash of its list of compiled files."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -92,7 +96,7 @@ def _digest(raw: bytes) -> str:
 
 
 def _hash_of(path: Path | None) -> str:
-    """Of a source file, or of all those below a folder."""
+    """Return the hash of a source file, or of all source files below a folder."""
     if path is None or not path.exists():
         return "no such file" if path is None else f"no file {path}"
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -101,7 +105,7 @@ def _hash_of(path: Path | None) -> str:
 
 
 def _source(name: str) -> Path | None:
-    """The file that `import name` would run here, without running any."""
+    """Return the file that `import name` would run here, without running it."""
     path: Any = None
     spec = None
     parts = name.split(".")
@@ -114,32 +118,38 @@ def _source(name: str) -> Path | None:
 
 
 def _main_file(main: dict[str, Any]) -> str:
-    """The file of the main module, as multiprocessing passes it on; "" where it has none."""
+    """Return the file of the main module, as multiprocessing passes it on, or ""."""
     if name := main.get("init_main_from_name"):
         return str(_source(name) or "")
     return str(main.get("init_main_from_path", ""))
 
 
 def _user_modules(pickled: bytes) -> list[str]:
-    """The user's modules that a pickle names, and those that these use, as far as they have been imported here."""
-    seen: set[str] = set()
-    left = sorted(_named(pickled))
-    while left:
-        name = left.pop()
+    """Return the user's modules that a pickle uses.
+
+    These are the modules that it names and, recursively, those that they use, if they are imported in this process.
+    """
+    found: set[str] = set()
+    pending = sorted(_named(pickled))
+    while pending:
+        name = pending.pop()
         module = sys.modules.get(name)
-        if name in seen or module is None or not _is_users(module):
+        if name in found or module is None or not _is_users(module):
             continue
-        seen.add(name)
-        left += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
+        found.add(name)
+        pending += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
         for value in list(vars(module).values()):
             used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
             if isinstance(used, str):
-                left.append(used)
-    return sorted(seen)
+                pending.append(used)
+    return sorted(found)
 
 
 def _named(pickled: bytes) -> set[str]:
-    """All texts of a pickle that are names of imported modules: those of its classes and functions are among them."""
+    """Return the names of imported modules among the strings of a pickle.
+
+    Those of its classes and functions are among them.
+    """
     texts = {arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)}
     return {word for text in texts for word in text.split(" ")[:1] if word in sys.modules}
 

@@ -1,11 +1,12 @@
-"""How a trainer and an agent prove to each other that they have the key, which never travels.
+"""Handshake by which a trainer and an agent prove that they have the key.
 
     agent   ── magic │ 32 random bytes ──▶ trainer
-    agent   ◀── 32 random bytes │ what for │ session │ trusted network? │ proof of all that was said ── trainer
-    agent   ── proof of all that was said ──▶ trainer
+    agent   ◀── 32 random bytes │ purpose │ session │ trusted network? │ proof of the transcript ── trainer
+    agent   ── proof of the transcript ──▶ trainer
 
-The proofs are HMAC-SHA256. They contain the random bytes of both, so that a recorded handshake cannot be used again.
-Both derive the keys of each direction of the connection (wire.py) from all that was said, by HMAC-SHA512.
+The key itself is never sent. The transcript is all bytes so far. It has random bytes of both sides, so a recorded
+handshake cannot be replayed. The proofs are HMAC-SHA256. Both sides derive the keys of each direction of the connection
+(wire.py) from the whole transcript, by HMAC-SHA512.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from savable_pipeline.run.nodes.wire import MAGIC, Secret
+from savable_pipeline.run.nodes.wire import WIRE_MAGIC, Secret
 
-FOR_SESSION, FOR_WORKER = 1, 2
+FOR_SESSION, FOR_WORKER, FOR_PEER = 1, 2, 3
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
-HELLO_BYTES = len(MAGIC) + _RANDOM_BYTES
+HELLO_BYTES = len(WIRE_MAGIC) + _RANDOM_BYTES
 REPLY_BYTES = _WANTED.size + _PROOF_BYTES
 _LEAST_KEY = 16  # bytes
 
 
 class Wanted(NamedTuple):
-    """What a trainer wants a connection for."""
+    """Request of a trainer for a connection."""
 
     purpose: int
-    session: bytes  # 16 random bytes, by which connections of a session find it
-    trusted: bool  # whether nobody else can change what passes, so that bodies need no code
+    session: bytes  # 16 random bytes that connect all connections of a session
+    trusted: bool  # whether nobody else can change the traffic, so that bodies need no authentication code
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The key in a file, without white space around it. Raises ValueError if it is no secret."""
+    """Read the key in a file, without white space around it.
+
+    Raises ValueError if others could read or replace it, or if it is too short.
+    """
     file = Path(path)
     try:
         with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
@@ -66,14 +70,17 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def new_hello() -> bytes:
-    """The agent's first message."""
-    return MAGIC + os.urandom(_RANDOM_BYTES)
+    """Return the agent's first message."""
+    return WIRE_MAGIC + os.urandom(_RANDOM_BYTES)
 
 
 def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Secret] | None:
-    """The agent's proof, what is wanted, and the secret of the connection; None for who has not proved the key."""
-    said = hello + reply[: _WANTED.size]
-    if not hmac.compare_digest(_proof(key, b"trainer", said), reply[_WANTED.size :]):
+    """Return the agent's proof, the request, and the secret of the connection.
+
+    It is None if the caller has not proved the key.
+    """
+    transcript = hello + reply[: _WANTED.size]
+    if not hmac.compare_digest(_proof(key, b"trainer", transcript), reply[_WANTED.size :]):
         return None
     _, *wanted = _WANTED.unpack_from(reply)
     whole, found = hello + reply, Wanted(*wanted)
@@ -82,27 +89,31 @@ def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Sec
 
 
 def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
-    """The trainer's part. Waits as long as the socket does. Raises ConnectionError for one that has another key."""
-    hello = _exactly(end, HELLO_BYTES)
-    if hello[: len(MAGIC)] != MAGIC:
+    """Do the trainer's part of the handshake.
+
+    It waits as long as the socket does. Raises ConnectionError if the other side has another key.
+    """
+    hello = read_exactly(end, HELLO_BYTES)
+    if hello[: len(WIRE_MAGIC)] != WIRE_MAGIC:
         raise ConnectionError("no agent of this version answers. Check the port and the version.")
-    said = _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
-    whole = hello + said + _proof(key, b"trainer", hello + said)
+    transcript = hello + _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
+    whole = transcript + _proof(key, b"trainer", transcript)
     end.sendall(whole[len(hello) :])
-    if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
+    if not hmac.compare_digest(_proof(key, b"agent", whole), read_exactly(end, _PROOF_BYTES)):
         raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
     return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
 
 
-def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, who + b"\0" + said, "sha256")
+def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, role + b"\0" + transcript, "sha256")
 
 
-def _keys(key: bytes, direction: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, direction + b"\0" + said, "sha512")
+def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, direction + b"\0" + transcript, "sha512")
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def read_exactly(end: socket.socket, size: int) -> bytes:
+    """Read so many bytes, for which it waits as long as the socket does."""
     found = b""
     while len(found) < size:
         more = end.recv(size - len(found))

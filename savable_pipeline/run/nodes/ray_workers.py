@@ -1,11 +1,11 @@
-"""`RayWorkers`: workers on machines that Ray finds: an agent an actor, which only the loader replaces.
+"""`RayWorkers`: workers on machines that Ray finds, with one agent per actor.
 
-    loader ── asks for actors, up to the most; asks each every two seconds where it is ──▶ Ray
-           ◀── address and key of each agent that runs ──
-    loader ◀═══ all else: the connections of agent and session ═══▶ nodes
+    loader ── requests actors, and asks each every two seconds for its address ──▶ Ray
+           ◀── address and key of each running agent ──
+    loader ◀═══ everything else: the connections of agent and session ═══▶ nodes
 
-Ray carries addresses and keys, and no byte of a batch. Actors that wait for a machine are the demand by which a cluster
-grows.
+Only the loader replaces actors. Ray transfers addresses and keys, and no byte of a batch. Actors that wait for a
+machine make a cluster grow.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ _FIRST_S = 300.0  # for the least number of nodes
 
 @dataclass(frozen=True)
 class RayWorkers(NodeWorkers):
-    """Workers on nodes of a Ray cluster, one agent each. None of it changes a batch.
+    """Workers on nodes of a Ray cluster, one agent each. No setting changes a batch.
 
-    The ranks of a Ray job, or of a torchrun, share the nodes. Each node needs this library and the user's modules.
+    The ranks of a Ray job or of torchrun share the nodes. Each node needs this library and the user's modules.
 
     Args:
-        nodes: How many: a number, or the least to begin with and the most to ask for.
-        num_cpus: Workers a node, for which Ray reserves as many processors.
-        resources: What else Ray is to reserve on a node, by name.
-        timeout: Seconds for a batch before its worker is replaced.
-        max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
-        prefetch: Batches that a worker may be ahead.
-        allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
-        trusted_network: Whether only machines that you trust can change what passes. Batches then have no code against
-            it, and the package cryptography is not needed.
-        count: Not to be given.
-        start_method: Not to be given.
+        nodes: The number of nodes, or a pair: the least to start with and the most to request.
+        num_cpus: Workers per node. Ray reserves as many CPUs.
+        resources: Other resources that Ray reserves on a node, by name.
+        timeout: Seconds for a batch before its worker is replaced (default 600).
+        max_restarts: How many workers may be replaced in the run so far, except those of lost nodes (default 100).
+        prefetch: How many batches a worker may be ahead (default 2).
+        allow: Differences to accept between this machine and a node, by the names in the error message, such as
+            "processor".
+        trusted_network: Whether only machines that you trust can change the traffic. Batches then have no
+            authentication
+            code, and the package cryptography is not needed.
+        count: Do not pass it: `nodes` and `num_cpus` decide.
+        start_method: Not an argument of these workers.
 
     Raises:
-        ValueError: A number is out of range, or the package cryptography is not installed; with the loader, if Ray is
+        ValueError: A number is out of range, or the package cryptography is not installed. The loader raises it if Ray
+            is
             not installed or there is no cluster.
 
     Example:
@@ -76,10 +79,10 @@ class RayWorkers(NodeWorkers):
         return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
 
     def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
-        """Return what begins the workers of a loader.
+        """Return the host that starts the workers of a loader.
 
         Args:
-            job: The pipeline and settings of their lanes.
+            job: The pipeline and the settings of its lanes.
             share: The loader's rank and the number of ranks.
         """
         nodes = RayNodes(self)
@@ -88,7 +91,7 @@ class RayWorkers(NodeWorkers):
 
 
 class NodeAgent:
-    """The actor: an agent in a thread, which ends with the actor's process."""
+    """Actor that runs an agent in a thread, which ends with the actor's process."""
 
     def __init__(self, workers: int) -> None:
         import ray
@@ -102,12 +105,15 @@ class NodeAgent:
             self._agent.step()
 
     def where(self) -> tuple[str, bytes]:
-        """Its address and its key."""
+        """Return the agent's address and key."""
         return self._agent.address, self._key
 
 
 class RayNodes:
-    """The actors of the nodes, by their number. Raises ValueError if Ray is not installed or there is no cluster."""
+    """Actors of the nodes, by number.
+
+    Raises ValueError if Ray is not installed or there is no cluster.
+    """
 
     def __init__(self, workers: RayWorkers) -> None:
         self._ray = _connected()
@@ -121,19 +127,19 @@ class RayNodes:
             "get_if_exists": True,
         }
         self._actors: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}  # what each was asked, until it has answered
+        self._asked: dict[int, Any] = {}  # the pending question for each address
         self._found: dict[int, AgentAddress] = {}
         self._asked_at = -_ASK_S
 
     def addresses(self) -> list[AgentAddress]:
-        """The agents that run, as far as is known; now and then Ray is asked."""
+        """Return the known agents, and ask Ray for others every two seconds."""
         if time.monotonic() - self._asked_at >= _ASK_S:
             self._asked_at = time.monotonic()
             self._ask()
         return [self._found[number] for number in sorted(self._found)]
 
     def _ask(self) -> None:
-        """Take what actors have answered, replace those that died, and ask all again where they are."""
+        """Read the answers of actors, replace those that died, and ask all again."""
         for number, asked in list(self._asked.items()):
             if self._ray.wait([asked], timeout=0)[0]:
                 del self._asked[number]
@@ -153,7 +159,7 @@ class RayNodes:
                 self._asked[number] = self._actors[number].where.remote()
 
     def wait(self) -> None:
-        """Wait for the least number of nodes. Raises `WorkerError` if they do not come."""
+        """Wait for the least number of nodes, or raise `WorkerError` after a timeout."""
         deadline = time.monotonic() + _FIRST_S
         while len(self.addresses()) < self._least:
             if time.monotonic() > deadline:

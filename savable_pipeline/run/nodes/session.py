@@ -1,11 +1,11 @@
-"""A session: the process of an agent that runs the workers of one loader, as a trainer of this machine would.
+"""A session: a process of an agent that runs the workers of one loader.
 
     trainer ── one connection for the job, one for each worker ──▶ session ── a pool of processes (process_host.py)
             ◀── answers, as the workers wrote them ──                         batches in shared memory
 
-It relays: a request goes to its worker as it is; an answer is sent from the shared memory, without a copy. It never
-waits for the trainer, which reads only when it wants a batch, and answers each of its signs of life. A trainer that is
-gone is known by the end of its connection; the system asks one that is silent (wire.py).
+It runs them as a local trainer would, and relays. A request goes to its worker unchanged. An answer is sent from the
+shared memory without a copy. A session never waits for the trainer, which reads only when it wants a batch, and answers
+each ping. It detects a lost trainer by the end of its connection. The system probes a silent one (wire.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessH
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.worker_main import be_quiet
 from savable_pipeline.run.nodes import wire
-from savable_pipeline.run.nodes.agreement import differences
+from savable_pipeline.run.nodes.agreement import unmet_requirements
 from savable_pipeline.run.nodes.wire import (
     Frame,
     Link,
@@ -38,12 +38,12 @@ from savable_pipeline.run.nodes.wire import (
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 
-_GLANCE_S = 0.2  # between two looks at what workers have reported
-_LOOKING_S = 0.005  # the same while one was asked to look
+_CHECK_S = 0.2  # between two checks for reports of workers
+_LOOKING_S = 0.005  # the same while a worker checks its shards on request
 
 
 def run_session(end: int, workers: int) -> None:
-    """Run a session, to which the agent passed its end of a channel, until the trainer or the agent has gone."""
+    """Run a session on the agent's channel until the trainer or the agent has gone."""
     be_quiet()
     session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
     try:
@@ -61,20 +61,23 @@ class Relay:
 
     def __init__(self, link: Link, host: ProcessHost) -> None:
         self.link = link
-        self.worker: ProcessConnection | None = None  # until the trainer has said which shards it reads
-        self.looks = False
-        self.over = False  # whether all is sent that the trainer is to know
+        self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
+        self.looks = False  # whether the worker is checking its shards on request
+        self.over = False  # whether everything that the trainer needs is sent
         self._ends_by: float | None = None
         self._host = host
-        self._told = ""  # the fault that it was told
+        self._reported = ""  # the fault that the trainer knows
 
-    def obey(self) -> None:
-        """Take what the trainer has sent. Raises OSError or EOFError if its connection has ended."""
+    def handle_requests(self) -> None:
+        """Handle what the trainer has sent.
+
+        Raises OSError or EOFError if its connection has ended.
+        """
         self.link.flush()
         for frame in self.link.receive():
-            self._obey(frame)
+            self._handle(frame)
 
-    def _obey(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         kind, worker = frame.kind, self.worker
         if kind == wire.PING:
             self.link.send(wire.PONG)
@@ -97,7 +100,7 @@ class Relay:
             self._end(worker)
 
     def _end(self, worker: ProcessConnection) -> None:
-        """Have the worker end after a last look; kill one that has not started."""
+        """End the worker after a last check, or kill one that has not started."""
         self._ends_by = time.monotonic() + END_WAIT_S
         worker.channel.close()
         worker.gone = True
@@ -105,12 +108,12 @@ class Relay:
             worker.kill()
 
     def relay(self) -> bool:
-        """Send on what the worker has answered; whether there was something."""
+        """Forward the worker's answers, and return whether there were any."""
         assert self.worker is not None
         try:
             found: list[tuple[int, Any]] = self.worker.receive()
         except EOFError:
-            self.worker.kill()  # in case it still lives
+            self.worker.kill()  # it may be alive
             return False
         for number, answer in found:
             if number == STARTED:
@@ -119,12 +122,12 @@ class Relay:
             self.link.send(wire.ANSWER, answer.head(number), answer.body())
         return bool(found)
 
-    def glance(self) -> None:
-        """Send on what the worker has reported beside its answers; kill it if it takes too long to end."""
+    def forward_reports(self) -> None:
+        """Forward reports of the worker; kill it if it takes too long to end."""
         if self.worker is None or self.over:
             return
-        if (fault := self.worker.fault()) != self._told:
-            self._told = fault
+        if (fault := self.worker.fault()) != self._reported:
+            self._reported = fault
             self.link.send(wire.FAULT, fault.encode())
         if self.looks and self.worker.has_looked():
             self.looks = False
@@ -134,7 +137,7 @@ class Relay:
             self.worker.kill()
 
     def ended(self, how: Ended) -> None:
-        """Send what the worker had answered, and how it ended."""
+        """Forward the last answers of the worker, and how it ended."""
         assert self.worker is not None
         while not self.worker.gone and self.relay():
             pass
@@ -145,7 +148,7 @@ class Relay:
         self.link.send(wire.ENDED, pickle.dumps(last))
 
     def close(self) -> None:
-        """End it, and the worker with it."""
+        """Close the connection and kill the worker."""
         self.link.close()
         if self.worker is not None and not self.over:
             self.worker.kill()
@@ -154,14 +157,14 @@ class Relay:
 
 
 class NodeSession:
-    """The connections of a loader, and the workers behind them."""
+    """The connections of a loader, and their workers."""
 
     def __init__(self, channel: Channel, workers: int) -> None:
         self.host: ProcessHost | None = None  # once trainer and node have agreed
         self._channel = channel
         self._count = workers
         self._control: Link | None = None
-        self._trusted = False  # the network
+        self._trusted = False  # whether the network is trusted
         self._relays: list[Relay] = []
         self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
         self._selector.register(channel.fileno(), selectors.EVENT_READ, channel)
@@ -170,7 +173,7 @@ class NodeSession:
     def run(self) -> None:
         """Relay. Raises EOFError or OSError when the trainer or the agent has gone."""
         while True:
-            seconds = _LOOKING_S if any(relay.looks for relay in self._relays) else _GLANCE_S
+            seconds = _LOOKING_S if any(relay.looks for relay in self._relays) else _CHECK_S
             if self.host is None:
                 ready = self._selector.select(seconds)
             else:
@@ -182,8 +185,8 @@ class NodeSession:
                     for message, descriptors in self._channel.receive():
                         self._connected(socket.socket(fileno=descriptors[0]), pickle.loads(message))
                 elif key.data is self._control:
-                    self._obey()
-            self._see_to_relays({key.data for key, _ in ready})
+                    self._handle()
+            self._serve_trainers({key.data for key, _ in ready})
 
     def _connected(self, end: socket.socket, secret: Secret) -> None:
         link = Link(end, secret)
@@ -200,8 +203,8 @@ class NodeSession:
             (self._selector.register if known is None else self._selector.modify)(link.fileno(), events, data)
             self._watched[link.fileno()] = events
 
-    def _obey(self) -> None:
-        """Take what the trainer has sent about the job."""
+    def _handle(self) -> None:
+        """Handle what the trainer has sent about the job."""
         assert self._control is not None
         self._control.flush()
         for frame in self._control.receive():
@@ -211,11 +214,11 @@ class NodeSession:
                 self._agree(*pickle.loads(frame.head))
         self._watch(self._control, self._control)
 
-    def _agree(self, manifest: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
-        """Begin what begins workers, if this machine is as the trainer's."""
+    def _agree(self, wanted: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
+        """Create the host of workers if this machine matches the trainer's."""
         assert self._control is not None
         sys.path += [folder for folder in path if folder not in sys.path]
-        found = differences(manifest, main, allow)
+        found = unmet_requirements(wanted, main, allow)
         if not self._trusted and not can_authenticate_bodies():
             found.append("cryptography: none there, and needed unless trusted_network=True")
         if found:
@@ -230,18 +233,18 @@ class NodeSession:
         for relay in self._relays:
             if relay.worker is None or relay.over:
                 continue
-            with contextlib.suppress(OSError):  # of the trainer's end, which `_see_to_relays` will notice
+            with contextlib.suppress(OSError):  # the trainer's end is closed, which `_serve_trainers` will notice
                 if relay.worker in heard:
                     relay.relay()
                 if end := ends.get(id(relay.worker)):
                     relay.ended(end)
 
-    def _see_to_relays(self, ready: set[Any]) -> None:
+    def _serve_trainers(self, ready: set[Any]) -> None:
         for relay in list(self._relays):
             try:
                 if relay in ready:
-                    relay.obey()
-                relay.glance()
+                    relay.handle_requests()
+                relay.forward_reports()
                 self._watch(relay.link, relay)
             except (EOFError, OSError):
                 self._selector.unregister(relay.link.fileno())

@@ -1,12 +1,12 @@
-"""`SocketHost`: workers that agents on other machines run; and `SocketConnection`.
+"""`SocketHost`: starts workers that agents on other machines run.
 
-    loader ── greets each agent, in a thread ──▶ agent ── begins ──▶ session, a process a loader and node
+    loader ── greets each agent, in a thread ──▶ agent ── starts ──▶ session, one process per loader and node
            ◀────── a connection for the job, one for each worker (wire.py) ──────▶
 
-A loader reads when it wants a batch, and only then: at each such time it asks silent connections for a sign of life,
-and one that leaves several in a row unanswered, while the loader listened, is lost. So neither a trainer that was
-stopped nor an agent that waits for it is taken for dead. Nothing connects anew what is lost: agents that answer are
-asked for other workers, and one that does not is tried again from time to time.
+A loader reads only when it wants a batch. Each time, it pings silent connections. One that leaves several pings in a
+row unanswered while the loader waits is lost. So neither a suspended trainer nor an agent that waits for it is taken
+for dead. A lost connection is not reopened. Agents that answer are asked for other workers, and the others are retried
+from time to time.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, Work
 from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
-from savable_pipeline.run.nodes.agreement import manifest
+from savable_pipeline.run.nodes.agreement import requirements_of
 from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, read_answer, said
+from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, error_text, read_answer
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 0.35  # between two requests for a sign of life
-_MOST_SILENT = 5  # of them, unanswered: 1.75 s
+_ASK_S = 0.35  # between two pings
+_MOST_SILENT = 5  # unanswered pings, which take 1.75 s
 _CONNECT_S = 3.0
-_BEGIN_S = 60.0  # for a session to begin, an interpreter that imports this library
-_RETRY_S = 2.0  # between two tries at an agent that does not answer
-_FIRST_S = 30.0  # until some agent has answered for the first time,
-_ALONE_S = 240.0  # and later, until one answers again: as long as a network may be away
+_BEGIN_S = 60.0  # for a session to start an interpreter and import this library
+_RETRY_S = 2.0  # between two attempts to reach an agent
+_FIRST_S = 30.0  # without any agent before the first has answered
+_ALONE_S = 240.0  # without any agent later, because a network may be interrupted for minutes
 _STACK_S = 2.0
-_MOST_FAILED = 4  # links to a node lost in a row before their workers have answered: then the node is
+_MOST_FAILED = 4  # links lost in a row before their workers have answered; then the node is lost
 
 
 class AgentAddress(NamedTuple):
-    """Where an agent listens, and its key."""
+    """Address of an agent, and its key."""
 
     host: str
     port: int
@@ -55,29 +55,29 @@ class AgentAddress(NamedTuple):
 
     @classmethod
     def of(cls, address: str, key: bytes) -> AgentAddress:
-        """Of HOST:PORT. Raises ValueError if it is none."""
+        """Parse HOST:PORT. Raises ValueError if it is invalid."""
         return cls(*read_address(address), key)
 
 
 class Node:
-    """An agent, as a loader sees it."""
+    """Agent, as a loader sees it."""
 
     def __init__(self, address: AgentAddress, *, trusted: bool = False) -> None:
         self.address = address
         self.trusted = trusted
         self.name = f"{address.host}:{address.port}"
         self.session = b""
-        self.link: Link | None = None  # once trainer and node have agreed, until it is lost
-        self.workers = 0  # that it runs for all ranks of a loader
+        self.link: Link | None = None  # from the agreement of trainer and node until it is lost
+        self.workers = 0  # how many it runs for all ranks of a loader
         self.failed = 0  # links lost in a row before their workers had answered
         self.error = ""  # why it does not answer
-        self.differs: list[str] = []  # why it was refused
+        self.differs: list[str] = []  # how it differs from this machine
         self.tried_at = 0.0
         self.trying: threading.Thread | None = None
-        self.arrived: tuple[Link, int] | None = None  # what the thread has found
+        self.arrived: tuple[Link, int] | None = None  # the result of the thread
 
     def connect(self, purpose: int, memory: ReusedMemory | None = None) -> Link:
-        """A connection of its session. Raises OSError or EOFError."""
+        """Open a connection of its session. Raises OSError or EOFError."""
         end = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
             return Link(end, greet(end, self.address.key, Wanted(purpose, self.session, self.trusted)), memory)
@@ -86,7 +86,10 @@ class Node:
             raise
 
     def try_once(self, job: bytes) -> None:
-        """In a thread: begin a session, and ask the node whether it is as this machine."""
+        """Start a session, and ask the node whether it matches this machine.
+
+        This runs in a thread.
+        """
         try:
             self.session = os.urandom(16)
             link = self.connect(FOR_SESSION)
@@ -98,25 +101,28 @@ class Node:
                 self.differs = bytes(answer.head).decode().splitlines()
                 self.error = "it is not as this machine"
         except (OSError, EOFError) as error:
-            self.error = said(error)
+            self.error = error_text(error)
 
-    def hear(self) -> str:
-        """Take its signs of life. Returns why it is lost; "" if it is not."""
-        return self.link.hear(lambda _: None) if self.link is not None else ""
+    def poll(self) -> str:
+        """Handle the answers to pings. Returns why the node is lost, or ""."""
+        return self.link.poll(lambda _: None) if self.link is not None else ""
 
 
 class SocketConnection:
-    """A worker on a node; or one that waits for a node, to which requests are sent when it has one."""
+    """Worker on a node, or one that waits for a node.
+
+    Requests to a waiting worker are sent when it has a node.
+    """
 
     def __init__(self, pinned: PinnedShards, host: SocketHost) -> None:
         self.node: Node | None = None
         self.link: Link | None = None
         self.end: Ended | None = None
-        self.answered = False  # a request
-        self.why = ""  # its link is gone
+        self.answered = False  # whether it has answered a request
+        self.why = ""  # why its link is lost
         self.answers: list[tuple[int, Answer]] = []
         self._host = host
-        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # before it has a link
+        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
         self._pid = 0
         self._fault = self._stack = ""
         self._looked = True
@@ -124,44 +130,44 @@ class SocketConnection:
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """Name for messages."""
         return f"process {self._pid} of {self.node.name}" if self.node else "a worker without a node"
 
     @property
     def started(self) -> bool:
-        """Whether it has said its process id."""
+        """Whether it has sent its process ID."""
         return bool(self._pid)
 
     @property
     def viewed(self) -> int:
-        """The batches whose memory is viewed in this process."""
+        """Number of batches whose memory is viewed in this process."""
         return self.link.viewed[0] if self.link else 0
 
     def begin(self, node: Node, link: Link) -> None:
         """Run on this node."""
         self.node, self.link = node, link
         for kind, head in self._unsent:
-            self.tell(kind, head)
+            self.send_frame(kind, head)
         self._unsent.clear()
 
-    def tell(self, kind: int, head: bytes = b"") -> None:
-        """Send a frame, or keep it until there is a link."""
+    def send_frame(self, kind: int, head: bytes = b"") -> None:
+        """Send a frame, or queue it until there is a link."""
         if self.link is None:
             self._unsent.append((kind, head))
         elif self.end is None:
             try:
                 self.link.send(kind, head)
             except OSError as error:
-                self.lose(said(error))
+                self.lose(error_text(error))
 
     def send(self, request: Request) -> None:
         """Send a request."""
-        self.tell(wire.REQUEST, pickle.dumps(request, protocol=5))
+        self.send_frame(wire.REQUEST, pickle.dumps(request, protocol=5))
 
-    def hear(self) -> str:
-        """Take what has arrived. Returns why the link is lost; "" if it is not."""
+    def poll(self) -> str:
+        """Handle what has arrived. Returns why the link is lost, or ""."""
         assert self.link is not None
-        return self.link.hear(self._take)
+        return self.link.poll(self._take)
 
     def _take(self, frame: Frame) -> None:
         kind, head = frame.kind, frame.head
@@ -187,52 +193,52 @@ class SocketConnection:
             self.end = Ended(self, how, None if error is None else WorkerError(f"{error} (on the node {self.name})"))
 
     def lose(self, why: str) -> None:
-        """Its link is gone."""
+        """Record that its link is lost."""
         if self.end is None and self.node is not None:
             self.why = why
             self.end = Ended(self, f"was lost with its link to {self.node.name} ({why})", lost=True)
 
     def receive(self) -> list[tuple[int, Answer]]:
-        """The answers that have arrived."""
+        """Return the answers that have arrived."""
         found, self.answers = self.answers, []
         if not found and self.end is not None:
             raise EOFError
         return found
 
     def look(self) -> None:
-        """Have the worker look at its shards."""
+        """Have the worker check its shards."""
         self._looked = False
-        self.tell(wire.LOOK)
+        self.send_frame(wire.LOOK)
 
     def has_looked(self) -> bool:
-        """Whether it has, since then; one that has ended never will."""
+        """Return whether it has checked them since, or has ended."""
         return self._looked or self.end is not None
 
     def fault(self) -> str:
-        """What it has reported as wrong with batches that it delivered."""
+        """Return what it has reported as wrong with batches that it delivered."""
         return self._fault
 
     def working_on(self) -> WorkerStatus:
-        """What its status page said when it ended, or when its stack was asked for."""
+        """Return its status when it ended, or when its stack was last requested."""
         return self._status or WorkerStatus(None, None, 0, 0)
 
     def stack(self) -> str:
-        """Its stack, for which the node of one that has not ended is asked."""
+        """Return its stack, which is requested from the node unless it has ended."""
         if self.end is None and self.link is not None:
             self._status = None
-            self.tell(wire.STACK)
+            self.send_frame(wire.STACK)
             deadline = time.monotonic() + _STACK_S
-            while self._status is None and self.end is None and (left := deadline - time.monotonic()) > 0:
+            while self._status is None and self.end is None and (rest := deadline - time.monotonic()) > 0:
                 poll = select.poll()
                 poll.register(self.link.fileno(), self.link.events)
-                poll.poll(left * 1000)
-                if why := self.hear():
+                poll.poll(rest * 1000)
+                if why := self.poll():
                     self.lose(why)
         return self._stack
 
     def kill(self) -> bool:
         """Have it killed."""
-        self.tell(wire.KILL)
+        self.send_frame(wire.KILL)
         return True
 
     def close(self) -> None:
@@ -243,11 +249,11 @@ class SocketConnection:
 
 
 class SocketHost(Host):
-    """Begins workers on the nodes whose agents answer at `addresses`, which may change. The rank takes its share.
+    """Starts workers on the nodes whose agents answer at `addresses`.
 
-    The workers of all agents are numbered, those of the first agent first: number q is of rank q % ranks. So each agent
-    has workers of all ranks, where it has enough; a rank without any takes one all the same. Raises ValueError for a
-    pipeline that cannot be sent to them.
+    The addresses may change. The workers of all agents are numbered, those of the first agent first. Number q belongs
+    to rank q % ranks. So each agent with enough workers has some for every rank. A rank without any takes one
+    nevertheless. Raises ValueError for a pipeline that cannot be sent to them.
     """
 
     def __init__(
@@ -265,16 +271,16 @@ class SocketHost(Host):
         self._job = _sent_job(job, allow)
         self._memory = ReusedMemory()
         self._nodes: list[Node] = []
-        self._connections: list[SocketConnection] = []  # that are not closed
+        self._connections: list[SocketConnection] = []  # those that are open
         self._asked_at = self._waited_at = time.monotonic()
-        self._alone_s = 0.0  # that it has waited without any node
-        self._has_begun = False  # whether a worker has started, in the life of this host
-        self._see_to_nodes()
+        self._alone_s = 0.0  # how long it has waited without any node
+        self._has_begun = False  # whether any worker has started
+        self._update_nodes()
 
     # Nodes.
 
-    def _see_to_nodes(self) -> None:
-        """Take the nodes that have answered, try those that have not, and give each waiting worker a node."""
+    def _update_nodes(self) -> None:
+        """Connect new nodes, retry lost ones, and place waiting workers."""
         now = time.monotonic()
         known = self._addresses()
         gone = [node for node in self._nodes if node.address not in known and not node.link and not node.trying]
@@ -295,7 +301,10 @@ class SocketHost(Host):
                 self._find_node(waiting)
 
     def _tried(self, node: Node) -> None:
-        """Take what a try at a node has found. Raises `WorkerError` for one that differs, before the first batch."""
+        """Handle the result of an attempt to reach a node.
+
+        Raises `WorkerError` for one that differs, before the first batch.
+        """
         node.tried_at = time.monotonic()
         if node.arrived is not None:
             (node.link, node.workers), node.arrived = node.arrived, None
@@ -310,7 +319,7 @@ class SocketHost(Host):
             log.warning("%s. It is not used.", message)
 
     def _lose(self, each: Node | SocketConnection, why: str) -> None:
-        """Go on without a worker; or without a node, until it answers again. Nothing, if `why` is ""."""
+        """Record that a worker or node is lost, unless `why` is ""."""
         if not why or each.link is None:
             return
         if isinstance(each, SocketConnection):
@@ -324,20 +333,26 @@ class SocketHost(Host):
                 worker.lose(why)
 
     def _share(self, node: Node) -> int:
-        """How many of a node's workers are this rank's."""
+        """Return how many of a node's workers belong to this rank."""
         first = sum(other.workers for other in self._nodes[: self._nodes.index(node)])
         return sum((first + i) % self._ranks == self._rank for i in range(node.workers))
 
     def _room(self, node: Node) -> int:
-        """How many workers more it could have; less than none where others have lost theirs."""
+        """Return how many more workers a node can run for this rank.
+
+        It is negative if other nodes were lost.
+        """
         return self._share(node) - sum(each.node is node and each.end is None for each in self._connections)
 
     def count(self, wanted: int) -> int:
-        """This rank's share of the workers of the nodes that answer."""
+        """Return this rank's number of workers on the nodes that answer."""
         return max(1, sum(self._share(node) for node in self._nodes if node.link is not None))
 
     def _find_node(self, worker: SocketConnection) -> None:
-        """Begin a worker on the node with the most room; it waits on if none answers, and ends if none has room."""
+        """Start a worker on the node with the most room.
+
+        It continues to wait if no node answers, and ends if none has room.
+        """
         while answering := [node for node in self._nodes if node.link is not None]:
             first = self._rank % len(answering)  # where a rank has no share
             node = max([*answering[first:], *answering[:first]], key=self._room)
@@ -350,26 +365,26 @@ class SocketHost(Host):
                 worker.begin(node, node.connect(FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
-                self._lose(node, said(error))
+                self._lose(node, error_text(error))
 
     # Workers.
 
     def begin(self, pinned: PinnedShards) -> SocketConnection:
-        """Begin a worker, on a node if one answers, else as soon as one does."""
+        """Start a worker, on a node if one answers, else as soon as one does."""
         worker = SocketConnection(pinned, self)
         self._connections.append(worker)
-        self._see_to_nodes()
+        self._update_nodes()
         return worker
 
     def forget(self, worker: SocketConnection) -> None:
-        """Wait no more for a worker."""
+        """Stop waiting for a worker."""
         if worker in self._connections:
             self._connections.remove(worker)
 
     def wait(self, seconds: float) -> tuple[list[SocketConnection], list[Ended]]:
-        """Wait for answers and ends; shorter, where connections are to be asked for a sign of life."""
-        self._see_to_nodes()
-        self._hear(0.0 if any(each.answers or each.end for each in self._connections) else min(seconds, _ASK_S))
+        """Wait for answers and ends, at most until the next ping is due."""
+        self._update_nodes()
+        self._poll(0.0 if any(each.answers or each.end for each in self._connections) else min(seconds, _ASK_S))
         self._check_alone()
         ended = [each for each in self._connections if each.end is not None]
         for each in ended:
@@ -383,20 +398,20 @@ class SocketHost(Host):
             self.forget(each)
         return heard, [each.end for each in ended if each.end is not None]
 
-    def _hear(self, seconds: float) -> None:
-        """Take what arrives within these seconds, and ask for signs of life when it is time."""
+    def _poll(self, seconds: float) -> None:
+        """Handle what arrives within these seconds, and send pings when they are due."""
         poll = select.poll()
         peers: list[Node | SocketConnection] = [*(each for each in self._connections if each.end is None), *self._nodes]
         links = {each.link.fileno(): (each, each.link) for each in peers if each.link is not None}
         for descriptor, (_, link) in links.items():
             poll.register(descriptor, link.events)
         for descriptor, _ in poll.poll(seconds * 1000):
-            self._lose(links[descriptor][0], links[descriptor][0].hear())
+            self._lose(links[descriptor][0], links[descriptor][0].poll())
         if time.monotonic() - self._asked_at >= _ASK_S:
             self._asked_at = time.monotonic()
             for each, link in links.values():
-                if link.fileno() >= 0:  # a part of a body on a slow link wakes nobody, and is a sign of life too
-                    self._lose(each, each.hear() or _asked(link))
+                if link.fileno() >= 0:  # a part of a body on a slow link does not end `poll`, but shows life too
+                    self._lose(each, each.poll() or _ping(link))
 
     def _check_alone(self) -> None:
         """Raise `WorkerError` if no agent has answered for too long."""
@@ -416,13 +431,16 @@ class SocketHost(Host):
             )
 
     def end_workers(self) -> None:
-        """Have all workers end after a last look; after 5 s the connections are closed, which kills them."""
+        """End all workers after a last check.
+
+        After 5 s the connections are closed, which kills them.
+        """
         workers = [each for each in self._connections if each.link is not None and each.end is None]
         for worker in workers:
-            worker.tell(wire.END)
+            worker.send_frame(wire.END)
         deadline = time.monotonic() + END_WAIT_S
         while any(worker.end is None for worker in workers) and time.monotonic() < deadline:
-            self._hear(0.05)
+            self._poll(0.05)
         if late := sum(worker.end is None for worker in workers):
             log.warning("%d workers did not end within %g s and are killed", late, END_WAIT_S)
         for worker in list(self._connections):
@@ -441,8 +459,8 @@ class SocketHost(Host):
             node.link = node.arrived = None
 
 
-def _asked(link: Link) -> str:
-    """Ask for a sign of life. Returns why the connection is lost; "" if it is not."""
+def _ping(link: Link) -> str:
+    """Send a ping. Returns why the connection is lost, or ""."""
     link.silent = 0 if link.heard else link.silent + 1
     link.heard = False
     if link.silent >= _MOST_SILENT:
@@ -450,12 +468,15 @@ def _asked(link: Link) -> str:
     try:
         link.send(wire.PING)
     except OSError as error:
-        return said(error)
+        return error_text(error)
     return ""
 
 
 def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
-    """What an agent needs to build lanes. Raises ValueError for a pipeline that cannot be pickled."""
+    """Return what an agent needs to build lanes.
+
+    Raises ValueError for a pipeline that cannot be pickled.
+    """
     try:
         raw = pickle.dumps(job, protocol=5)
     except Exception as error:
@@ -464,4 +485,4 @@ def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
             "functools.partial for arguments."
         ) from error
     main = main_module()
-    return pickle.dumps((manifest(raw, main), list(allow), sys.path, raw, main), protocol=5)
+    return pickle.dumps((requirements_of(raw, main), list(allow), sys.path, raw, main), protocol=5)

@@ -1,4 +1,4 @@
-"""`SocketWorkers`: the workers of a loader, on other machines; and what all such settings have in common."""
+"""`SocketWorkers`: workers on other machines, and the common settings of such."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from savable_pipeline.run.nodes.wire import can_authenticate_bodies
 
 @dataclass(frozen=True)
 class NodeWorkers(Workers):
-    """Settings of workers on other machines, which say themselves how many they are: see `SocketHost.count`."""
+    """Settings of workers on other machines, which decide their number.
+
+    See `SocketHost.count`.
+    """
 
     count: int | None = field(default=1, kw_only=True)
     start_method: None = field(default=None, init=False)
@@ -42,24 +45,28 @@ class NodeWorkers(Workers):
 
 @dataclass(frozen=True)
 class SocketWorkers(NodeWorkers):
-    """Workers that agents on other machines run: `savable serve` on each. None of it changes a batch.
+    """Workers that agents on other machines run. No setting changes a batch.
 
-    The ranks share each agent's workers. An agent that is lost is done without until it answers again.
+    Run `savable serve` on each machine. The ranks share each agent's workers. If an agent is lost, the others do its
+    work until it answers again.
 
     Args:
-        agents: Their addresses, HOST:PORT.
-        key_file: A file with the key that the agents have too, and nobody else can read.
-        timeout: Seconds for a batch before its worker is replaced.
-        max_restarts: Workers that may be replaced, in the run so far, apart from those of lost nodes.
-        prefetch: Batches that a worker may be ahead.
-        allow: What may differ between this machine and a node, by the names in the message that says so: "processor".
-        trusted_network: Whether only machines that you trust can change what passes. Batches then have no code against
-            it, and the package cryptography is not needed.
-        count: Not to be given: the agents say how many there are.
-        start_method: Not to be given.
+        agents: Addresses of the agents, HOST:PORT.
+        key_file: A file with the key that the agents have too, and that nobody else can read.
+        timeout: Seconds for a batch before its worker is replaced (default 600).
+        max_restarts: How many workers may be replaced in the run so far, except those of lost nodes (default 100).
+        prefetch: How many batches a worker may be ahead (default 2).
+        allow: Differences to accept between this machine and a node, by the names in the error message, such as
+            "processor".
+        trusted_network: Whether only machines that you trust can change the traffic. Batches then have no
+            authentication
+            code, and the package cryptography is not needed.
+        count: Do not pass it: the agents decide how many there are.
+        start_method: Not an argument of these workers.
 
     Raises:
-        ValueError: An address or a number is none, the file is no secret, or the package cryptography is not installed.
+        ValueError: An address or a number is invalid, others can read the key, or the package cryptography is not
+            installed.
 
     Example:
         >>> workers = sp.SocketWorkers(["cpu1:7000", "cpu2:7000"], key_file="nodes.key")  # doctest: +SKIP
@@ -80,10 +87,10 @@ class SocketWorkers(NodeWorkers):
         return [AgentAddress.of(agent, key) for agent in self.agents]
 
     def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
-        """Return what begins the workers of a loader.
+        """Return the host that starts the workers of a loader.
 
         Args:
-            job: The pipeline and settings of their lanes.
+            job: The pipeline and the settings of its lanes.
             share: The loader's rank and the number of ranks.
         """
         addresses = self._addresses()

@@ -1,16 +1,19 @@
-"""`Link`: one authenticated TCP connection between a trainer and an agent; it carries frames, in one order, each once.
+"""`Link`: an authenticated TCP connection that carries frames in order, each once.
 
-    a frame   header ┃ head ┃ body
-    a header  magic │ kind │ bytes of the head │ sequence number │ bytes of the body
+    frame     header ┃ head ┃ body
+    header    magic │ kind │ bytes of the head │ sequence number │ bytes of the body
               │ SHA-256 of the head │ AES-GMAC of the body │ HMAC-SHA256 of all this
 
-Each direction of each connection has keys of its own. The header is checked before memory is taken for the rest, so
-that nobody else decides how much. Head and body are checked before they are unpickled. The nonce of the GMAC is the
-sequence number. The body is the memory of a batch's tensors: it is sent from where the worker wrote it, and received
-into memory that is used again when the trainer has let go of the batch. On a trusted network, bodies have no GMAC. A
-frame that is not the next one of this connection ends the connection. Another one replaces it, with other keys.
+A link joins a trainer and an agent. Each direction of each connection has keys of its own. The header is verified
+before memory is allocated for the rest, so an attacker cannot choose its size. Head and body are verified before they
+are unpickled. The nonce of the GMAC is the sequence number. On a trusted network, bodies have no GMAC.
 
-The answer of a worker travels as the worker wrote it, without being unpickled on its way (`WrittenAnswer`):
+The body is the memory of a batch's tensors. It is sent from where the worker wrote it. It is received into memory that
+is reused once the trainer has dropped the batch.
+
+A frame that is not the next one ends the connection. A new connection, with other keys, replaces it.
+
+The answer of a worker travels as the worker wrote it and is not unpickled on its way (`WrittenAnswer`):
 
     head   number of the request │ bytes of each buffer, u64 … │ pickle        body   buffer │ padding to 64 │ buffer …
 """
@@ -42,32 +45,34 @@ from savable_pipeline.run.transport.batch_pickle import Buffer
 from savable_pipeline.run.transport.channel import closed_in_children
 from savable_pipeline.run.transport.segments import ALIGN
 
-MAGIC = b"SvP2"  # another number for another layout of frames, or of the messages before them
+WIRE_MAGIC = b"SvP2"  # changes with the layout of frames and of the handshake
 HEADER = struct.Struct("<4sBxxxIQQ32s16s")
 CODE_BYTES = 16
-_GMAC_BYTES = 1 << 30  # in one call: OpenSSL counts in 32 bits
-MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes of a frame; more is no frame of ours
-_SMALL = 1 << 16  # bodies of up to so many bytes do not use memory again
+_GMAC_BYTES = 1 << 30  # in one call, because OpenSSL counts in 32 bits
+MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes; a longer frame is rejected
+_SMALL = 1 << 16  # bytes of a body that does not reuse memory
 _FREE_BLOCKS = 8  # at most
-_VIEWS = 512  # in one call of the system
-_FRAMES = 16  # taken at a time
-_WAKE_BYTES = 1 << 20  # of a large body: fewer turns between the two ends
+_VIEWS = 512  # in one system call
+_FRAMES = 16  # received at a time
+_WAKE_BYTES = 1 << 20  # of a large body, so that it wakes the process less often
 
-# From the trainer to the session: of a job.        From the session to the trainer.
+# Frames about a job: from the trainer to the session, and the answers.
 JOB, AGREED, REFUSED = 1, 2, 3
-# Of a worker.
+# Frames about a worker: from the trainer to the session, and from the session to the trainer.
 BEGIN, REQUEST, LOOK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
 ANSWER, FAULT, LOOKED, STATUS, ENDED = 20, 21, 22, 23, 24
-# Of either, as a sign of life: the session answers each.
+# A ping of the trainer, and the session's answer.
 PING, PONG = 30, 31
+# Between two ranks that share batches: a note, before the answer that it announces.
+PEER = 40
 
 
 class WireError(ConnectionError):
-    """A frame is not the next one of its connection."""
+    """Error for a frame that is not the next one of its connection."""
 
 
 class Secret(NamedTuple):
-    """What the two ends of a connection have proved to share: 64 bytes for each direction.
+    """Keys that the two ends of a connection share: 64 bytes for each direction.
 
     The first half authenticates headers, the second half bodies, unless the network is `trusted`.
     """
@@ -78,7 +83,7 @@ class Secret(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame that has arrived."""
+    """Frame that has arrived."""
 
     kind: int
     head: bytearray
@@ -86,9 +91,9 @@ class Frame(NamedTuple):
 
 
 class ReusedMemory:
-    """Memory for the bodies of frames: a block is used again when nothing views it any more.
+    """Memory for the bodies of frames, reused once nothing views it any more.
 
-    Its pages are private, so that a forked child keeps what it views.
+    Its pages are private, so a forked child keeps what it views.
     """
 
     def __init__(self) -> None:
@@ -96,7 +101,10 @@ class ReusedMemory:
         self._views: dict[int, weakref.ref[Any]] = {}
 
     def take(self, size: int, viewed: list[int]) -> memoryview:
-        """`size` writable bytes; the number of a connection's `viewed` blocks is one more until nothing views them."""
+        """Return `size` writable bytes.
+
+        `viewed` counts the blocks of a connection. It is one more until nothing views these bytes.
+        """
         if size <= _SMALL:
             return memoryview(bytearray(size))
         block = next((each for each in self._free if size <= len(each) <= 2 * size + _SMALL), None)
@@ -121,9 +129,9 @@ class ReusedMemory:
 
 
 class Link:
-    """One end of a connection. It never waits, but for `exchange`.
+    """One end of a connection. Only `exchange` blocks.
 
-    Raises `WireError`, or another OSError, when the connection cannot go on.
+    Raises `WireError`, or another OSError, if the connection fails.
     """
 
     def __init__(self, end: socket.socket, secret: Secret, memory: ReusedMemory | None = None) -> None:
@@ -133,32 +141,32 @@ class Link:
         self._secret = secret
         self._memory = memory or ReusedMemory()
         self.viewed = [0]  # blocks of memory that are viewed in this process
-        self.heard = True  # since `silent` was looked at last
-        self.silent = 0  # signs of life in a row for which it was asked, and that have not come
+        self.heard = True  # whether anything arrived since the last ping
+        self.silent = 0  # unanswered pings in a row
         self._sent = self._received = 0  # frames
         self._unsent: deque[memoryview] = deque()
         self._arrived: list[Frame] = []
-        self._fault: Exception | None = None  # after which nothing more can arrive
+        self._fault: Exception | None = None  # the error after which nothing more can arrive
         self._parser = self._parsed()
-        self._target = memoryview(b"")  # where what comes next belongs
+        self._target = memoryview(b"")  # memory for the next bytes
         self._wakes_at = 1
         closed_in_children(self)
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once closed."""
+        """Return the socket's descriptor, or -1 once closed."""
         return self._socket.fileno()
 
     @property
     def events(self) -> int:
-        """What `poll` waits for: something to receive and, if something is unsent, room to send it."""
+        """Events for `poll`: data to receive and, if frames are unsent, room to send."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, kind: int, head: Buffer = b"", body: Sequence[Buffer] = ()) -> None:
-        """Send a frame, or keep what does not fit into the socket for `flush`."""
+        """Send a frame, or queue what does not fit into the socket for `flush`."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
         key, number = self._secret.sends, self._sent
         codes = hashlib.sha256(head).digest(), self._body_code(key, number, views)
-        header = HEADER.pack(MAGIC, kind, len(head), number, sum(map(len, views)), *codes)
+        header = HEADER.pack(WIRE_MAGIC, kind, len(head), number, sum(map(len, views)), *codes)
         self._sent += 1
         self._unsent.append(memoryview(header + header_code(key, header)))
         if len(head):
@@ -167,7 +175,7 @@ class Link:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what is unsent; whether nothing is left."""
+        """Send queued frames, and return whether all are sent."""
         while self._unsent:
             views = [self._unsent[i] for i in range(min(len(self._unsent), _VIEWS))]
             try:
@@ -183,7 +191,7 @@ class Link:
         return True
 
     def receive(self) -> list[Frame]:
-        """The frames that have arrived. Raises EOFError once nothing more can."""
+        """Return the frames that have arrived. Raises EOFError once nothing more can."""
         try:
             while self._fault is None and len(self._arrived) < _FRAMES:
                 while not self._target:
@@ -204,30 +212,36 @@ class Link:
         found, self._arrived = self._arrived, []
         return found
 
-    def hear(self, take: Callable[[Frame], object]) -> str:
-        """Send what is unsent, and take the frames that have arrived. Returns why the connection is lost; "" if not."""
+    def poll(self, handle: Callable[[Frame], object]) -> str:
+        """Send queued frames and handle those that have arrived.
+
+        Returns why the connection is lost, or "".
+        """
         try:
             self.flush()
             for frame in self.receive():
-                take(frame)
+                handle(frame)
         except (OSError, EOFError) as error:
-            return said(error)
+            return error_text(error)
         return ""
 
     def _wake_at(self, size: int) -> None:
-        """Have `poll` wake this process only for so many bytes: a large body arrives in many small pieces."""
+        """Have the system's `poll` return only for at least `size` bytes.
+
+        A large body arrives in many small pieces.
+        """
         if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
             self._wakes_at = size
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _parsed(self) -> Iterator[memoryview]:
-        """Ask for the memory of header, head and body in turn, and put each whole frame among those that arrived."""
+        """Yield the memory of header, head and body in turn; append each complete frame."""
         header, key = memoryview(bytearray(HEADER.size + CODE_BYTES)), self._secret.receives
         while True:
             yield header
             magic, kind, head_bytes, number, body_bytes, head_hash, code = HEADER.unpack_from(header)
             wanted = header_code(key, header[: HEADER.size])
-            if magic != MAGIC or not hmac.compare_digest(wanted, header[HEADER.size :]):
+            if magic != WIRE_MAGIC or not hmac.compare_digest(wanted, header[HEADER.size :]):
                 raise WireError(f"message {self._received} was not sent by the other side")
             if number != self._received:
                 raise WireError(f"message {number} arrived instead of {self._received}")
@@ -243,10 +257,10 @@ class Link:
                 raise WireError(f"the body of message {number} was changed in transit")
             self._received += 1
             self._arrived.append(Frame(kind, head, body))
-            del body, head  # nothing of a frame is viewed from here
+            del body, head  # a view from here would keep the frame's memory in use
 
     def _body_code(self, key: bytes, number: int, body: Sequence[memoryview]) -> bytes:
-        """The AES-GMAC of a body; zeros where there is none, or on a trusted network."""
+        """Return the AES-GMAC of a body; zeros for an empty body or a trusted network."""
         if self._secret.trusted or not any(map(len, body)):
             return bytes(CODE_BYTES)
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -259,7 +273,10 @@ class Link:
         return gmac.tag
 
     def exchange(self, kind: int, head: Buffer, seconds: float) -> Frame:
-        """Send a frame and wait so long for the answer. Raises OSError or EOFError if none comes."""
+        """Send a frame and wait for the answer.
+
+        Raises OSError or EOFError if none comes in `seconds`.
+        """
         self.send(kind, head)
         deadline = time.monotonic() + seconds
         while not (found := self.receive()):
@@ -276,25 +293,25 @@ class Link:
         self._socket.close()
 
 
-def said(error: Exception) -> str:
-    """What an error says, or its kind."""
+def error_text(error: Exception) -> str:
+    """Return the text of an error, or its class if it has none."""
     return str(error) or type(error).__name__
 
 
 def can_authenticate_bodies() -> bool:
-    """Whether the package that does is installed."""
+    """Return whether the package `cryptography` is installed."""
     return importlib.util.find_spec("cryptography") is not None
 
 
 def header_code(key: bytes, header: Buffer) -> bytes:
-    """The code after a header."""
+    """Return the authentication code of a header."""
     return hmac.digest(key[:32], header, "sha256")[:CODE_BYTES]
 
 
 def be_live(end: socket.socket) -> None:
-    """Send small messages at once; and have the system ask a silent machine for a sign of life.
+    """Send small messages at once, and let the system probe a silent machine.
 
-    The system answers for a process that is stopped or busy: only a machine that is gone, or a cut, ends it.
+    The system answers for a process that is suspended or busy. So only a lost machine or network ends the connection.
     """
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -308,26 +325,29 @@ _PADDING = bytes(ALIGN)
 
 
 class WrittenAnswer(NamedTuple):
-    """An answer as a worker wrote it; the buffers view its shared memory, which is free again when they are gone."""
+    """Answer as a worker wrote it.
+
+    The buffers view its shared memory, which is free again when they are gone.
+    """
 
     pickled: Buffer
     buffers: Sequence[Buffer]
 
     def head(self, number: int) -> bytes:
-        """The head of its frame."""
+        """Return the head of its frame."""
         sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
         return b"".join((_NUMBERS.pack(number, len(self.buffers)), sizes, self.pickled))
 
     def body(self) -> list[Buffer]:
-        """The body of its frame."""
+        """Return the body of its frame."""
         return [piece for buffer in self.buffers for piece in (buffer, _PADDING[: -len(buffer) % ALIGN])]
 
 
 class WrittenAnswerReader(AnswerReader):
-    """Reads answers of a worker as they are written; only its first message is unpickled."""
+    """Reads answers of a worker as written, and unpickles only its first message."""
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
-        """The number of a message, and its `WrittenAnswer`."""
+        """Return the number of a message, and its `WrittenAnswer`."""
         number, inline, written = pickle.loads(message)
         if written is not None:
             *buffers, pickled = self.view(written, descriptors)
@@ -336,7 +356,10 @@ class WrittenAnswerReader(AnswerReader):
 
 
 def read_answer(frame: Frame) -> tuple[int, Answer]:
-    """The number and the answer of a frame. Raises `WireError` if the lengths in it are not those of its parts."""
+    """Return the number and the answer of a frame.
+
+    Raises `WireError` if the lengths in it are not those of its parts.
+    """
     head = memoryview(frame.head)
     try:
         number, count = _NUMBERS.unpack_from(head)

@@ -1,1 +1,4 @@
-"""Passes bytes and file descriptors between two processes; knows neither samples nor stages."""
+"""Passes bytes and file descriptors between two processes.
+
+Nothing in this folder knows samples or stages.
+"""

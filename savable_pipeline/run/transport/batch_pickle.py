@@ -1,6 +1,6 @@
-"""Serialises a batch on its way from a worker to the trainer: pickle protocol 5, with tensors as raw bytes.
+"""Pickles a batch from worker to trainer by protocol 5, with tensors as raw bytes.
 
-A tensor keeps its memory format (channels last, say), since the bits of a convolution's result depend on it.
+A tensor keeps its memory format, such as channels last, because the bits of a convolution's result depend on it.
 
 `loads` only reads pickles that our own worker process wrote, never data or a saved state.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-_SMALL = 4096  # a tensor of up to 4,096 bytes is copied: kept for long, it then does not keep a whole batch in memory
+_SMALL = 4096  # bytes of a tensor that is copied, so that a trainer that stores it does not keep a whole batch alive
 
 
 class _Pickler(pickle.Pickler):
@@ -34,20 +34,20 @@ class _Pickler(pickle.Pickler):
             other = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
             if not other:
                 order = () if value.is_contiguous() else _memory_order(value)
-                laid = value.permute(order) if order else value
-                return _tensor, (_raw(laid), value.dtype, tuple(laid.shape), order)
+                ordered = value.permute(order) if order else value
+                return _tensor, (_raw(ordered), value.dtype, tuple(ordered.shape), order)
         return NotImplemented
 
 
 def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
-    """The pickle of `value` in pieces, and views of the bytes of its larger tensors and arrays, without a copy.
+    """Return the pickle of `value` in pieces, and views of large tensors and arrays.
 
-    Large `bytes` objects are pieces of their own and not copied either.
+    Nothing of either is copied. Large `bytes` objects are pieces of their own.
     """
     buffers: list[memoryview] = []
 
-    def apart(buffer: pickle.PickleBuffer) -> bool:
-        """Whether a buffer is small enough to go into the pickle itself; else keep a view of it."""
+    def goes_inline(buffer: pickle.PickleBuffer) -> bool:
+        """Return whether a buffer is small enough for the pickle itself; else keep a view."""
         raw = buffer.raw()
         if raw.nbytes <= _SMALL:
             return True
@@ -56,12 +56,15 @@ def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
 
     pieces: list[Buffer] = []
     file = SimpleNamespace(write=pieces.append)
-    _Pickler(file, protocol=5, buffer_callback=apart).dump(value)
+    _Pickler(file, protocol=5, buffer_callback=goes_inline).dump(value)
     return pieces, buffers
 
 
 def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
-    """The value that `dumps` wrote. Its larger tensors and arrays view `buffers`, and are writable if those are."""
+    """Return the value that `dumps` wrote.
+
+    Its larger tensors and arrays are views of `buffers`, and writable if those are.
+    """
     return pickle.loads(pickled, buffers=buffers)
 
 
@@ -74,12 +77,12 @@ def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions in the order of their strides, the largest first."""
+    """Return the dimensions in the order of their strides, the largest first."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    laid = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
-    return laid.permute([order.index(i) for i in range(len(order))]) if order else laid
+    ordered = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+    return ordered.permute([order.index(i) for i in range(len(order))]) if order else ordered

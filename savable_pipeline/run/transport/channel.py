@@ -1,9 +1,10 @@
-"""`Channel`: messages with file descriptors between two processes, over a socket pair.
+"""`Channel`: messages with file descriptors between processes, over a socket pair.
 
-    a message   length u32 │ number of descriptors u32 │ bytes
+    message   length u32 │ number of descriptors u32 │ bytes
 
-The trainer's end never blocks: it keeps messages for a stopped process until that process reads again. A worker's end
-blocks. A forked child closes its copies of all ends at once, so that an end is closed when its owner closes it or dies.
+The trainer's end never blocks. It queues messages for a suspended process until that process reads again. A worker's
+end blocks. A forked child closes its copies of all ends at once. Otherwise an end would stay open in the child after
+its owner closed it or died.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _MOST_DESCRIPTORS = 16  # per read
 
 
 class InOrder(Generic[T]):
-    """Messages numbered 1, 2, … in their order, however they arrive; one that came before is dropped."""
+    """Sorts messages numbered 1, 2, … that arrive in any order; drops repeated ones."""
 
     def __init__(self) -> None:
-        self.next = 1  # the number of the message whose turn it is
+        self.next = 1  # the number of the next message to return
         self._early: dict[int, T] = {}
 
     def due(self, number: int, message: T) -> list[T]:
-        """The messages whose turn has come with this one."""
+        """Add a message, and return those that are next in order."""
         if number >= self.next:
             self._early[number] = message
         found = []
@@ -42,7 +43,10 @@ class InOrder(Generic[T]):
 
 
 class Channel:
-    """One end of a channel. With `waits`, `send` blocks until all is sent; without, the rest is kept for `flush`."""
+    """One end of a channel.
+
+    If it `waits`, `send` blocks until everything is sent. Otherwise it queues the rest for `flush`.
+    """
 
     def __init__(self, end: socket.socket, *, waits: bool) -> None:
         end.setblocking(waits)
@@ -54,15 +58,15 @@ class Channel:
         closed_in_children(self)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for `poll`; -1 once closed."""
+        """Return the socket's descriptor for `poll`, or -1 once closed."""
         return self._socket.fileno()
 
     def watch(self, poll: select.poll) -> None:
-        """Register with `poll` for messages to receive and, if some are unsent, for room to send them."""
+        """Register with `poll` for messages and, if some are unsent, for room to send."""
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
     def has_come(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Return whether `receive` would return at once."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -75,7 +79,10 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """Send the rest of earlier messages; return whether all is sent. Raises OSError if the other end is closed."""
+        """Send queued messages, and return whether all are sent.
+
+        Raises OSError if the other end is closed.
+        """
         while self._unsent:
             raw, descriptors = self._unsent[0]
             try:
@@ -89,10 +96,10 @@ class Channel:
         return True
 
     def receive(self) -> list[tuple[bytes, list[int]]]:
-        """The messages that have arrived, each with its descriptors, which the caller must close.
+        """Return the messages that have arrived, each with its descriptors.
 
-        Blocks for the first bytes only if this end `waits`. Raises EOFError if the other end is closed and all its
-        messages have been received.
+        The caller must close the descriptors. This blocks for the first bytes only if this end `waits`. Raises EOFError
+        if the other end is closed and all its messages have been received.
         """
         try:
             raw, descriptors, _, _ = socket.recv_fds(
@@ -123,7 +130,7 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close this end, and every descriptor that was not sent or not received by the caller."""
+        """Close this end, and every descriptor that was not sent or not received."""
         self._socket.close()
         for _, descriptors in self._unsent:
             _close(descriptors)
@@ -135,7 +142,10 @@ _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def closed_in_children(end: Any) -> None:
-    """Have a forked child close its copy of this end at once: else it would stay open when its owner closes it."""
+    """Close this end in each forked child.
+
+    Otherwise the child's copy would stay open after the owner closes it.
+    """
     _open.add(end)
 
 
@@ -148,6 +158,9 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def _close(descriptors: list[int] | deque[int]) -> None:
-    """Close all descriptors, and remove each from the list first: after a Ctrl-C none must be closed a second time."""
+    """Close all descriptors, and remove each from the list first.
+
+    After a Ctrl-C, none may be closed a second time.
+    """
     while descriptors:
         os.close(descriptors.pop())

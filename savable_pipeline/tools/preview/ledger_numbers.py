@@ -13,7 +13,7 @@ import numpy as np
 
 from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
+from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import Numbers, Start, unpack_column
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.stages.batch_samples import Integers
@@ -53,12 +53,12 @@ class GivenCounts:
             self.by_start[given.start.number][given.lost] += 1
             self.lost += given.lost
             if not given.lost:
-                kept.append((given.batch.place, self._samples_of(given), given))
+                kept.append((given.batch.position, self._samples_of(given), given))
         kept.sort(key=lambda entry: entry[0])
         self._given = [given for *_, given in kept]
         self._samples = np.array([samples for _, samples, _ in kept], dtype=np.int64).reshape(-1, len(self.sources))
 
-    def _samples_of(self, given: GivenBatch) -> list[int]:
+    def _samples_of(self, given: RecordedBatch) -> list[int]:
         """The number of samples of each source in a batch."""
         found = [0] * len(self.sources)
         if given.batch.items:
@@ -96,7 +96,7 @@ class GivenCounts:
             start, batch = given.start, given.batch
             first = start.slot if batch.epoch == start.epoch else 0
             step = (batch.slot - first) // start.world_size
-            found[start.place, start.world_size, batch.epoch, step].append(batch.cost)
+            found[start.position, start.world_size, batch.epoch, step].append(batch.cost)
         whole = [costs for (_, ranks, *_), costs in found.items() if len(costs) == ranks > 1 and min(costs) > 0]
         return [CostStep(number, costs) for number, costs in enumerate(whole)]
 

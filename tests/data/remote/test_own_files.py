@@ -122,7 +122,7 @@ def test_another_users_folder_and_file_are_refused_by_the_owners_name(
     with pytest.raises(RemoteError, match=f"{tmp_path}/{other}: a folder {told}"):
         cache_folder(tmp_path)
     with pytest.raises(RemoteError, match=f"{tmp_path}/file: a file {told}"):
-        cache_files.open_own(tmp_path / "file", "w")
+        cache_files.open_private(tmp_path / "file", "w")
     assert (tmp_path / "file").read_bytes() == BEFORE
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote import cache_space, shard_cache
-from savable_pipeline.data.remote.cache_files import locked
+from savable_pipeline.data.remote.cache_files import range_lock
 from savable_pipeline.data.remote.cache_space import CacheSpace, bytes_in_use, cache_bytes, cache_folder
 from savable_pipeline.data.remote.shard_cache import USED, ShardCache, create_flags
 from savable_pipeline.data.shards.metadata import INDEX_NAME
@@ -47,7 +47,7 @@ def bring(cached: ShardCache, shards: Path, row: int, stop: int) -> None:
     fd = cached.open(shard)
     for first, end in cached.missing(row, stop):
         start, past = cached.extent(first, end)
-        with locked(fd, start, past):
+        with range_lock(fd, start, past):
             os.pwrite(fd, (shards / f"{shard:04d}.tar").read_bytes()[start:past], start)
             cached.mark_present(shard, fd, first, end)
     os.close(fd)
@@ -63,7 +63,7 @@ def here(cached: ShardCache) -> list[int]:
     return [row for row in range(cached.rows) if cached.present[row] & 1]
 
 
-def is_right(cached: ShardCache, shards: Path, row: int) -> bool:
+def is_valid(cached: ShardCache, shards: Path, row: int) -> bool:
     shard = cached.shard_of(row)
     start, past = cached.extent(row, row + 1)
     whole = (shards / f"{shard:04d}.tar").read_bytes()
@@ -105,7 +105,7 @@ def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
                 if what == "evict all" or expected[row]:
                     del expected[row]
         assert here(cached) == sorted(expected)
-        assert all(is_right(cached, shards, row) for row in expected)
+        assert all(is_valid(cached, shards, row) for row in expected)
     for shard in range(3):
         evict(cached, shard, wanted=True)
     assert bytes_in_use(cached.folder.parent.parent) == 0
@@ -115,7 +115,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     shards: Path, tmp_path: Path
 ) -> None:
     cached = version(shards, tmp_path)
-    cached.hold()
+    cached.protect()
     bring(cached, shards, 0, 6)
     bring(cached, shards, 7, 16)
     cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
@@ -156,7 +156,7 @@ def test_a_file_that_grows_while_room_is_made_is_counted_as_it_is_then(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = version(shards, tmp_path)
-    cached.hold()
+    cached.protect()
     bring(cached, shards, 7, 9)
     space = CacheSpace(tmp_path, 1)
     open_now, grown = os.open, []
@@ -177,10 +177,10 @@ def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None
     cached = version(shards, tmp_path)
     bring(cached, shards, 7, 16)
     fd = cached.open(2)
-    with locked(fd, *cached.extent(9, 10)):
+    with range_lock(fd, *cached.extent(9, 10)):
         evict(cached, 2, wanted=True)
     assert 9 in here(cached)
-    assert is_right(cached, shards, 9)
+    assert is_valid(cached, shards, 9)
     os.close(fd)
 
 
@@ -189,7 +189,7 @@ def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp
     bring(cached, shards, 8, 9)
     fd = cached.open(2)
     os.pwrite(fd, bytes(20_000), cached.extent(10, 11)[0])  # and was killed before the rows were marked
-    with locked(fd, *cached.extent(14, 15)):
+    with range_lock(fd, *cached.extent(14, 15)):
         evict(cached, 2, wanted=True)
     assert here(cached) == []
     assert bytes_in_use(tmp_path)
@@ -205,7 +205,7 @@ def test_an_eviction_takes_rows_away_then_drops_their_bytes(
     bring(cached, shards, 7, 16)
     seen: list[tuple[bool, int]] = []
     monkeypatch.setattr(
-        shard_cache, "punch_hole", lambda fd, start, stop: seen.append((is_right(cached, shards, 8), len(here(cached))))
+        shard_cache, "punch_hole", lambda fd, start, stop: seen.append((is_valid(cached, shards, 8), len(here(cached))))
     )
     evict(cached, 2, wanted=True)
     assert seen == [(True, 0)]
@@ -216,21 +216,21 @@ def test_rows_of_another_version_never_pass_for_those_of_this_one(shards: Path, 
     cached.pin(0, '"before"')
     bring(cached, shards, 0, 6)
     fd = cached.open(0)
-    assert cached.is_right(0, fd, 0, 6)
+    assert cached.is_valid(0, fd, 0, 6)
     (cached.folder / "0.pin").unlink()
     cached.pin(0, '"before"')
-    assert ShardCache(cached.folder).is_right(0, fd, 0, 6)
+    assert ShardCache(cached.folder).is_valid(0, fd, 0, 6)
     (cached.folder / "0.pin").unlink()
     assert cached.pin(0) == ""
     cached.pin(0, '"after"')
-    assert not ShardCache(cached.folder).is_right(0, fd, 0, 6)
+    assert not ShardCache(cached.folder).is_valid(0, fd, 0, 6)
     assert here(cached) == []
     os.close(fd)
 
 
 def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
-    cached.hold()
+    cached.protect()
     with (cached.folder / "flags").open("ab") as file:
         file.write(b"x")
     with pytest.raises(

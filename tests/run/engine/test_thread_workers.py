@@ -122,11 +122,11 @@ class Seeded(NumberEncoder):
     [
         (lambda read: read.encode(Seeded()), r"torch.* of Seeded.* set global_rng = False in the class"),
         (
-            lambda read: read.map(numbered),
+            lambda read: read.map(numbered, global_rng=True),
             r"\(python, numpy, torch\) of \.map\(…\)\. .* write \.map\(…, global_rng=False\)",
         ),
         (
-            lambda read: read.filter(small).map(numbered, global_rng=False),
+            lambda read: read.filter(small, global_rng=True).map(numbered, global_rng=False),
             r"\(python, numpy, torch\) of \.filter\(…\)\. .* write \.filter\(…, global_rng=False\)",
         ),
     ],

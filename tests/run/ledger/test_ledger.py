@@ -59,8 +59,8 @@ def kept(ledger: LedgerFiles) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
     for given in ledger.batches():
         if not given.lost:
-            assert given.batch.place not in found
-            found[given.batch.place] = given.batch.samples.refs[:, 0].tolist() if given.batch.items else []
+            assert given.batch.position not in found
+            found[given.batch.position] = given.batch.samples.refs[:, 0].tolist() if given.batch.items else []
     return found
 
 
@@ -69,7 +69,7 @@ def test_what_was_given_is_in_it_with_every_row(shards: str, folder: Path, num_w
     with loader(partial(toy_pipeline, shards, pack=pack), folder, num_workers=num_workers) as own:
         traced = [(own.trace(), numbers(batch)) for _, batch in zip(range(30), own, strict=False)]
     found = list(LedgerFiles(folder).batches())
-    assert [given.batch.place for given in found] == [(0, slot) for slot in range(30)]
+    assert [given.batch.position for given in found] == [(0, slot) for slot in range(30)]
     for given, (trace, ids) in zip(found, traced, strict=True):
         assert given.batch.samples.refs[:, 0].tolist() == ids
         assert [len(row) for row in given.batch.samples.by_row()] == [len(row) for row in trace.rows]

@@ -104,5 +104,5 @@ def test_a_batch_given_again_takes_no_slot_in_the_ledger_and_can_be_made_from_it
         next(own)
     files = LedgerFiles(ledger)
     assert [given.batch.slot for given in files.batches() if not given.batch.again] == [0, 1]
-    assert [given.batch.came_again for given in files.batches()][:2] == [0, 3]
+    assert [given.batch.repeated_rows for given in files.batches()][:2] == [0, 3]
     assert sp.Ledger(ledger).batch(pipeline, slot=0)["id"].tolist() == first["id"].tolist()

@@ -78,50 +78,50 @@ def test_a_stale_source_file_of_the_user_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def here() -> tuple[agreement.Manifest, dict[str, Any]]:
+def here() -> tuple[agreement.Requirements, dict[str, Any]]:
     main = main_module()
-    return agreement.manifest(pickle.dumps(partial(number_pipeline, "x")), main), main
+    return agreement.requirements_of(pickle.dumps(partial(number_pipeline, "x")), main), main
 
 
-def test_a_machine_agrees_with_itself_and_says_on_what(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:
+def test_a_machine_agrees_with_itself_and_says_on_what(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
     manifest, main = here
-    assert not agreement.differences(manifest, main, [])
+    assert not agreement.unmet_requirements(manifest, main, [])
     assert {"savable_pipeline", "python", "processor", "numpy", "torch", "pillow"} <= manifest.keys()
     assert "module tests.support.toy_faults" in manifest and "module tests" in manifest
     assert "module savable_pipeline" not in manifest and "module numpy" not in manifest
     assert "(build " in manifest["pillow"] and "ORDER" in manifest["savable_pipeline"]
 
 
-def test_none_of_these_may_differ_unless_it_is_allowed(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:
+def test_none_of_these_may_differ_unless_it_is_allowed(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
     manifest, main = here
     names = ["savable_pipeline", "python", "processor", "pillow", "module tests.support.toy_faults"]
     others = manifest | dict.fromkeys(names, "another")
     told = [f"{name}: {manifest[name]} there, another here" for name in names]
-    assert sorted(agreement.differences(others, main, [])) == sorted(told)
-    assert agreement.differences(others, main, names[1:]) == told[:1]
+    assert sorted(agreement.unmet_requirements(others, main, [])) == sorted(told)
+    assert agreement.unmet_requirements(others, main, names[1:]) == told[:1]
 
 
 @pytest.mark.parametrize("library", ["pyarrow", "av", "tokenizers", "transformers", "torch"])
 def test_a_library_that_decides_bytes_must_be_of_one_release_on_both(
-    here: tuple[agreement.Manifest, dict[str, Any]], library: str, monkeypatch: pytest.MonkeyPatch
+    here: tuple[agreement.Requirements, dict[str, Any]], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, main = here
     build = agreement._build
     monkeypatch.setattr(agreement, "_build", lambda name: "0.1" if name == library else build(name))
-    assert agreement.differences(manifest, main, []) == [f"{library}: 0.1 there, {manifest[library]} here"]
+    assert agreement.unmet_requirements(manifest, main, []) == [f"{library}: 0.1 there, {manifest[library]} here"]
 
 
 def test_a_decoder_that_is_used_where_it_is_installed_must_be_missing_on_both(
-    here: tuple[agreement.Manifest, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    here: tuple[agreement.Requirements, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = here[1]
     build = agreement._build
     missing = {"simplejpeg", "pandas", "scipy"}
     monkeypatch.setattr(agreement, "_build", lambda name: "none" if name in missing else build(name))
-    manifest = agreement.manifest(pickle.dumps(None), main)
+    manifest = agreement.requirements_of(pickle.dumps(None), main)
     assert manifest["simplejpeg"] == "none" and not manifest.keys() & {"pandas", "scipy"}
     monkeypatch.setattr(agreement, "_build", lambda name: "2.0" if name == "simplejpeg" else build(name))
-    assert agreement.differences(manifest, main, []) == ["simplejpeg: 2.0 there, none here"]
+    assert agreement.unmet_requirements(manifest, main, []) == ["simplejpeg: 2.0 there, none here"]
 
 
 def test_a_node_without_cryptography_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_a_node_without_cryptography_is_refused(monkeypatch: pytest.MonkeyPatch,
     ]
 
 
-def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.Manifest, dict[str, Any]]) -> None:
-    manifest = {"module nowhere.at_all": "source 1", agreement.MAIN: "source 2"}
-    found = agreement.differences(manifest, {"init_main_from_path": "/nowhere/train.py"}, [])
+def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
+    manifest = {"module nowhere.at_all": "source 1", agreement.MAIN_MODULE: "source 2"}
+    found = agreement.unmet_requirements(manifest, {"init_main_from_path": "/nowhere/train.py"}, [])
     assert found == [
         "module nowhere.at_all: no such file there, source 1 here",
         "module __main__: no file /nowhere/train.py there, source 2 here",

@@ -62,7 +62,7 @@ def test_a_wrong_key_is_refused_by_either_side(guarded: tuple[Agent, Path]) -> N
         handshake.greet(ours, b"a key of ours, a secret", handshake.Wanted(1, bytes(16), False))
 
 
-HUGE = wire.HEADER.pack(wire.MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16)) * 3
+HUGE = wire.HEADER.pack(wire.WIRE_MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16)) * 3
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_no_mutated_stream_gives_another_frame(trusted: bool) -> None:
 
 def test_a_forged_header_takes_no_memory() -> None:
     ours, theirs = socket.socketpair()
-    header = wire.HEADER.pack(wire.MAGIC, wire.ANSWER, 1 << 30, 0, 1 << 36, bytes(32), bytes(16))
+    header = wire.HEADER.pack(wire.WIRE_MAGIC, wire.ANSWER, 1 << 30, 0, 1 << 36, bytes(32), bytes(16))
     ours.sendall(header + bytes(wire.CODE_BYTES))
     link = wire.Link(theirs, OTHER_END)
     tracemalloc.start()

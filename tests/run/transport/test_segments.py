@@ -16,7 +16,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.transport.batch_pickle import Buffer
-from savable_pipeline.run.transport.segments import KEPT, SegmentReader, SegmentWriter
+from savable_pipeline.run.transport.segments import MOST_VIEWED, SegmentReader, SegmentWriter
 
 
 class Passing:
@@ -74,7 +74,7 @@ def test_a_segment_is_used_again_when_the_last_view_of_it_is_gone_and_not_before
 def test_a_consumer_that_keeps_everything_is_given_copies_and_the_worker_never_runs_out() -> None:
     passing = Passing()
     kept = [passing(bytes([i]) * 3000)[0] for i in range(40)]
-    assert passing.made == KEPT + 1
+    assert passing.made == MOST_VIEWED + 1
     assert [bytes(view) for view in kept] == [bytes([i]) * 3000 for i in range(40)]
 
 
@@ -227,7 +227,7 @@ def test_memory_and_descriptors_do_not_grow(pipeline: Any) -> None:
                 files = open_files()
             if step == 200:
                 break
-        assert open_files() == files and 2 <= mapped() - others <= 2 * (KEPT + 1)
+        assert open_files() == files and 2 <= mapped() - others <= 2 * (MOST_VIEWED + 1)
     del loader, _
     gc.collect()
     assert (open_files(), mapped()) == (before, others)

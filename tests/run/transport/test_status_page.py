@@ -17,10 +17,10 @@ def test_a_stack_that_is_half_written_is_read_as_a_whole_later() -> None:
     try:
         end = os.fstat(page.descriptor).st_size
         os.pwrite(page.descriptor, LISTENER.encode(), end)
-        assert not page.holds_stack("answer")
+        assert not page.has_stack("answer")
         os.pwrite(page.descriptor, WORKER.encode(), end + len(LISTENER))
         expected = 'Stack, the innermost call first:\n  File "b.py", line 7 in hang'
-        assert page.holds_stack("answer")
+        assert page.has_stack("answer")
         assert page.new_stack("answer") == expected
         assert page.new_stack("answer") == ""  # it was read
     finally:
@@ -31,7 +31,7 @@ def test_the_stacks_of_a_worker_without_that_function_are_read_as_they_are() -> 
     page = StatusPage.make()
     try:
         os.pwrite(page.descriptor, LISTENER.encode(), os.fstat(page.descriptor).st_size)
-        assert not page.holds_stack("answer")
+        assert not page.has_stack("answer")
         assert page.new_stack("answer") == LISTENER
     finally:
         page.close()

@@ -168,7 +168,7 @@ def branches(shards: Path, lane: sp.Lane, *, by: Any = "samples", encoder: sp.Ta
 
 def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
-    with pytest.raises(sp.EncodeError, match="Pass encoder= to choose the one with batch"):
+    with pytest.raises(sp.EncodeError, match="Choose one of them with encoder="):
         next(sp.Batcher(stage, size=2))
     with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which gives items"):
         sp.Encode(stage, Draws())
