@@ -56,8 +56,7 @@ class EncoderBatches(BatchStage):
         super().__init__(source)
         chosen = source.info.encoder if encoder is None else encoder
         self._calls = EncoderCalls(type(self).__name__, source.info, _Samples() if chosen is None else chosen, "batch")
-        self.drop_last = bool(drop_last)
-        self._count = 0
+        self.drop_last, self._count = bool(drop_last), 0
         self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded
 
     def describe(self) -> StageInfo:
@@ -213,11 +212,6 @@ class Batcher(EncoderBatches):
     def describe(self) -> StageInfo:
         """The source's, one deeper; excluded samples are left out here at the latest."""
         return replace(super().describe(), gives_excluded=False)
-
-    @property
-    def held_items(self) -> int:
-        """Items that wait for their batch."""
-        return self._held.made
 
     def __next__(self) -> Any:
         items, refs = self._take_batch()

@@ -167,8 +167,7 @@ class BucketRule:
 
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
-        self._candidates = candidates
-        self._sizes = sizes
+        self._candidates, self._sizes = candidates, sizes
         self._came: dict[Bucket, int] = {}  # items that came to each bucket
         self._total = 0  # parts of batches that these are
 
@@ -303,8 +302,7 @@ class BucketBatcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
         self.bounds = self._sizes.bounds
-        self.size = size
-        self.max_tokens = max_tokens
+        self.size, self.max_tokens = size, max_tokens
         self.group = source.lane.own(group)
         self._check_group(group)
         self._buckets: dict[Bucket, ItemBuffer] = {}  # those that hold items, in the order in which they began
@@ -327,11 +325,6 @@ class BucketBatcher(EncoderBatches):
             )
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
-
-    @property
-    def held_items(self) -> int:
-        """Made items that wait for their batch."""
-        return sum(held.made for held in self._buckets.values())
 
     def __next__(self) -> Any:
         key = self._due()
@@ -400,7 +393,7 @@ class BucketBatcher(EncoderBatches):
         if full and self._rule is not None:
             held_items = {key: len(held) for key, held in self._buckets.items()}
             return self._rule.choose(self._count, held_items, full)
-        return min(full or ([] if self.drop_last else self._buckets), key=_number, default=None)
+        return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
 
     def _size(self, key: Bucket) -> int:
         return self._sizes.of(*key)
@@ -529,10 +522,6 @@ class BucketBatcher(EncoderBatches):
         elif self.group is not None:
             own |= function_settings("group", self.group)
         return {**own, **super().settings()}
-
-
-def _number(key: Bucket) -> int:
-    return key[1]
 
 
 def _shown(key: Bucket) -> str:

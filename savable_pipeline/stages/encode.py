@@ -31,7 +31,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, fetched, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -111,9 +111,8 @@ class Encode(ChunkedStage, ItemStage):
         self._skipped = SkippedSamples(
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
-        self.on_error = on_error
+        self.on_error, self._encoder = on_error, encoder
         self.one_for_one: bool = encoder.one_to_one
-        self._encoder = encoder
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # taken, but not made yet, with declared sizes
@@ -296,15 +295,11 @@ class Encode(ChunkedStage, ItemStage):
         """Leave this sample out from now on, in this lane and all that are restored from its state."""
         self._skipped.avoid(index, epoch, reason)
 
-    def fetch(self, ref: ItemRef | Ref) -> Any:
-        """Make the item with this ref again; a `Skip` if that fails now and `on_error` says to skip, or it is excluded.
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of items; a `Skip` if that fails now and `on_error` says to skip, or one is excluded.
 
         Raises `EncodeError` if the encoder raises, or no longer makes that part of the sample.
         """
-        return fetched(self, ref)
-
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of items, or a `Skip`: see `fetch`."""
         for element in elements:
             element.value = self._made(element)
 
@@ -340,8 +335,7 @@ class Encode(ChunkedStage, ItemStage):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        counted = self._makes_all and not self.info.excluded
-        return self.source.count_of(lane, epoch) if counted else None
+        return self.source.count_of(lane, epoch) if self._makes_all and not self.info.excluded else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
@@ -474,10 +468,8 @@ class FanOut:
     def __init__(
         self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, count: int = 0
     ) -> None:
-        self.sample = sample
-        self.count = count
-        self._keyed = keyed
-        self.made = made
+        self.sample, self.count = sample, count
+        self._keyed, self.made = keyed, made
 
     def next(self) -> Any:
         """The next item; `DONE` after the last.

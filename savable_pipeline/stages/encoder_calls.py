@@ -87,10 +87,8 @@ class EncoderCalls:
         self._is_upstream = encoder is upstream.encoder
         self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
         self.encoder_name = type(encoder).__name__
-        self._stage = stage
-        self._lane = upstream.lane
+        self._stage, self._lane, self._combine = stage, upstream.lane, combine
         self._key: int | None = None
-        self._combine = combine
         self.has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
         self._seeding = seeding_of(encoder, self._lane, combine)

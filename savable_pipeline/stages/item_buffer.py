@@ -79,6 +79,7 @@ class ItemBuffer:
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
         # Weak: a stage that is let go of frees its items and its source's files at once.
         self._stage = weakref.ref(stage)
+        stage.buffers.add(self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
         if max_bytes is not None:
@@ -302,8 +303,6 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 class RefBuffer:
     """The refs of samples that a stage has taken and not yet returned, as an array: 12 bytes each."""
 
-    made = 0  # elements in memory
-
     def __init__(self, stage: Stage) -> None:
         self._stage = weakref.ref(stage)
         self._slots = np.empty(0, REF)
@@ -414,8 +413,7 @@ class BudgetShare:
     elements = 0  # counted ones
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
-        self._budget = budget
-        self._max_bytes = max_bytes
+        self._budget, self._max_bytes = budget, max_bytes
 
     def count(self, element: Element) -> None:
         """Count the value of an element, or drop it if it would exceed the limit."""

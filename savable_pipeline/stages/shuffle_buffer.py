@@ -94,11 +94,6 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             self._draws += 1
         return last if isinstance(buffer, ItemBuffer) else np.asarray(last, REF)
 
-    @property
-    def held_items(self) -> int:
-        """The number of items in the buffer that are in memory."""
-        return self._buffer.made
-
     def save_state(self) -> State:
         """`refs`: those of samples in order, 12 bytes each (index uint64, epoch uint32); of items, with their sizes.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -156,7 +157,9 @@ class Stage:
         Args:
             ref: The ref of the element.
         """
-        return self.source.fetch(ref)
+        element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
+        self.make([element])
+        return element.value
 
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
@@ -242,7 +245,7 @@ class Stage:
     @property
     def _asks_source(self) -> bool:
         """Whether `fetch` is the default: elements of this stage are its source's."""
-        return type(self).fetch is Stage.fetch
+        return type(self).fetch is Stage.fetch and type(self).make is Stage.make
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
         """Return the ref of the element that this stage would make of a single element of its source.
@@ -252,10 +255,15 @@ class Stage:
         """
         return ref
 
+    @cached_property
+    def buffers(self) -> WeakSet[Any]:
+        """The `ItemBuffer`s of this stage: what they have is rebuilt if the lane moves to another process."""
+        return WeakSet()
+
     @property
     def held_items(self) -> int:
-        """The number of made elements that the stage holds, to be made again if the lane moves to another process."""
-        return 0
+        """The number of elements in its buffers that are in memory."""
+        return sum([buffer.made for buffer in self.buffers]) if "buffers" in vars(self) else 0
 
     # What the pipeline is told before the first element.
 
@@ -522,13 +530,6 @@ class ChunkedStage(Stage):
         finally:
             self._makes = False
         raise StopIteration
-
-
-def fetched(stage: Stage, ref: ItemRef | Ref) -> Any:
-    """What a stage that writes `make` makes of a ref."""
-    element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
-    stage.make([element])
-    return element.value
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:

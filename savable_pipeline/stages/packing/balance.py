@@ -47,8 +47,7 @@ class RankRule:
     """The choice of a lane that holds up to `candidates` packs; `key` is the same in all lanes of a run."""
 
     def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates = candidates
-        self.count = 0  # packs given
+        self.candidates, self.count = candidates, 0  # `count`: packs given
         self.past = array("q")  # the costs of the packs given last, int64, the newest at the end
         self._sorted: list[int] = []
         self._ranks = SharedRanks(key=key, steps=candidates)
@@ -186,11 +185,6 @@ class Balance(ChunkedStage, ItemStage):
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
         raise ValueError(f"Balance must be after the Blend, not in its source {name!r}")
-
-    @property
-    def held_items(self) -> int:
-        """The number of held packs that are in memory."""
-        return self._held.made
 
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end. After an error of the source, the next call tries again."""

@@ -28,7 +28,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, fetched, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -112,11 +112,6 @@ class ItemPacker(ChunkedStage, ItemStage):
         """The ref of a first pack that holds this item alone."""
         return (0, ref)
 
-    @property
-    def held_items(self) -> int:
-        """Made items in pending packs."""
-        return self._held.made
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
@@ -181,10 +176,6 @@ class ItemPacker(ChunkedStage, ItemStage):
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether a pack cannot be skipped, nor lose an item."""
         return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
-
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return fetched(self, ref)
 
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of packs, of the items that are left, and their refs; () if none is left."""

@@ -24,7 +24,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, fetched, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -134,15 +134,12 @@ class OnlinePacker(ChunkedStage, ItemStage):
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
         self.max_length = max_length
         self.policy: Policy | PackingFunction = source.lane.own(policy)
-        self.open_packs = open_packs
-        self.max_images = max_images
-        self.max_cost = max_cost
-        self.cost = cost
+        self.open_packs, self.max_images = open_packs, max_images
+        self.max_cost, self.cost = max_cost, cost
         self.max_buffer_bytes = max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
-        self._count = 0  # packs given
+        self._count = self._row_of_skipped_packs = 0  # `_count`: packs given
         self._counts_when_made = False  # packs that were given unmade
-        self._row_of_skipped_packs = 0
 
     @cached_property
     def _packing(self) -> Packing:
@@ -265,10 +262,6 @@ class OnlinePacker(ChunkedStage, ItemStage):
 
     def _is_certain(self, items: list[ItemRef]) -> bool:
         return self._calls.packs_all and all(map(self.source.is_certain, items))
-
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return fetched(self, ref)
 
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of packs, of the items that are left, and their refs and sizes; () if none is left."""

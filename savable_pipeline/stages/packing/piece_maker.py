@@ -45,10 +45,11 @@ class PieceMaker:
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
         self.ahead: list[Element] = []  # items that come after it
         self._stage = weakref.ref(stage)  # weak: a stage that is dropped frees its items at once
-        self._calls = calls
-        self._packing = packing
-        self._too_long = too_long
-        self._asked = asked  # whether the user said what to do about items that are too long
+        self._calls, self._packing = calls, packing
+        self._too_long, self._asked = (
+            too_long,
+            asked,
+        )  # `_asked`: whether the user chose
         self._by_source = SourceCounts(stage.counts)
         budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
         self._share = BudgetShare(budget, max_bytes=max_bytes)
@@ -89,25 +90,22 @@ class PieceMaker:
 
     def _add_whole(self, element: Element) -> None:
         """Place an item as it is, drop it if it is lost, or take it to be cut or skipped if it does not fit."""
-        declared = self._declared(element)
+        declared, ref = self._declared(element), element.ref
         if declared is None:
             if not element.is_made:
                 self._packer.source.make([element])
             if type(element.value) is Skip:  # which the stage upstream has counted
                 return
-            length, images = self._calls.length(element.value, least=_LEAST), 0
-            if self._calls.has_images:
-                images = self._calls.images(element.value)
+            length, images = self.measured(element.value)
         else:
             length, images = self._calls.checked_length(declared[0], least=_LEAST), declared[1]
         packing = self._packing
         if length > packing.reach or images > packing.max_images > 0:
-            self.taken, self.taken_size = Piece(element.ref, element.value, length=0, total=length), declared
+            self.taken, self.taken_size = Piece(ref, element.value, length=0, total=length), declared
             return
-        piece = Piece(element.ref, element.value, length=length, images=images, total=length)
-        if packing.costing is not None:
-            piece.cost = packing.costing.of(length, images)
-        self._by_source.kept_one(element.ref, length)
+        piece = Piece(ref, element.value, length=length, images=images, total=length)
+        self._set_cost(piece)
+        self._by_source.kept_one(ref, length)
         if declared is None:
             self._share.count(piece)
         packing.add(piece)
@@ -200,20 +198,17 @@ class PieceMaker:
             return whole
         length = self._calls.length(whole, least=_LEAST)
         if piece.total and length != piece.total:
-            raise self._changed(piece, length)
+            raise CheckpointMismatchError(
+                f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the "
+                f"saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
+                f"\n  item {piece.ref} of {self._packer.lane}"
+            )
         if self.taken is not None and self.taken.ref == piece.ref:
             self.taken.value = whole
         for other in self._packing.pieces():
             if other is not piece and not other.is_made and other.ref == piece.ref:
                 self._set_value(other, self._part_of(whole, other))
         return whole
-
-    def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
-        return CheckpointMismatchError(
-            f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the saved "
-            f"data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
-            f"\n  item {piece.ref} of {self._packer.lane}"
-        )
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
         """The tokens of an item that a piece covers."""
@@ -222,16 +217,14 @@ class PieceMaker:
     def fetched(self, refs: Sequence[ItemRef]) -> list[Any]:
         """Make the items of pieces with these refs. Raises `CheckpointMismatchError` for another kind of ref."""
         for ref in refs:
-            if not isinstance(ref, list | tuple) or (isinstance(ref[0], list | tuple) and len(ref) != 3):
+            if not isinstance(ref, tuple) or (isinstance(ref[0], tuple) and len(ref) != 3):
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
-        cut = [isinstance(ref[0], list | tuple) for ref in refs]
-        elements = [Element(ref[0] if is_cut else ref) for ref, is_cut in zip(refs, cut, strict=True)]
+        elements = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
         self._packer.source.make(elements)
-        items = [element.value for element in elements]
-        for at, ref in enumerate(refs):
-            if cut[at] and type(items[at]) is not Skip:
-                items[at] = self._calls.cut(items[at], ref[1], ref[2])
-        return items
+        return [self._cut(element.value, ref) for element, ref in zip(elements, refs, strict=True)]
+
+    def _cut(self, item: Any, ref: ItemRef) -> Any:
+        return self._calls.cut(item, *ref[1:]) if isinstance(ref[0], tuple) and type(item) is not Skip else item
 
     def measured(self, item: Any) -> Size:
         """Length and images of an item."""
