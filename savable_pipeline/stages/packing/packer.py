@@ -135,8 +135,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
         self.max_length = max_length
         self.policy: Policy | PackingFunction = source.lane.own(policy)
         self.open_packs, self.max_images = open_packs, max_images
-        self.max_cost, self.cost = max_cost, cost
-        self.max_buffer_bytes = max_buffer_bytes
+        self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = self._row_of_skipped_packs = 0  # `_count`: packs given
         self._counts_when_made = False  # packs that were given unmade
@@ -276,7 +275,8 @@ class OnlinePacker(ChunkedStage, ItemStage):
             if left and type(element.value) is Skip:
                 self._pieces.count_skip(element.value.reason, element.ref[1])
             elif left and self._counts_when_made:
-                self._count_pack(element.sizes or [self._pieces.measured(item) for item in items])
+                known = element.sizes if len(element.sizes or ()) == len(items) else None  # else of the whole pack
+                self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.
