@@ -69,6 +69,7 @@ def read(
     classes: Classes = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    format: str | None = None,
     per_sample: Sequence[Any] = (),
     replace: Mapping[Any, Any] | None = None,
 ) -> SamplePipeline:
@@ -104,6 +105,7 @@ def read(
             are numbered, as a list, a file, or the folder of the training split.
         file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
         files_from: The folder of these files. None: that of the table.
+        format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
         per_sample: A webdataset pipeline: your own stages that handle one sample at a time.
         replace: A webdataset pipeline: your own stages, and the stage of webdataset that each stands for.
 

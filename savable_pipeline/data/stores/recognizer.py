@@ -34,7 +34,7 @@ from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.csv_table import CSV, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
-from savable_pipeline.data.stores.record_files import index_format
+from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -131,7 +131,7 @@ def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format,
     lines = [name for name in json_files if _LINES.match(heads[name])]
     found: dict[Format, list[str]] = {}
     for form in formats.FORMATS:
-        if form in (TARS, FOLDER) or form.reader or form.lists_all:
+        if form in (TARS, FOLDER) or form.reader or INDEX in form.markers:
             continue
         files = lists if form is JSON else form.files(names, {})
         files = sorted([*files, *lines]) if form is JSONL else files
