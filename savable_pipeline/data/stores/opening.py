@@ -110,8 +110,8 @@ def find_source(
 
 def _markers(format: str) -> list[str]:
     """Return the markers of a format, and of those that its reader reads too; of all formats for ""."""
-    forms = [form for form in formats.FORMATS if format in ("", form.name, form.reader)]
-    return [marker for form in forms for marker in form.markers]
+    formats.format_named(format or TAR)  # raises ValueError
+    return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
 def _recognized(

@@ -47,6 +47,7 @@ CONTAINERS = {
     **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
     LANCE: LANCE_CURE,
     ".mds": "name the folder with its index.json",
+    ".scp": "write its lines as JSONL, with the fields audio and text",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
 _ROW_FIELDS = (*FILE_FIELDS, "audio_filepath")  # that name files; the last one in manifests of NeMo
@@ -127,8 +128,7 @@ def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
 def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
     """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
     json_files = sorted(name for name in heads if name.endswith(JSON.suffixes))
-    lists = [name for name in json_files if _LIST.match(heads[name])]
-    lines = [name for name in json_files if _LINES.match(heads[name])]
+    lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in formats.FORMATS:
         if form in (TARS, FOLDER) or form.reader or INDEX in form.markers:
