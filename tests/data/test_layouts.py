@@ -178,19 +178,8 @@ STATE = json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint":
 RECORD, ROW = frozenset({"json", "text"}), frozenset({"json"})
 TEXT, PAIR, IMAGE = frozenset({"text"}), frozenset({"jpg", "json"}), frozenset({"jpg"})
 CAPTIONED = RECORDS = frozenset({"jpg", "json"})
-EPISODE = frozenset(
-    [
-        "episode_index",
-        "tasks",
-        "length",
-        "dataset_from_index",
-        "dataset_to_index",
-        "observation.images.top",
-        "observation.state",
-        "action",
-        "task",
-        "index",
-    ]
+EPISODE = frozenset({"episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"}) | frozenset(
+    {"observation.images.top", "observation.state", "action", "task", "index"}
 )
 
 LAYOUTS = [
