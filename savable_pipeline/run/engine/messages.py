@@ -145,7 +145,8 @@ class Delivery(msgspec.Struct, frozen=True):
     its stages, by `STAGE/NAME`. `samples`: what the batch was built of, as a ref or, from a worker, as arrays.
     `timed`: whether the time of each stage is among the counts. `watched`: its samples, if they were watched. `ref`:
     the batch's ref, from a worker in MessagePack, if the job asks for it, and `rows` their number. `remaining`: of a
-    batch that was rebuilt, the rows that are in it, as they were numbered; a filler has none.
+    batch that was rebuilt, the rows that are in it, as they were numbered; a filler has none. `written`: how a worker
+    wrote it, where peers get it too.
     """
 
     batch: Any
@@ -161,6 +162,7 @@ class Delivery(msgspec.Struct, frozen=True):
     ref: ItemRef | msgspec.Raw = ()
     rows: int = 0
     remaining: tuple[int, ...] = ()
+    written: Any = None
 
     @property
     def sent(self) -> Delivery:

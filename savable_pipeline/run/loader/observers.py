@@ -28,7 +28,7 @@ def new_observers(
     rows = RowsInFlight(settings, ranks, local) if settings.acknowledge else None
     if rows is not None:
         found.append(rows)
-    if settings.ledger is not None:
+    if settings.ledger is not None and ranks.builds:
 
         def counters() -> Counters:
             in_flight = {} if rows is None else rows.numbers()

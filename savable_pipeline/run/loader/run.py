@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -29,6 +30,7 @@ from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.trace import Trace, traced_rows
+from savable_pipeline.run.peers.peer_backend import PeerBackend
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -196,7 +198,8 @@ class Run:
 
     def _vote(self, vote: int) -> int:
         """The smallest or largest of all ranks' votes."""
-        return self.ranks.agree(vote, smallest=not self.settings.pad) if self.agree is None else self.agree(vote)
+        ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
+        return self.backend.agree(partial(ask, vote)) if isinstance(self.backend, PeerBackend) else ask(vote)
 
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """This rank's batch of the next step, and the position after it.
@@ -230,7 +233,7 @@ class Run:
         refuse_while_importing()
         self._process.check()
         self.ranks.check_world()
-        if self.agree is None and self.ranks.can_talk:
+        if self.agree is None and (self.ranks.can_talk or self.ranks.sharing):
             check_same_data(self.ranks, self.states.fingerprint)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()
