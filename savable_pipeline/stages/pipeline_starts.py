@@ -125,8 +125,7 @@ def read(
         from savable_pipeline.stages.webdataset_chain import read_webdataset
 
         chosen = unlike_defaults(read, options)
-        pipeline: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
-        return pipeline  # type: ignore[no-any-return]
+        return read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})  # type: ignore[return-value]
     check_name("read", "split", split)
     check_samples("read", subset, block_size, window, on_error)
     check_epochs("read", epochs)

@@ -551,7 +551,7 @@ class LitDataReader(FileReader, kind="litdata"):
 
 
 class FormatReader(FileReader):
-    """Yields the samples of a lane's share of files of a format that has no reader of its own name."""
+    """Yields the samples of files of a format that has no reader of its own."""
 
     def __init__(self, files: Shards, lane: Lane, **settings: Unpack[ReaderSettings]) -> None:
         super().__init__(files, lane, {}, settings)
@@ -571,7 +571,8 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
         return RecordReader(path, lane, **_of_reader("a store", RecordReader, options))
     names, cache = as_names(path), options.get("cache")
     where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
-    source = source_at(names, options.get("format") or "", lane, where)
+    own = {*options}.difference(ReaderSettings.__annotations__, ("cache", "cache_bytes", "format"))
+    source = source_at(names, options.get("format") or "", lane, where, sorted(own))
     kind = source.format.name
     reader: Any = READERS.get(source.format.reader or kind) or type("FormatReader", (FormatReader,), {"kind": kind})
     options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
