@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ def on_machines(found: list[sp.SavableLoader], call: Any, machines: list[int], m
     def reach_own(family: int, address: Any) -> Any:
         if family == socket.AF_UNIX:
             values = run_of(found[0]).ranks.sharing.store.values  # type: ignore[union-attr]
-            key = next(key for key, value in values.items() if value == repr(address).encode())
+            key = next(key for key, value in list(values.items()) if value == repr(address).encode())
             if machines[int(key.split()[-1])] != caller.machine:
                 return None
         return reach(family, address)
@@ -106,9 +107,9 @@ def test_a_process_without_the_secret_is_refused(make_shards: MakeShards) -> Non
         results: list[Any] = []
         first = threading.Thread(target=lambda: results.append(take(found[0], 3)))
         first.start()
-        while not any(key.endswith("unix 0") for key in store.values):
-            pass
-        address = next(value for key, value in store.values.items() if key.endswith("unix 0"))
+        while not any(key.endswith("unix 0") for key in list(store.values)):
+            time.sleep(0.01)
+        address = next(value for key, value in list(store.values.items()) if key.endswith("unix 0"))
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(eval(address))
         stranger.sendall(os.urandom(200))
