@@ -1,7 +1,9 @@
 """Retries of what fails for a moment: requests to servers, files of network disks.
 
-ESTALE, ETIMEDOUT     errors of network disks only
-EIO                   an unreachable network disk, or a bad sector of a local one, which is tried once more
+Errors of files that are retried:
+
+    ESTALE, ETIMEDOUT     errors of network disks only
+    EIO                   an unreachable network disk, or a bad sector of a local one, which is tried once more
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.ranges import RangeColumns
 from savable_pipeline.data.stores.sample_names import Classes
-from savable_pipeline.data.stores.source import RangeColumns
 from savable_pipeline.stages.advice import advise, check_count, check_name
 from savable_pipeline.stages.blending.blend import Blend, By, Until, check_blend
 from savable_pipeline.stages.blending.schedule import Schedule

@@ -1,4 +1,4 @@
-"""The loader in Accelerate: `prepare` it, and `save_state` and `load_state` take it along."""
+"""The loader in Accelerate: `prepare` adds it to `save_state` and `load_state`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
 def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
-    """Wrap a loader for Accelerate: batches on its device, the loader's state in its checkpoints.
+    """Wrap a loader for Accelerate, which then saves and loads its state.
 
-    Call it once for each loader, in place of `accelerator.prepare`. `accelerator.save_state` then saves the lanes of
-    all ranks after the batch taken last, and `load_state` continues there on any number of ranks.
+    Call it once for each loader, instead of `accelerator.prepare`. Batches arrive on the accelerator's device.
+    `accelerator.save_state` then saves the lanes of all ranks after the last batch taken, and `load_state` resumes
+    there on any number of ranks.
 
     Args:
         accelerator: The accelerator of the run.
-        loader: Made after the `Accelerator`, which starts torch.distributed.
+        loader: The loader, created after the `Accelerator`, which starts torch.distributed.
 
     Returns:
         The batches to train on, already registered for checkpointing. `save_state` raises `SavableError` between two
-        steps of the optimizer, where the gradients of some batches would be lost.
+        steps of the optimizer, because the gradients of some batches would be lost.
 
     Example:
         ```python
@@ -44,13 +45,16 @@ def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
         len(next(iter(batches)))  # 4
         ```
     """
-    whole = _BetweenSteps(accelerator, loader)
-    accelerator.register_for_checkpointing(whole)
-    return whole
+    batches = _BetweenSteps(accelerator, loader)
+    accelerator.register_for_checkpointing(batches)
+    return batches
 
 
 class _BetweenSteps(TrainerLoader):
-    """Saves only where no gradients wait in `accelerator.accumulate`, which its checkpoints do not contain."""
+    """Loader that saves only if `accelerator.accumulate` has no pending gradients.
+
+    Its checkpoints do not contain them.
+    """
 
     def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:
         super().__init__(loader, place=partial(send_to_device, device=accelerator.device, non_blocking=True))

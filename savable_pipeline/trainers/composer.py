@@ -1,8 +1,9 @@
-"""The loader in Composer: `SavableData` is the data to train on and a callback; `eval_data` the data to evaluate on.
+"""The loader in Composer: `SavableData` for training, `eval_data` for evaluation.
 
-Composer asks callbacks for their state on every rank, and keeps that of rank 0. To continue in mid-epoch it *spins*: it
-takes the batches of the epoch again and throws them away, unless its `dataset_resumption` says that the data continues
-by itself. It transforms each batch that it trains on, and none that it spins over; that is how we distinguish the two.
+`SavableData` is both the train dataloader and a callback. Composer asks callbacks for their state on every rank, and
+saves that of rank 0. To resume within an epoch, Composer *spins*: it takes the batches of the epoch again and discards
+them, unless its `dataset_resumption` says that the data resumes by itself. It transforms each batch that it trains on,
+and none that it spins over. That is how we distinguish the two.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from savable_pipeline.trainers.trainer_loader import TrainerLoader, restarting
 
 
 class SavableData(Callback):  # type: ignore[misc]
-    """The batches to train on, and the callback that saves where they are.
+    """Train dataloader and callback that saves its position.
 
     `spec` is the `train_dataloader` of Composer's `Trainer`, and this object is among its `callbacks`. Each checkpoint
-    holds the lanes of all ranks after the batch last trained on; `load_path` continues there on any number of ranks,
-    and Composer does not spin.
+    has the lanes of all ranks after the batch trained on last. `load_path` resumes there on any number of ranks, and
+    Composer does not spin.
 
     Args:
-        loader: Made after `composer.utils.dist.initialize_dist`.
-        batch_size: Rows of a batch, which Composer must know beforehand. With `device_train_microbatch_size` a batch is
-            cut by `micro_batches`.
+        loader: The loader, created after `composer.utils.dist.initialize_dist`.
+        batch_size: Rows of a batch, which Composer must know in advance. With `device_train_microbatch_size` a batch is
+            split by `micro_batches`.
         shared: Fields that every micro-batch gets whole, as for `micro_batches`.
 
     Raises:
@@ -52,12 +53,15 @@ class SavableData(Callback):  # type: ignore[misc]
     def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
         self._begun = 0
         self._restored = False
-        self._called = False  # whether Composer knows this callback
+        self._called = False  # whether Composer has called this callback
         self._batches = _Sized(loader, batch_size, trained=lambda: self._begun)
         self.spec = _spec(self._batches, shared, batch_transforms=self._begin_step)
 
     def _begin_step(self, batch: Any) -> Any:
-        """Count this batch, which Composer is about to train on. Raises `SavableError` if it has skipped others."""
+        """Count the batch that Composer is about to train on.
+
+        Raises `SavableError` if it has skipped others.
+        """
         if not self._called:
             raise SavableError(
                 "this SavableData is no callback of the trainer. Pass Trainer(train_dataloader=data.spec, "
@@ -68,10 +72,10 @@ class SavableData(Callback):  # type: ignore[misc]
         return batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Make Composer continue without spinning; Composer calls it.
+        """Make Composer resume without spinning. Composer calls this.
 
-        A checkpoint at the last batch of an epoch has Composer still in that epoch, and the data at the start of the
-        next.
+        After a checkpoint at the last batch of an epoch, Composer is still in that epoch, but the data is at the start
+        of the next.
 
         Args:
             state: Composer's state of the run.
@@ -87,7 +91,7 @@ class SavableData(Callback):  # type: ignore[misc]
             )
         state.dataset_resumption["train"] = True
         if self._restored and not self._begun and int(state.timestamp.batch_in_epoch):
-            self._batches.end_pass_if_over()
+            self._batches.end_epoch_if_over()
         self._called = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,16 +99,16 @@ class SavableData(Callback):  # type: ignore[misc]
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; Composer calls it.
+        """Resume from a saved state. Composer calls this.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
         """
         self._batches.load_state_dict(state)
         self._restored = True
 
     def close(self, state: State, logger: Logger) -> None:
-        """Stop the workers; Composer calls it when the trainer is closed.
+        """Stop the workers. Composer calls this when the trainer is closed.
 
         Args:
             state: Not used.
@@ -150,15 +154,18 @@ def _spec(batches: TrainerLoader, shared: Iterable[str], **more: Any) -> DataSpe
 
 
 class _Sized(TrainerLoader):
-    """Batches of `batch_size` rows, as Composer asks for it."""
+    """Batches of `batch_size` rows, an attribute that Composer requires."""
 
     def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:
         super().__init__(loader, trained=trained)
         self.batch_size = batch_size
         self._over = False
 
-    def end_pass_if_over(self) -> None:
-        """Mark the pass as over if the loader stands at the start of an epoch: Composer is still in the one before."""
+    def end_epoch_if_over(self) -> None:
+        """Mark the epoch as over if the loader is at the start of the next one.
+
+        Composer is still in the epoch before.
+        """
         slot, slots = self._run.position.slot, self._run.settings.epoch_slots
         self._over = not (slot % slots if slots else slot)
 

@@ -1,12 +1,13 @@
-"""Batches cut along their tokens for context parallelism, with the same share of causal attention's work on each rank.
+"""Batches split along their tokens for context parallelism, with equal work.
 
-A document of 8 tokens over 2 ranks is cut into 4 pieces, and a rank gets one from each side (a zigzag): its first
-tokens attend to few tokens before them, its last ones to many.
+A document of 8 tokens over 2 ranks is split into 4 pieces, and a rank gets one from each half (a zigzag). Its first
+tokens attend to few earlier tokens, its last ones to many.
 
     tokens   0 1 │ 2 3 │ 4 5 │ 6 7
     rank       0     1     1     0       rank 0: 0 1 6 7       rank 1: 2 3 4 5
 
-So each document, and the padding of each row, must be a multiple of 2 · ranks tokens: set `multiple=` of the encoder.
+So the length of each document, and of the padding of each row, must be a multiple of 2 · ranks. Set `multiple=` of the
+encoder.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
     """Return the indices of a rank's tokens among the B · T tokens of a batch.
 
     Args:
-        batch: A batch with `tokens` of shape (B, T). `cu_seqlens` says where documents begin; without it each row is
-            one.
+        batch: A batch with `tokens` of shape (B, T). `cu_seqlens` has the starts of documents. Without it, each row
+            is one.
         rank: This rank among those that share the batch, from 0.
         size: The number of ranks that share it.
 
@@ -53,18 +54,18 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
         )
     own, piece = lengths // size, lengths // (2 * size)
     document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
-    place = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
+    position = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
     piece = piece[document]
-    second = place >= piece  # of the pieces numbered `rank` and 2 · size - 1 - `rank`; the first is before it here
-    return borders[document] + place + piece * torch.where(second, 2 * size - 2 - rank, rank)
+    second = position >= piece  # whether a token is in piece 2 · size - 1 - `rank`, after those of piece `rank`
+    return borders[document] + position + piece * torch.where(second, 2 * size - 2 - rank, rank)
 
 
 def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Cut a rank's part out of a batch: again a batch, with tokens of shape (B, T / size).
+    """Return a rank's part of a batch, with tokens of shape (B, T / size).
 
-    Every field of shape (B, T, …) is cut as `context_index` says; `position_ids` remain positions in the document.
-    `cu_seqlens` then says where the parts of documents begin, and `max_seqlen` is the longest part: that of the whole
-    is `size` times as long. Other fields, such as images, stay whole.
+    Every field of shape (B, T, …) is split as `context_index` says. `position_ids` remain positions in the document.
+    `cu_seqlens` has the starts of the parts of documents, and `max_seqlen` is the longest part, 1 / size of the whole.
+    Other fields, such as images, stay whole.
 
     Args:
         batch: A batch with `tokens` of shape (B, T).
@@ -88,14 +89,14 @@ def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     rows, length = batch["tokens"].shape
 
     def cut(value: Any) -> Any:
-        return value.flatten(0, 1)[index].unflatten(0, (rows, length // size)) if _is_of_tokens(value, batch) else value
+        return value.flatten(0, 1)[index].unflatten(0, (rows, length // size)) if _is_per_token(value, batch) else value
 
     lengths = {name: batch[name] // size for name in ("cu_seqlens", "max_seqlen") if name in batch}
     return {name: cut(value) for name, value in batch.items()} | lengths
 
 
 def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the parts of all ranks to the whole batch: the inverse of `cut_context`.
+    """Join the parts of all ranks to the whole batch, the inverse of `cut_context`.
 
     Args:
         parts: The parts of all ranks, in the order of the ranks.
@@ -124,15 +125,15 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     def joined(name: str) -> Any:
         value = first[name]
-        if not _is_of_tokens(value, first):
+        if not _is_per_token(value, first):
             return value
-        made = value.new_empty(rows * length * size, *value.shape[2:])
-        made[places] = torch.cat([part[name].flatten(0, 1) for part in parts])
-        return made.unflatten(0, (rows, length * size))
+        whole_field = value.new_empty(rows * length * size, *value.shape[2:])
+        whole_field[places] = torch.cat([part[name].flatten(0, 1) for part in parts])
+        return whole_field.unflatten(0, (rows, length * size))
 
     return {name: joined(name) for name in first} | lengths
 
 
-def _is_of_tokens(value: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a field has a value for each token."""
+def _is_per_token(value: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a field has a value for each token."""
     return getattr(value, "ndim", 0) >= 2 and value.shape[:2] == batch["tokens"].shape

@@ -1,4 +1,4 @@
-"""The loader in DeepSpeed: `prepare` it, and put its state into the engine's `client_state`."""
+"""The loader in DeepSpeed: `prepare` it, and save its state in `client_state`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for DeepSpeed, in place of `training_data=` of `deepspeed.initialize`.
 
     `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, saves the lanes of all
-    ranks after the batch taken last. `batches.load_state_dict(client_state["data"])`, with what
-    `engine.load_checkpoint` returned, continues there on any number of ranks.
+    ranks after the last batch taken. `batches.load_state_dict(client_state["data"])`, with the `client_state` that
+    `engine.load_checkpoint` returned, resumes there on any number of ranks.
 
     Args:
         engine: The engine of the run, from `deepspeed.initialize`.
-        loader: Made after `deepspeed.initialize`, which starts torch.distributed.
+        loader: The loader, created after `deepspeed.initialize`, which starts torch.distributed.
 
     Returns:
         The batches to train on, on the engine's device. Their `state_dict()` raises `SavableError` between two steps of
-        the optimizer, where the gradients of some micro-batches would be lost.
+        the optimizer, because the gradients of some micro-batches would be lost.
 
     Example:
         ```python
@@ -48,7 +48,10 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
 
 
 class _BetweenSteps(TrainerLoader):
-    """Saves only where the engine holds no gradients, which its checkpoints do not contain."""
+    """Loader that saves only if the engine has no pending gradients.
+
+    Its checkpoints do not contain them.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:
         super().__init__(

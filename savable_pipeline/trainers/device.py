@@ -71,9 +71,9 @@ class OnDevice:
         self.device = torch.device(device)
         self._move = _mover(self.device)
         self._run = run_of(loader)
-        self._run.check_nothing_held()
+        self._run.check_not_ahead()
         self._at = _Stand(_Standing(self._run.position))
-        self._run.held_ahead = self._at.holds
+        self._run.is_ahead = self._at.holds
         self._repeat, self._again = repeat, list[Any]()  # the batch given last, as often as it is still to be given
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 

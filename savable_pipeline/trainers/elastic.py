@@ -1,12 +1,13 @@
-"""`complete_state`: the state of all lanes when some ranks have died, for the ranks that keep running.
+"""`complete_state`: the state of all lanes when some ranks have died.
 
-Each survivor has its own lanes at the slot that all of them have reached. The lanes of dead ranks are in the last state
-that all ranks gathered. They advance to the same slot, which is integer work for most stages:
+It is for the ranks that continue. Each survivor has its own lanes at the slot that all of them have reached. The lanes
+of dead ranks are in the last state that all ranks gathered. They advance to the same slot, which is integer work for
+most stages:
 
-    slot      last = 24               30 = where the survivors are
-    rank 0    lanes 0 3 6 9  ────────▶ at hand
-    rank 1    lanes 1 4 7 10 ────────▶ at hand
-    rank 2    lanes 2 5 8 11 ─ ─ ─ ─ ─ passed over: the batches that the dead rank had trained on are not made
+    slot      last = 24               30 = slot of the survivors
+    rank 0    lanes 0 3 6 9  ────────▶ state of rank 0
+    rank 1    lanes 1 4 7 10 ────────▶ state of rank 1
+    rank 2    lanes 2 5 8 11 ─ ─ ─ ─ ─ skipped: the batches that the dead rank trained on are not built
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def complete_state(
     *,
     lanes: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """Complete the survivors' state with the lanes that none of them has.
+    """Add the lanes that no survivor has to the survivors' state.
 
     Missing lanes are taken from `last` and advanced to the survivors' slot in this process. That takes as long as
-    `skip` over the batches since `last`: stages before `Encode` only count, but a packer needs the lengths of its
+    `skip` over the batches since `last`. Stages before `Encode` only count, but a packer needs the lengths of its
     items, so these are encoded again.
 
     Args:
-        loader: A loader of the run; its pipeline does the work, and it stays where it is.
+        loader: A loader of the run. Its pipeline does the work, and its position does not change.
         survivors: The survivors' states, all at one slot: `state_dict()`, or with `lag=1` for a rank that took a batch
-            on which none has trained.
+            that no rank has trained on.
         last: An earlier state of the same run with all lanes, from `global_state_dict()` or a checkpoint.
         lanes: The lanes that are needed, such as `range(rank, lanes of the loader, world_size)` for the rank that loads
-            the state. None: all.
+            the state. None (default): all.
 
     Returns:
         The state at the survivors' slot.
@@ -98,13 +99,13 @@ def complete_state(
             f"the last state is older than a reconfigure, or of an earlier epoch: {decided}. Pass a later one."
         )
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
-    return {**without_flights(state), **_passed_over(loader, missing, last, state, facts)}
+    return {**without_flights(state), **_advanced(loader, missing, last, state, facts)}
 
 
-def _passed_over(
+def _advanced(
     loader: SavableLoader, missing: list[int], last: Mapping[str, Any], state: Mapping[str, Any], facts: RunFacts
 ) -> dict[str, bytes]:
-    """The states of these lanes at the slot of `state`, by name, in a run with these facts."""
+    """Return the states of these lanes at the slot of `state`, by name."""
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
@@ -117,8 +118,9 @@ def _passed_over(
 
 
 def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
-    """The state of a lane at a slot, from its last one, or from the start of the epoch if that one is of an earlier
-    epoch.
+    """Return the state of a lane at a slot.
+
+    It starts from the lane's last state, or from the start of the epoch if that state is of an earlier epoch.
     """
     lanes = last["lanes"]
     done, raw = 0, fresh_lane(lane, epoch, local.runner.facts)

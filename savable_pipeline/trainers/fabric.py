@@ -1,4 +1,4 @@
-"""The loader in Lightning Fabric: `prepare` it, and name it in what `fabric.save` and `fabric.load` are given."""
+"""The loader in Lightning Fabric: `prepare` it, and save it with `fabric.save`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
 def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
-    """Wrap a loader for Fabric, in place of `fabric.setup_dataloaders`, which takes no other loader: batches on its
-    device.
+    """Wrap a loader for Fabric, instead of `fabric.setup_dataloaders`.
 
-    Name it in `fabric.save(path, {"model": model, "data": batches})`, which saves the lanes of all ranks after the
-    batch taken last; `fabric.load(path, {…})` continues there on any number of ranks.
+    `setup_dataloaders` takes only torch's loaders. Batches arrive on Fabric's device. Include the result in
+    `fabric.save(path, {"model": model, "data": batches})`, which saves the lanes of all ranks after the last batch
+    taken. `fabric.load(path, {…})` resumes there on any number of ranks.
 
     Args:
         fabric: The Fabric of the run.
-        loader: Made after `fabric.launch()`, which starts torch.distributed.
+        loader: The loader, created after `fabric.launch()`, which starts torch.distributed.
 
     Returns:
         The batches to train on.

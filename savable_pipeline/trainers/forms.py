@@ -1,4 +1,4 @@
-"""`to_json`, `from_json`: a loader's state for a trainer's checkpoints that hold JSON alone."""
+"""A loader's state as JSON, for checkpoints that can only store JSON."""
 
 from savable_pipeline.run.state.json_form import from_json, to_json
 

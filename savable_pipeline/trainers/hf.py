@@ -1,7 +1,10 @@
-"""The loader in Hugging Face's `Trainer`: `SavableTrainer`, or the mixin `SavableData` before another trainer.
+"""The loader in Hugging Face's `Trainer`: `SavableTrainer`, mixin `SavableData`.
 
-checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json     the state of all ranks is written first
-checkpoint-8/   savable_loader.json   model                                      killed here: passed over
+`SavableData` goes before another trainer in a list of base classes. A checkpoint is complete if it has both the state
+of all ranks, which is written first, and the trainer's state, which is written last:
+
+    checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json     complete
+    checkpoint-8/   savable_loader.json   model                                      killed: skipped
 """
 
 from __future__ import annotations
@@ -32,20 +35,20 @@ __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
 
-_BEGUN = "checkpoint-is-incomplete.txt"  # what the trainer marks a folder with that it makes on SIGTERM
+_INCOMPLETE = "checkpoint-is-incomplete.txt"  # the trainer's file in a checkpoint that it is writing on SIGTERM
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 
 
 class SavableData:
-    """A mixin that supplies a `Trainer` with batches: `class MyTrainer(SavableData, SFTTrainer)`.
+    """Mixin that supplies a `Trainer` with batches.
 
-    Each checkpoint holds the lanes of all ranks; `train(resume_from_checkpoint=…)` continues there on any number of
-    ranks. `TrainingArguments` needs `ignore_data_skip=True`: otherwise the trainer would skip batches that the state
-    has already passed.
+    Use it as `class MyTrainer(SavableData, SFTTrainer)`. Each checkpoint has the lanes of all ranks, and
+    `train(resume_from_checkpoint=…)` resumes there on any number of ranks. `TrainingArguments` needs
+    `ignore_data_skip=True`. Otherwise the trainer would skip batches again that the state has already passed.
 
     Args:
         *args: Arguments of the trainer.
-        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        train_loader: The batches to train on. Create it after the `TrainingArguments`, which start torch.distributed.
         eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
         **kwargs: Arguments of the trainer.
 
@@ -72,11 +75,11 @@ class SavableData:
                 "TrainingArguments(label_names=[...])."
             )
         self._batches: TrainerLoader | None = None
-        self._steps_done = 0  # of the checkpoint that `train` continues from
+        self._steps_done = 0  # steps of the checkpoint from which `train` resumes
         if train_loader is not None:
             counter = _Counter(_times(self.args))
             self._batches = counter.batches = TrainerLoader(
-                # where it knows no length, gradients of an epoch's last batches wait for the next one's first step
+                # Without a length, gradients of an epoch's last batches are used in the first step of the next epoch.
                 train_loader,
                 trained=lambda: counter.trained // counter.times,
                 begun=lambda: -(-counter.begun // counter.times),
@@ -93,7 +96,7 @@ class SavableData:
         return self._batches if self._counter.times == 1 else _Repeated(self._batches, self.args)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the numbers of epochs and steps to train, first and last: no epoch where the run has ended.
+        """Return the trainer's epochs and steps, with no epoch if the run has ended.
 
         The trainer compares its steps with the last one only after a step.
 
@@ -112,7 +115,7 @@ class SavableData:
         return epochs, *rest, max_steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of one step of the optimizer, which are fetched before any is trained on.
+        """Return the batches of one optimizer step, which the trainer fetches together.
 
         Args:
             *args: As for the trainer.
@@ -129,22 +132,24 @@ class SavableData:
         """Return the loader to evaluate on.
 
         Args:
-            eval_dataset: A loader, or the name of one; None: the `eval_loader` of the constructor.
+            eval_dataset: A loader, or the name of one. None (default): the `eval_loader` of the constructor.
         """
         found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         found = self.eval_dataset if found is None else found
         return _evaluated(found) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader that `predict` was given.
+        """Return the loader for `predict`.
 
         Args:
-            test_dataset: A loader made with `on_iter="restart"`, or what the trainer takes.
+            test_dataset: A loader with `on_iter="restart"`, or a dataset of the trainer.
         """
         return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the state of the data, then the model: a checkpoint that has a model has both.
+        """Save the state of the data, then the model.
+
+        So a checkpoint that has a model has both.
 
         Args:
             output_dir: The folder of the checkpoint.
@@ -159,7 +164,7 @@ class SavableData:
                 raise
             if self.args.should_save:
                 begin(Path(output_dir), state)
-        with _names_of_the_model(self.model if _internal_call else None):  # type: ignore[attr-defined]
+        with _model_names(self.model if _internal_call else None):  # type: ignore[attr-defined]
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -173,11 +178,12 @@ class SavableData:
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint on if one is named.
+        """Train, and resume from a checkpoint if one is named.
 
         Args:
-            resume_from_checkpoint: The folder of a checkpoint; True: the newest that is complete; None or False: from
-                the start.
+            resume_from_checkpoint: The folder of a checkpoint. True: the newest complete one. None (default) or False:
+                start
+                from the beginning.
             *args: As for the trainer.
             **kwargs: As for the trainer.
 
@@ -208,7 +214,7 @@ class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
 
     Args:
         *args: Arguments of the trainer.
-        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        train_loader: The batches to train on. Create it after the `TrainingArguments`, which start torch.distributed.
         eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
         **kwargs: Arguments of the trainer.
 
@@ -222,10 +228,10 @@ class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
 
 
 class _Repeated:
-    """Batches of prompts, each as many times in a row as TRL's GRPO asks for it.
+    """Batches of prompts, each as many times in a row as TRL's GRPO requests it.
 
-    It generates from the first of them. Each time it trains on the next slice of what came of it, and
-    `num_iterations` times on each slice.
+    GRPO generates completions from the first one. Each time, it trains on the next slice of them, and `num_iterations`
+    times on each slice.
     """
 
     def __init__(self, batches: TrainerLoader, args: Any) -> None:
@@ -248,9 +254,9 @@ class _Repeated:
 
 
 class _Counter(TrainerCallback):  # type: ignore[misc]
-    """Counts the batches that the optimizer has stepped on, and checks at each step that none was skipped.
+    """Counts the batches that the optimizer has stepped on; finds skipped batches.
 
-    Where the trainer takes each batch so many `times`, it counts each time.
+    If the trainer takes each batch `times` times, it counts each time. The check is at each step.
     """
 
     batches: TrainerLoader
@@ -262,7 +268,7 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_accumulation(args, self.batches, self.times)
-        self.batches.give_back()  # those of a step that was interrupted, whose gradients are gone
+        self.batches.give_back()  # the batches of an interrupted step, whose gradients are lost
         self.begun = self.trained = self.trained // self.times * self.times
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -289,16 +295,16 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
 
 
 @contextmanager
-def _names_of_the_model(model: Any) -> Iterator[None]:
-    """Have a checkpoint's weights named as the model names them, which is how the trainer loads them.
+def _model_names(model: Any) -> Iterator[None]:
+    """Save weights under the names that the trainer needs to load them.
 
-    By default `save_pretrained` takes the names of a model's first release, as of Qwen2.5-VL and LLaVA: resumed, the
-    trainer would find none of its weights, say so in a warning, and go on with those it began with.
+    By default, `save_pretrained` uses the names of a model's first release, as for Qwen2.5-VL and LLaVA. On a resume,
+    the trainer would find none of its weights, log a warning, and continue with the weights that it started with.
     """
     if not isinstance(model, PreTrainedModel):
         yield
         return
-    own = vars(model).get("save_pretrained")  # that of the model itself, not of its class
+    own = vars(model).get("save_pretrained")  # an attribute of the object, not of its class
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     try:
         yield
@@ -309,9 +315,9 @@ def _names_of_the_model(model: Any) -> Iterator[None]:
 
 
 def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments; for TRL's `SFTTrainer` with a dataset, which it asks for, and a word to prepare none.
+    """Return the arguments, with a dummy dataset for TRL's `SFTTrainer`.
 
-    Raises ValueError where it would pack by itself.
+    It requires a dataset, and must not prepare it. Raises ValueError if it would pack by itself.
     """
     settings = next((one for one in (*args, *kwargs.values()) if hasattr(one, "dataset_kwargs")), None)
     if settings is None:
@@ -324,11 +330,12 @@ def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
     settings.dataset_kwargs = {**(settings.dataset_kwargs or {}), "skip_prepare_dataset": True}
     unused = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-    return {"train_dataset": unused, "data_collator": list, **kwargs}  # it looks for columns in loaders without one
+    # Without a collator, it looks for columns of a dataset.
+    return {"train_dataset": unused, "data_collator": list, **kwargs}
 
 
 def _check_first(batch: Any, trainer: Any) -> None:
-    """Raise ValueError where the trainer would train on something else than the first batch says, without an error."""
+    """Raise ValueError if the trainer would train on other data than the batch."""
     check_inputs(batch, trainer.model)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.cp_enabled and has_packs(batch):
@@ -336,34 +343,37 @@ def _check_first(batch: Any, trainer: Any) -> None:
 
 
 def _times(args: Any) -> int:
-    """How many times the trainer takes each batch: 1, but for TRL's GRPO and others with these settings."""
+    """Return how many times the trainer takes each batch: 1, but more for TRL's GRPO.
+
+    The same holds for other trainers with these settings.
+    """
     return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
 
 
-def _evaluated(given: Any) -> SavableLoader | None:
-    """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
-    found = restarting(given)
+def _evaluated(loader: Any) -> SavableLoader | None:
+    """Return the loader if it is a `SavableLoader`; ValueError if it does not restart each evaluation."""
+    found = restarting(loader)
     return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_unused(args: Any, dataset: Any) -> None:
-    """Warn of settings of batches that are not the defaults, but have no effect on those of a loader."""
+    """Warn of batch settings that have no effect on the batches of a loader."""
     names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # as TRL's SFTConfig has
     if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
         names = ("per_device_train_batch_size", *names)
     defaults = {field.name: field.default for field in fields(args)}
-    given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
-    if dataset is not None and getattr(dataset, "num_rows", 0) != 1:  # of one row where a trainer asks for one
-        given.append("train_dataset")
-    if given:
+    unused = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
+    if dataset is not None and getattr(dataset, "num_rows", 0) != 1:  # a dummy dataset has one row
+        unused.append("train_dataset")
+    if unused:
         log.warning(
             "ignored: %s. The pipeline defines the batches.",
-            ", ".join(given),
+            ", ".join(unused),
         )
 
 
 def _warn_of_unloaded(output_dir: Path) -> None:
-    """Warn of checkpoints that hold the state of the data, where a run begins without one."""
+    """Warn if there are checkpoints with a state of the data, but none is loaded."""
     if saved := sorted(output_dir.glob(f"checkpoint-*/{JSON_FILE}")):
         log.warning(
             "%s has %s, but the run starts at the first batch. Call train(resume_from_checkpoint=True), or use "
@@ -374,7 +384,7 @@ def _warn_of_unloaded(output_dir: Path) -> None:
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
-    """Warn of what a checkpoint lacks, or the trainer restores only on request."""
+    """Warn of state that a checkpoint lacks or that is restored only on request."""
     if args.save_only_model:
         log.warning(
             "save_only_model=True drops the optimizer, so losses differ after a resume. Remove it to resume exactly."
@@ -389,7 +399,10 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
 
 
 def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
-    """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
+    """Raise ValueError if resumed runs would accumulate gradients over an epoch's end.
+
+    An uninterrupted run would not, so the two would differ.
+    """
     steps = args.gradient_accumulation_steps
     if steps > MAX_LAG * times:
         raise ValueError(
@@ -405,7 +418,10 @@ def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
 
 
 def _check_steps(waiting: int, steps: int) -> None:
-    """Raise ValueError if so many batches wait at an epoch's end that no epoch is long enough for a step."""
+    """Raise ValueError if an epoch has too few batches for a step.
+
+    `waiting` batches are pending at its end.
+    """
     if waiting >= steps:
         raise ValueError(
             f"the optimizer never takes the last {waiting} batches, because gradient_accumulation_steps={steps} "
@@ -414,20 +430,20 @@ def _check_steps(waiting: int, steps: int) -> None:
 
 
 def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, Any]) -> int:
-    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks, whose trainer `saved` its state: it
-    counts all steps as its own.
+    """Return `max_steps` for `num_train_epochs`, if the number of ranks has changed.
 
-    3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
-    27. On the same number of ranks as before, it is `args.max_steps`.
+    The trainer counts all steps as steps of its own number of ranks. Example: 3 epochs of 18 slots, started by one
+    rank, are 8 steps of one slot and 23 of two, so 31 steps, but the trainer would stop at 27. On the same number of
+    ranks as before, the result is `args.max_steps`. `saved` is the trainer's saved state.
     """
-    given = batches.given_of_epoch if args.max_steps <= 0 else None
-    if given is None:
+    taken = batches.given_of_epoch if args.max_steps <= 0 else None
+    if taken is None:
         return int(args.max_steps)
     of_epoch = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
     in_all = math.ceil(args.num_train_epochs * of_epoch)
     if saved["max_steps"] == in_all and times == 1:
         return int(args.max_steps)
-    done = batches.epoch * of_epoch + math.ceil(times * given / args.gradient_accumulation_steps)
+    done = batches.epoch * of_epoch + math.ceil(times * taken / args.gradient_accumulation_steps)
     last: int = saved["global_step"] + in_all - done
     if last != in_all:
         log.warning(
@@ -439,37 +455,36 @@ def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, A
     return last
 
 
-# Complete checkpoints: the state of the data is written first, the trainer's last.
-
-
 def begin(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of the data into the folder of a checkpoint, before the trainer writes the rest.
+    """Write the state of the data into a checkpoint.
+
+    The trainer writes the rest afterwards.
 
     Args:
-        folder: The folder of the checkpoint; made if it does not exist.
+        folder: The folder of the checkpoint, which is created if necessary.
         state: The state with the lanes of all ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of one that was saved here before
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # left by an earlier checkpoint in this folder
     replace_file(folder / JSON_FILE, [json.dumps(to_json(state)).encode()], sync=True)
 
 
 def take_away(folder: Path) -> None:
-    """Remove a folder that the trainer made for a checkpoint, if nothing was saved in it.
+    """Remove the folder of a checkpoint if nothing was saved in it.
 
     Args:
         folder: The folder of the checkpoint.
     """
     with suppress(OSError):
-        (folder / _BEGUN).unlink(missing_ok=True)
+        (folder / _INCOMPLETE).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def newest_whole(output_dir: Path) -> Path | None:
-    """Find the newest complete checkpoint, with a warning that names newer ones.
+    """Return the newest complete checkpoint, and warn of newer incomplete ones.
 
     Args:
-        output_dir: The trainer's folder, of `checkpoint-…` folders.
+        output_dir: The trainer's folder, which has the `checkpoint-…` folders.
 
     Returns:
         Its folder, or None if there is no checkpoint at all.
@@ -516,7 +531,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _lacks(folder: Path) -> str | None:
-    """What a checkpoint lacks, in words that follow "whose"; None if it is complete."""
+    """Return what a checkpoint lacks, in words that follow "whose"; None if complete."""
     if not (folder / JSON_FILE).exists():
         return f"{JSON_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
     try:

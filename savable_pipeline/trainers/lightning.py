@@ -1,17 +1,18 @@
-"""The loader in Lightning's `Trainer`: `SavableDataModule` makes it in each process, and follows the trainer's counts.
+"""The loader in Lightning's `Trainer`: `SavableDataModule`.
 
-Lightning asks what `train_dataloader()` returned for its state, on every rank, and keeps that of rank 0. Where the
-loader has no length it fetches one batch ahead, except after an epoch's last one; where it has one, none. From a
-checkpoint of an epoch's end it does not load that state again: the DataModule does, from every checkpoint.
+The DataModule creates the loader in each process, and follows the trainer's counts. Lightning asks the result of
+`train_dataloader()` for its state on every rank, and saves that of rank 0. If the loader has no length, Lightning
+fetches one batch ahead, except after an epoch's last one. From a checkpoint at an epoch's end, Lightning does not load
+that state, but the DataModule does, from every checkpoint.
 
-It counts a batch as `ready` when it has it, and as `processed` after its optimizer's step:
+Lightning counts a batch as `ready` when it has it, and as `processed` after its optimizer step:
 
     next(batches) ── ready ── training_step, backward ── optimizer.step ── global_step ── processed ── lr_scheduler
 
 With `accumulate_grad_batches`, the optimizer steps on a window of several batches. A checkpoint written before that
-step has weights without them, and no gradients: its data and counts must be those from before the first of the window.
-A signal may arrive between any two instructions. While the optimizer is at work some of the weights have taken the step
-and some have not, and no state of the data fits both: handlers of signals that save wait until the step has ended.
+step has neither the updated weights nor the gradients. So its data and counts must be those from before the window. A
+signal may arrive between any two instructions. During an optimizer step, only some of the weights are updated, and no
+state of the data fits both. So handlers of signals that save wait until the step has ended.
 """
 
 from __future__ import annotations
@@ -37,25 +38,26 @@ from savable_pipeline.trainers.trainer_loader import TrainerLoader, each, length
 log = logging.getLogger(__name__)
 
 _COUNTS = ("ready", "started", "processed", "completed")
-_AHEAD = 1  # batches that Lightning fetches before it trains on one, where it does not know how many there are
+_AHEAD = 1  # batches that Lightning fetches ahead if it does not know the length
 
 
 class SavableDataModule(LightningDataModule):  # type: ignore[misc]
-    """Makes the loaders of a run in each of its processes, and saves the data's state in the trainer's checkpoints.
+    """DataModule that creates the loaders in each process and saves their state.
 
-    Each function is called once in each process, after torch.distributed has started: so `ddp`, `ddp_spawn` and
-    `ddp_fork` give each rank its own batches. Another trainer on the same DataModule continues after the batch that the
-    last one trained on. Loaders for evaluation need `on_iter="restart"`, so that neither a sanity check nor a limit on
-    batches takes any from the next evaluation.
+    The state is in the trainer's checkpoints. Each function is called once in each process, after torch.distributed has
+    started. So `ddp`, `ddp_spawn` and `ddp_fork` give each rank its own batches. Another trainer on the same DataModule
+    continues after the batch that the last one trained on. Loaders for evaluation need `on_iter="restart"`, so that
+    neither a sanity check nor a limit on batches takes any from the next evaluation.
 
     Args:
-        train: Makes the `SavableLoader` to train on. For `ddp_spawn` all functions must be picklable.
-        val: Makes the loader to validate on, or a list or dict of them.
+        train: Creates the `SavableLoader` to train on. For `ddp_spawn` all functions must be picklable.
+        val: Creates the loader to validate on, or a list or dict of them.
         test: The same for `trainer.test`.
         predict: The same for `trainer.predict`.
 
     Raises:
-        ValueError: A loader for evaluation was made without `on_iter="restart"`, or `accumulate_grad_batches`, with the
+        ValueError: A loader for evaluation was created without `on_iter="restart"`, or `accumulate_grad_batches`, with
+            the
             batches fetched ahead, is above 16.
         StateError: In `fit`: the trainer continues after its first batch, but the checkpoint has no state of the
             loader.
@@ -81,27 +83,27 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._makers = {"train": train, "val": val, "test": test, "predict": predict}
-        self._made: dict[str, Any] = {}
+        self._created: dict[str, Any] = {}
         self._checkpoints = _Checkpoints(self, partial(self._loaders, "train"))  # picklable, for `ddp_spawn`
 
     def _loaders(self, name: str) -> Any:
-        """What the function of this name makes; [] without one."""
-        if name not in self._made:
+        """Return the result of the function of this name, or [] without one."""
+        if name not in self._created:
             make = self._makers[name]
-            self._made[name] = [] if make is None else make()
-        return self._made[name]
+            self._created[name] = [] if make is None else make()
+        return self._created[name]
 
     def setup(self, stage: str) -> None:
-        """Take part in the trainer's checkpoints. An override must call it.
+        """Join the trainer's checkpoints. An override must call it.
 
         Args:
-            stage: What the trainer is about to do: "fit", "validate", "test" or "predict".
+            stage: The trainer's next task: "fit", "validate", "test" or "predict".
         """
         if stage == "fit":
             self._checkpoints.begin(self.trainer)
 
     def train_dataloader(self) -> _Batches:
-        """Return the batches to train on, with the state that goes into the trainer's checkpoints."""
+        """Return the batches to train on, whose state the trainer's checkpoints save."""
         return self._checkpoints.batches(self.trainer)
 
     def val_dataloader(self) -> Any:
@@ -122,13 +124,15 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         Args:
             stage: What the trainer has done.
         """
-        for made in self._made.values():
-            for loader in each(made):
+        for loaders in self._created.values():
+            for loader in each(loaders):
                 loader.close()
 
 
 class _Batches(TrainerLoader):
-    """The batches that `trainer` trains on.
+    """Batches that `trainer` trains on.
+
+    If other ranks started an epoch, it is counted, and ends, as if these ranks had started it.
 
     An epoch begun on other ranks is counted as if these ranks had begun it: it ends by that count.
     """
@@ -153,7 +157,7 @@ class _Batches(TrainerLoader):
         super()._begin(begun)
 
     def _next(self) -> Any:
-        self.step.look()
+        self.step.update()
         self._taking = True
         try:
             try:
@@ -161,7 +165,7 @@ class _Batches(TrainerLoader):
             except StopIteration:
                 if self._whole_epochs:
                     raise
-            iter(self._loader)  # an epoch of `limit_train_batches` has as many in the next pass of the loader too
+            iter(self._loader)  # an epoch of `limit_train_batches` continues in the loader's next epoch
             self._leave()
             return super()._next()
         finally:
@@ -176,41 +180,47 @@ class _Batches(TrainerLoader):
         return super().state_dict()  # for Lightning, which gets none from another `TrainerLoader`
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lightning also calls it where it continues in an epoch: that changes nothing."""
+        """Load a state.
+
+        Lightning also calls this when it resumes within an epoch, which changes nothing.
+        """
         super().load_state_dict(state)
-        given, counted = self.given_of_epoch, self._of_epoch
-        if given is None or not self._whole_epochs or not counted.ready:
+        taken, counted = self.given_of_epoch, self._of_epoch
+        if taken is None or not self._whole_epochs or not counted.ready:
             return
-        more = (given or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
+        more = (taken or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
         for name in ("ready", "started", "processed", "completed"):
             setattr(counted, name, getattr(counted, name) + more)
 
 
 class _Checkpoints(Callback):  # type: ignore[misc]
-    """Adds the state to a trainer's checkpoints and reads it from them, at any moment of a step."""
+    """Callback that saves and loads the state in a trainer's checkpoints.
+
+    It works at any moment of a step.
+    """
 
     def __init__(self, data: SavableDataModule, make: Callable[[], SavableLoader]) -> None:
         self._data = data
         self._make = make
         self._batches: _Batches | None = None
-        self._state: Mapping[str, Any] | None = None  # of the checkpoint that a trainer resumes from
-        self._stepping = -1  # the trainer's steps before the last one that its optimizer began
+        self._state: Mapping[str, Any] | None = None  # from the checkpoint that a trainer resumes from
+        self._stepping = -1  # the trainer's steps before the last step that its optimizer started
 
     def begin(self, trainer: Any) -> None:
-        """Take part in a `fit`."""
+        """Join a `fit`."""
         self._state = None
         if self not in trainer.callbacks:
             trainer.callbacks.append(self)
 
     def batches(self, trainer: Any) -> _Batches:
-        """What the trainer trains on, after the state of its checkpoint if it has one."""
+        """Return the batches to train on, after the state of the checkpoint if any."""
         if self._batches is None or self._batches.trainer is not trainer:
-            made = _Batches(self._make(), trainer)
+            batches = _Batches(self._make(), trainer)
             if self._batches is not None:
-                made.take_over(self._batches)
+                batches.take_over(self._batches)
             elif self._state is None:
                 _check_untrained(trainer)
-            self._batches = made
+            self._batches = batches
         if self._state is not None:
             self._batches.load_state_dict(self._state)
             self._state = None
@@ -249,17 +259,17 @@ class _Checkpoints(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if self._takes_part(trainer):
             batches = self.batches(trainer)
-            batches.step.look()
+            batches.step.update()
             batches.check()
             batches.put_off.run()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        self._run_what_waits(trainer)
+        self._run_pending(trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
-        self._run_what_waits(trainer)
+        self._run_pending(trainer)
 
-    def _run_what_waits(self, trainer: Any) -> None:
+    def _run_pending(self, trainer: Any) -> None:
         if self._takes_part(trainer) and not trainer.sanity_checking:
             self.batches(trainer).put_off.run()
 
@@ -270,7 +280,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_untrained(trainer: Any) -> None:
-    """Raise `StateError` if a trainer has already trained, for which a fresh loader would start again."""
+    """Raise `StateError` if a trainer has trained, but the loader would start again."""
     begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     if begun:
         raise StateError(
@@ -281,14 +291,14 @@ def _check_untrained(trainer: Any) -> None:
 
 
 def _most_ahead(trainer: Any, batches: Any) -> int:
-    """How many batches the trainer fetches ahead of one that it trains on."""
+    """Return how many batches the trainer fetches ahead of the one that it trains on."""
     takes_iterator = "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters
     limited = isinstance(trainer.limit_train_batches, int)
     return 0 if (limited or length_of(batches) is not None) and not takes_iterator else _AHEAD
 
 
 def _check_accumulation(trainer: Any, ahead: int) -> None:
-    """Raise ValueError if there are more batches between two steps of the optimizer than can be taken back."""
+    """Raise ValueError if a step of the optimizer has more batches than can be undone."""
     schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
     steps = max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
     if steps + ahead > MAX_LAG:
@@ -299,7 +309,9 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
 
 
 class Step:
-    """What the trainer has begun, and what its optimizer has stepped on: numbers of batches, as its `total.ready`.
+    """Counts batches that were started and batches that the optimizer stepped on.
+
+    They are counted as the trainer's `total.ready`.
 
     Args:
         trainer: A `lightning.pytorch.Trainer` in its `fit`.
@@ -313,26 +325,31 @@ class Step:
 
     @property
     def begun(self) -> int:
-        """The number of batches that it has begun to train on."""
+        """Number of batches that it has started to train on."""
         return int(self._counts.total.ready)
 
     @property
     def in_training(self) -> bool:
-        """Whether a batch has been begun and not yet completed."""
+        """Whether a batch was started and is not completed."""
         return bool(self._counts.current.ready != self._counts.current.completed)
 
-    def look(self) -> None:
-        """Note which batches the optimizer has stepped on. Must be called between a step and the next batch."""
+    def update(self) -> None:
+        """Record which batches the optimizer has stepped on.
+
+        Call it between a step and the next batch.
+        """
         if self._steps != self._trainer.global_step:
             self._steps, self._stepped_at = self._trainer.global_step, self.begun
 
     @property
     def trained(self) -> int:
-        """The number of batches that the optimizer has stepped on.
+        """Number of batches that the optimizer has stepped on.
+
+        All batches of earlier epochs count, because no gradient is carried over the end of an epoch.
 
         All batches of earlier epochs count: no gradient is carried over the end of an epoch.
         """
-        self.look()
+        self.update()
         counts, begun = self._counts.current, self.begun
         if not self._automatic or self._trainer.accumulate_grad_batches == 1:
             before = begun - int(counts.ready - counts.processed)
@@ -341,12 +358,15 @@ class Step:
 
     @property
     def _automatic(self) -> bool:
-        """Whether Lightning steps the optimizer; otherwise the model does, and decides when a batch is processed."""
+        """Whether Lightning steps the optimizer.
+
+        Otherwise the model does, and decides when a batch is processed.
+        """
         module = self._trainer.lightning_module
         return module is None or bool(module.automatic_optimization)
 
     def put_back(self, counts: dict[str, Any]) -> None:
-        """Change Lightning's saved counts, in place, to those after the batch that was trained on last.
+        """Change Lightning's saved counts to those after the batch trained on last.
 
         Args:
             counts: The `batch_progress` of a checkpoint.
@@ -362,7 +382,7 @@ class Step:
 
 
 class PutOff:
-    """Calls a library's handlers of signals only outside of a step: at once, or in the next `run()`.
+    """Delays a library's signal handlers during a step, until the next `run()`.
 
     Args:
         busy: Returns whether a step is in progress.
@@ -373,7 +393,7 @@ class PutOff:
         self._waiting: list[Callable[[], Any]] = []
 
     def wrap(self, library: str) -> None:
-        """Delay the handlers that a library has set, except the one of SIGTERM, which only notes the signal.
+        """Delay the handlers that a library has set, except that of SIGTERM, which only sets a flag.
 
         Args:
             library: The first part of the names of the library's modules, such as "lightning".
@@ -394,6 +414,6 @@ class PutOff:
         return put_off
 
     def run(self) -> None:
-        """Call the waiting handlers. To be called when a step has ended."""
+        """Call the waiting handlers. Call this when a step has ended."""
         while self._waiting:
             self._waiting.pop(0)()

@@ -1,7 +1,8 @@
-"""`loss_scale`: the factor by which summed losses give the gradient of one mean over all ranks and micro-batches.
+"""`loss_scale`: turns summed losses into the gradient of a mean over all targets.
 
-DDP and FSDP average gradients over ranks. Two ranks with packs of 10 and 1,000 targets, each divided by its own number,
-would weigh a target of the first 100 times as much as one of the second.
+The mean is over all ranks and micro-batches. DDP and FSDP average gradients over ranks. Two ranks with packs of
+10 and 1,000 targets, each divided by its own number, would weigh a target of the first 100 times as much as one of the
+second.
 
     gradient = mean over ranks of d(local sum · scale) = d(sum of all) / targets      scale = ranks / targets of all
 """
@@ -19,14 +20,16 @@ _IGNORED = -100
 
 
 def loss_scale(batches: Iterable[Mapping[str, Any]], *, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Return the number of ranks divided by the targets of all ranks in one step of the optimizer. Collective.
+    """Return the number of ranks divided by the targets of all ranks in a step.
 
-    Multiply the *summed* loss of each micro-batch by it. A trainer that divides by the number of accumulated batches,
-    as Accelerate, DeepSpeed and Lightning do, needs the loss times that number too.
+    Collective. A step is one of the optimizer. Multiply the *summed* loss of each micro-batch by it. A trainer that
+    divides by the number of accumulated batches, as Accelerate, DeepSpeed and Lightning do, needs the loss times that
+    number too.
 
     Args:
-        batches: This rank's batches of the step, each with `labels`; a label of -100 is no target.
-        group: The ranks whose gradients are averaged; None: all ranks, or this process alone without torch.distributed.
+        batches: This rank's batches of the step, each with `labels`. A label of -100 is no target.
+        group: The ranks whose gradients are averaged. None (default): all ranks, or this process alone without
+            torch.distributed.
 
     Returns:
         float32 (), on the device of the labels; 1 / targets for one process, and finite without targets.

@@ -1,16 +1,15 @@
-"""`split`: cuts a batch into micro-batches of whole rows, which together are the batch; packs and images are cut
-correctly.
+"""`split` and `micro_batches`: split a batch into batches of consecutive rows.
 
-Fields that a batch may have to be cut; each is required only where its kind of data occurs:
+Packs and images are split correctly. Each of these fields is needed only if its kind of data occurs:
 
     of B rows             any tensor or list: `tokens`, `labels`, `position_ids`, `lengths`, `valid`, …
-    of packs              `cu_seqlens`, where segments begin among the B · T tokens; `max_seqlen`, the longest
+    of packs              `cu_seqlens`, the starts of segments among the B · T tokens; `max_seqlen`, the longest
     of several samples    `sample_rows`, the row of each sample, and `sample_ids`: the loader's `sample_ids=True`
     of images             `image_counts`, of B rows; `image`, and `image_index` into it
     of images in patches  `tile_counts` of the images; `grids` of the tiles; `patches`; `patch_cu_seqlens`,
                           `patch_max_seqlen`
     of videos             `video_counts`, of B rows; `video_grids`, `video_seconds`; `video_patches`
-    of sounds             `audio_counts`, of B rows; `audio_frames` of each; `audio_mels`
+    of audio              `audio_counts`, of B rows; `audio_frames` of each; `audio_mels`
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 _PATCHES = ("patches", "patch_cu_seqlens", "patch_max_seqlen", "video_patches")
 _SAMPLES = ("sample_ids", "sample_rows")
-_BY_COUNTS = {  # fields of which each element of another, which counts them, has several
+_BY_COUNTS = {  # each element of a field on the right counts elements of the field on the left
     "image": "image_counts",
     "tile_counts": "image_counts",
     "grids": "tile_counts",
@@ -36,7 +35,7 @@ _BY_COUNTS = {  # fields of which each element of another, which counts them, ha
 
 
 def rows(batch: Any) -> int:
-    """Return the number B of rows of a batch, counting rows that only fill it up (`valid`).
+    """Return the number B of rows of a batch, including padding rows (`valid`).
 
     Args:
         batch: A dict of fields, or anything with a length.
@@ -76,9 +75,10 @@ def rows(batch: Any) -> int:
 def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Split a batch into `n` batches of consecutive rows, whose numbers of rows differ by at most 1.
 
-    Every part is what the encoder would have made of its rows, with rows as long as those of the whole: `cu_seqlens`
-    begins at 0, and `max_seqlen`, `image_index` and the images are those of its rows. The loss of the batch is the sum
-    over the parts of summed losses, times the `loss_scale` of all parts. The mean of the parts' means is another one.
+    Every part is the batch that the encoder would have built of its rows, but with the row length of the whole.
+    `cu_seqlens` starts at 0, and `max_seqlen`, `image_index` and the images are those of its rows. The loss of the
+    batch is the sum over the parts of summed losses, times the `loss_scale` of all parts. The mean of the parts' means
+    differs.
 
     Args:
         batch: A batch of B rows.
@@ -105,7 +105,9 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
 
 
 def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Split a batch into batches of `size` rows, the last one with the rest: Composer's `split_batch=`.
+    """Split a batch into batches of `size` rows, the last one with the rest.
+
+    This is Composer's `split_batch=`.
 
     Args:
         batch: A batch of B rows.
@@ -130,13 +132,13 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
 
 
 def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
-    whole, kept = rows(batch), set(shared)
+    whole, whole_fields = rows(batch), set(shared)
     spans = [_Rows(batch, start, stop, whole) for start, stop in pairwise(borders)]
-    return [{name: value if name in kept else own.part(name) for name, value in batch.items()} for own in spans]
+    return [{name: value if name in whole_fields else own.part(name) for name, value in batch.items()} for own in spans]
 
 
 class _Rows(NamedTuple):
-    """The rows `start` to `stop - 1` of the `whole` ones of a batch, and where in it their tokens and images are."""
+    """Rows `start` to `stop - 1` of the `whole` rows of a batch."""
 
     batch: Mapping[str, Any]
     start: int
@@ -144,7 +146,7 @@ class _Rows(NamedTuple):
     whole: int
 
     def part(self, name: str) -> Any:
-        """A field of these rows."""
+        """Return a field of these rows."""
         batch, value = self.batch, self.batch[name]
         if name == "cu_seqlens":
             return _boundaries(value, self._tokens, name)
@@ -174,12 +176,12 @@ class _Rows(NamedTuple):
         return slice(self.start * length, self.stop * length)
 
     def _counted(self, counts: str) -> slice:
-        """These rows' elements among those that this field counts."""
+        """Return these rows' elements among those that this field counts."""
         own = self._counted(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
         return _sums(self.batch[counts], own)
 
     def _patches(self, grids: str) -> slice:
-        """These rows' patches in the tiles, or the videos, of these grids."""
+        """Return these rows' patches in the tiles or videos of these grids."""
         return _sums(self.batch[grids].prod(1), self._counted(_BY_COUNTS[grids]))
 
     def _of_rows(self, name: str, value: Any) -> Any:
@@ -195,13 +197,13 @@ class _Rows(NamedTuple):
 
 
 def _sums(counts: torch.Tensor, own: slice) -> slice:
-    """Where what these elements count begins and ends."""
+    """Return the range of the elements that a range of counts refers to."""
     before = int(counts[: own.start].sum())
     return slice(before, before + int(counts[own].sum()))
 
 
 def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
-    """The boundaries of the segments in a range, counted from its start."""
+    """Return the boundaries of the segments in a range, relative to its start."""
     found: torch.Tensor = whole[(whole >= own.start) & (whole <= own.stop)]
     if not len(found) or int(found[0]) != own.start or int(found[-1]) != own.stop:
         where = f"at {own.start} or at {own.stop}"
@@ -210,6 +212,6 @@ def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
 
 
 def _longest(boundaries: torch.Tensor, like: Any) -> Any:
-    """The longest segment, as an int or, where the whole batch has a tensor, as one like it."""
+    """Return the longest segment, as an int or, like the batch's value, as a tensor."""
     longest = int(boundaries.diff().max()) if len(boundaries) > 1 else 0
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest

@@ -1,12 +1,12 @@
-"""`model_inputs`: a batch of tokens as a causal model of `transformers` takes it.
+"""`model_inputs`: a batch of tokens as arguments of a `transformers` model.
 
-A label of a batch is the next token; the loss of such a model compares each position with the label behind it:
+A label of a batch is the next token. The loss of such a model compares each position with the label after it:
 
     batch           tokens     a b c d     labels  b c d -
     model_inputs    input_ids  a b c d     labels  - b c d
 
-A model of `transformers` finds the documents of a pack by `position_ids` that begin again, if there is no mask, no
-cache of keys (which it makes in training too unless one says `use_cache=False`) and, under flash attention, one row:
+A model of `transformers` finds the documents of a pack by `position_ids` that restart at 0. This needs no mask, no KV
+cache (pass `use_cache=False`, also in training) and, with flash attention, one row:
 
     position_ids    0 1 2 3 0 1 0 1 2      three documents
 """
@@ -23,18 +23,19 @@ from typing import Any
 import torch
 
 _IGNORED = -100
-_CURE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
-_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that look where their mask allows
-_MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; that of flash gets borders
-_MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # what a batch may show beside tokens
+_ADVICE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that obey their mask
+_MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; flash attention gets `cu_seqlens`
+_MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # media of a batch
 
 
 def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
-    """Return the keywords with which to call a causal, or vision-language, model of `transformers` on a batch.
+    """Return the arguments of a causal or vision-language model of `transformers`.
 
-    Labels are in place, for the model's loss to shift: no prompt and no padding is learned, nor rows that fill a batch
-    up (`valid`). The label of a row's last token, which only a document has that was cut at `max_length`, is left out.
-    Documents of a pack do not see each other. Fields that no model takes (`receipts`, counts, your own) are left out.
+    Labels are at their own tokens, because the model's loss shifts them. Prompts, padding and padding rows (`valid`) do
+    not contribute to the loss. Nor does the label of a row's last token, which only a document cut at `max_length` has.
+    Documents of a pack do not attend to each other. Fields that no model takes (`receipts`, counts, your own) are
+    dropped.
 
     Images in text (`Vision`) go to Qwen2-VL and Qwen2.5-VL, and as tiles of one size to LLaVA, InternVL and SmolVLM;
     videos (`VideoTokens`) to the first two, which need the encoder's `rope=MRope(…)`; the images of
@@ -73,25 +74,25 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} has an encoder, but model_inputs needs a decoder-only model")
-    seen = _media_inputs(batch, config)
+    media = _media_inputs(batch, config)
     labels = batch["labels"]
     if "valid" in batch:
         labels = labels.masked_fill(~batch["valid"][:, None], _IGNORED)
     if "cu_seqlens" in batch:
-        return {**_packed(batch, labels, config), **seen}
+        return {**_packed(batch, labels, config), **media}
     length = batch["tokens"].shape[1]
     mask = torch.arange(length, device=labels.device) < batch["lengths"][:, None]
-    made = {"input_ids": batch["tokens"], "labels": _in_place(labels), "attention_mask": mask.long()}
+    inputs = {"input_ids": batch["tokens"], "labels": _unshifted(labels), "attention_mask": mask.long()}
     if config.model_type in _ROPES:
-        made["position_ids"] = _positions(batch, config)
-    return {**made, **seen}
+        inputs["position_ids"] = _positions(batch, config)
+    return {**inputs, **media}
 
 
 def has_packs(inputs: Any) -> bool:
-    """Return whether rows have documents that only `position_ids` keep apart.
+    """Return whether rows have documents that only `position_ids` separate.
 
     Args:
-        inputs: What a model is called with.
+        inputs: Arguments of a model.
     """
     if not isinstance(inputs, Mapping) or "position_ids" not in inputs or "attention_mask" in inputs:
         return False
@@ -100,23 +101,23 @@ def has_packs(inputs: Any) -> bool:
 
 
 def check_inputs(inputs: Any, model: Any) -> None:
-    """Check what a model of `transformers` is called with, where it would learn otherwise without an error.
+    """Raise ValueError if a `transformers` model would silently misread a batch.
 
     Args:
-        inputs: What a batch is when a trainer calls the model with it.
-        model: The model. Any but those of `transformers` itself takes what it takes.
+        inputs: A batch, as a trainer passes it to the model.
+        model: The model. Models of other libraries are not checked.
 
     Raises:
-        ValueError: No `model_inputs` made them, or one for another attention.
+        ValueError: The arguments are not from `model_inputs`, or are for another attention.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     if not isinstance(inputs, Mapping) or not type(inner).__module__.startswith("transformers.models."):
         return
     if raw := {"tokens", "cu_seqlens"} & {*inputs}:
         found = " and ".join(sorted(raw))
-        raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take. {_CURE}.")
+        raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take. {_ADVICE}.")
     if _are_ahead(inputs):
-        raise ValueError(f"labels are shifted already, but the model shifts them again. {_CURE}.")
+        raise ValueError(f"labels are shifted already, but the model shifts them again. {_ADVICE}.")
     if "flash" in (_attention(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
         raise ValueError(
             f"the attention of the model is {_attention(inner.config)}, which misreads packs in several rows. Pass "
@@ -125,13 +126,13 @@ def check_inputs(inputs: Any, model: Any) -> None:
 
 
 def _are_ahead(inputs: Mapping[str, Any]) -> bool:
-    """Whether labels are those of the next position."""
+    """Return whether labels are those of the next position."""
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     if tokens is None or labels is None or tokens.shape != labels.shape:
         return False
-    learned = labels != _IGNORED
-    next_ones = (labels[:, :-1] == tokens[:, 1:]) & learned[:, :-1]
-    return bool(2 * next_ones.sum() > learned.sum() and (labels != tokens)[learned].any())
+    counted = labels != _IGNORED
+    next_ones = (labels[:, :-1] == tokens[:, 1:]) & counted[:, :-1]
+    return bool(2 * next_ones.sum() > counted.sum() and (labels != tokens)[counted].any())
 
 
 def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
@@ -140,23 +141,26 @@ def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict
         raise ValueError("position_ids must be 0 at cu_seqlens. Pass whole batches, not parts of cut_context.")
     if reason := _why_mixed(config):
         raise ValueError(f"{config.model_type}: {reason}, so documents of a pack would mix. Remove the packer.")
-    made = {"input_ids": batch["tokens"], "labels": labels, "position_ids": _positions(batch, config)}
+    inputs = {"input_ids": batch["tokens"], "labels": labels, "position_ids": _positions(batch, config)}
     if flash := "flash" in (_attention(config) or ""):
-        made = {name: value.flatten(-2).unsqueeze(-2) for name, value in made.items()}
-    made |= {"labels": _in_place(made["labels"]), "use_cache": False}
-    if flash and config.get_text_config() is config:  # else the eyes would get them too
-        made |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), borders)
-        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(batch["max_seqlen"]))
-    return made
+        inputs = {name: value.flatten(-2).unsqueeze(-2) for name, value in inputs.items()}
+    inputs |= {"labels": _unshifted(inputs["labels"]), "use_cache": False}
+    if flash and config.get_text_config() is config:  # else the vision tower would get them too
+        inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), borders)
+        inputs |= dict.fromkeys(("max_length_q", "max_length_k"), int(batch["max_seqlen"]))
+    return inputs
 
 
-def _in_place(labels: torch.Tensor) -> torch.Tensor:
-    """Labels at their own tokens, of labels that are one ahead."""
+def _unshifted(labels: torch.Tensor) -> torch.Tensor:
+    """Shift labels, which are one token ahead, to their own tokens."""
     return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=_IGNORED)
 
 
 def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """int64 (B, T); or (4, B, T) with those in time, height and width behind those in the document."""
+    """Return positions in the document, int64 (B, T), or (4, B, T) with M-RoPE.
+
+    M-RoPE adds those in time, height and width.
+    """
     positions: torch.Tensor = batch["position_ids"]
     if config.model_type not in _ROPES:
         return positions
@@ -165,7 +169,7 @@ def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
 
 
 def _config_of(model: Any) -> Any:
-    """The configuration of a model, in whatever wrappers."""
+    """Return the configuration of a model in any wrappers."""
     inner = model
     while inner is not None:
         for found in (inner, getattr(inner, "config", None)):
@@ -183,16 +187,13 @@ def _attention(config: Any) -> str | None:
     return name
 
 
-# Documents apart.
-
-
 def _why_mixed(config: Any) -> str | None:
-    """Why this model's documents of a pack see each other; None: they do not."""
+    """Return why documents of a pack attend to each other in this model, or None."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     text, attention = config.get_text_config(), _attention(config) or "sdpa"
     decoder = MODEL_MAPPING.get(type(text), None)
-    if decoder is None or (text is not config and config.model_type not in _EYES):
+    if decoder is None or (text is not config and config.model_type not in _MEDIA_INPUTS):
         return "how it attends is not known here"
     other = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
     if getattr(decoder, "_is_stateful", False) or other:
@@ -207,9 +208,10 @@ def _why_mixed(config: Any) -> str | None:
 
 @cache
 def _mask_positions(decoder: type) -> set[str]:
-    """What a model passes as `position_ids` to the functions that make its masks, by its source.
+    """Return the `position_ids` that a model passes to the functions for its masks.
 
-    Nothing else says it: models that take `position_ids` for their embeddings alone have the same signature.
+    This reads its source, because nothing else shows it. Models that use `position_ids` only for embeddings have the
+    same signature.
     """
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[decoder.__module__]))):
@@ -221,38 +223,35 @@ def _mask_positions(decoder: type) -> set[str]:
     return found
 
 
-# What is seen.
-
-
 def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for field in _MEDIA:
         if not len(batch.get(field, ())):
             continue
-        takes = _EYES.get(config.model_type, {}).get(field)
+        takes = _MEDIA_INPUTS.get(config.model_type, {}).get(field)
         if takes is None or (field == "image" and "cu_seqlens" in batch):
             packed = " in packs" if takes else ""
-            cure = "Remove the packer" if takes else _cure_of(field)
-            raise ValueError(f"a batch has {field!r}{packed}, which {config.model_type} does not take. {cure}.")
+            advice = "Remove the packer" if takes else _advice_for(field)
+            raise ValueError(f"a batch has {field!r}{packed}, which {config.model_type} does not take. {advice}.")
         if config.model_type in _ROPES and "mrope_ids" not in batch:
             rate = getattr(config.vision_config, "tokens_per_second", None)
             raise ValueError(
                 f"{config.model_type} needs mrope_ids. Set rope=MRope(tokens_per_second={rate}) in the encoder."
             )
-        made |= takes(batch, config)
-    return made
+        inputs |= takes(batch, config)
+    return inputs
 
 
-def _cure_of(field: str) -> str:
-    """What to do about a medium that the model does not take."""
-    able = ", ".join(name for name, fields in _EYES.items() if field in fields)
+def _advice_for(field: str) -> str:
+    """Return what to do about a medium that the model does not take."""
+    able = ", ".join(name for name, fields in _MEDIA_INPUTS.items() if field in fields)
     if field == "image":
         return f"Use ChatEncoder or InterleavedEncoder with vision=Vision(...), or one of these models: {able}"
     return f"Use one of these models: {able}" if able else "Remove it from the batch"
 
 
 def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Patches row by row become those of each token together, and as many frames as a video's patch has."""
+    """Reorder patches so that those of a token are adjacent, and repeat them in time."""
     vision, grids, order, first = config.vision_config, batch["grids"], [], 0
     merge = vision.spatial_merge_size
     for rows, columns in grids.tolist():
@@ -280,7 +279,7 @@ def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
 
 
 def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Patches row by row become tiles, float32 (tiles, 3, height, width)."""
+    """Join patches to tiles: float32 (tiles, 3, height, width)."""
     patches, grids = batch["patches"], batch["grids"]
     if (grids != grids[0]).any():
         raise ValueError(
@@ -293,7 +292,7 @@ def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _tiles_of_rows(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The same, as of one row of tiles: SmolVLM counts them by their tokens."""
+    """Join patches to tiles in one row, because SmolVLM counts them by their tokens."""
     return {name: tiles[None] for name, tiles in _tiles(batch, config).items()}
 
 
@@ -301,8 +300,9 @@ def _whole_images(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {"pixel_values": batch["image"]}
 
 
-_ROPES = {"qwen2_vl", "qwen2_5_vl"}  # whose positions are in time, height and width
-_EYES: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {  # what a model takes of `_MEDIA`
+_ROPES = {"qwen2_vl", "qwen2_5_vl"}  # models with M-RoPE: positions in time, height and width
+# The media that each type of model takes.
+_MEDIA_INPUTS: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {
     **{name: {"patches": _merged_patches, "video_patches": _video_patches} for name in sorted(_ROPES)},
     **{name: {"patches": _tiles} for name in ("llava", "internvl")},
     "smolvlm": {"patches": _tiles_of_rows},

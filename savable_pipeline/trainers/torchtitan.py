@@ -1,6 +1,6 @@
-"""The loader in torchtitan: `SavableDataLoader.Config` takes the place of the dataloader in its trainer's config.
+"""The loader in torchtitan: `SavableDataLoader.Config` replaces its dataloader.
 
-Each data-parallel rank saves its own lanes in torchtitan's checkpoint, under keys of its own; any number of ranks
+Each data-parallel rank saves its own lanes in torchtitan's checkpoint, under keys of its own. Any number of ranks
 resumes.
 """
 
@@ -19,9 +19,9 @@ from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Convert a batch to what torchtitan's trainer takes.
+    """Convert a batch to the inputs and labels of torchtitan's trainer.
 
-    The trainer passes every other field to the model as an argument, so only these pass.
+    The trainer passes every other field to the model as an argument, so other fields are dropped.
 
     Args:
         batch: A batch with `tokens` and `labels`, and optionally `position_ids`, of shape (B, T).
@@ -46,15 +46,15 @@ def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor]
 
 
 class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
-    """The batches of a loader as torchtitan's trainer takes them, and its state.
+    """Batches and state of a loader, as torchtitan's trainer takes them.
 
-    `Config(make=…)` is the `dataloader` of a `Trainer.Config` or a `Validator.Config`. The trainer asks for one pass:
-    make an endless loader (`epochs=None`) to train on.
+    `Config(make=…)` is the `dataloader` of a `Trainer.Config` or a `Validator.Config`. The trainer iterates once, so
+    create an endless loader (`epochs=None`) to train on.
 
     Args:
-        config: `make` makes the `SavableLoader`, called in each process with the keywords `rank`, `world_size`,
-            `tokenizer`, `seq_len`, `local_batch_size` and `infinite`; `convert` makes of a batch the dict with `input`,
-            and the labels.
+        config: `make` creates the `SavableLoader`. It is called in each process with the keywords `rank`, `world_size`,
+            `tokenizer`, `seq_len`, `local_batch_size` and `infinite`. `convert` turns a batch into the dict with
+            `input`, and the labels.
         dp_world_size: The number of data-parallel ranks, passed to `make` as `world_size`.
         dp_rank: This rank, passed as `rank`.
         tokenizer: Passed to `make`.
@@ -82,7 +82,10 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """Set in the function that makes the trainer's config; the command line does not show the fields."""
+        """Config of the dataloader; the command line does not show its fields.
+
+        Set them in the function that builds the trainer's config.
+        """
 
         make: Annotated[Callable[..., SavableLoader], tyro.conf.Suppress]
         convert: Annotated[Callable[[Any], tuple[dict[str, Any], Any]], tyro.conf.Suppress] = inputs_and_labels
@@ -100,8 +103,8 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        given = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
-        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
+        sizes = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
+        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **sizes)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must return a SavableLoader, not {type(self.loader).__name__}")
         refuse_acknowledging(self.loader)
@@ -112,17 +115,17 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
             yield self._convert(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the batch given last: the trainer takes none ahead."""
+        """Return the loader's state after the last batch. The trainer takes none ahead."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state.
+        """Resume from a saved state.
 
         Args:
-            state_dict: What `state_dict()` returned.
+            state_dict: The result of `state_dict()`.
 
         Raises:
-            StateError: The state is empty: the checkpoint lacks it.
+            StateError: The state is empty, because the checkpoint lacks it.
         """
         self.loader.load_state_dict(state_dict)
 

@@ -119,7 +119,7 @@ class TrainerLoader:
 
         0 also at an epoch's end, which is the start of the next one.
         """
-        return self._run.given_of_epoch()
+        return self._run.yielded_of_epoch()
 
     @property
     def ahead(self) -> int:
@@ -276,7 +276,7 @@ class TrainerLoader:
             self._skip_what_is_due()
             self._loader.skip(slots)
             self._mark()
-        elif slots and (at.previous is None or at.stop_raised):  # else the epoch is over
+        elif slots and (at.previous is None or at.iterator == "ended"):  # else the epoch is over
             last = self._to_skip.pop() if self._to_skip else SlotSpan(at.epoch, at.slot, at.slot)
             self._to_skip.append(last._replace(stop=last.stop + slots))
 

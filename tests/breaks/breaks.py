@@ -609,7 +609,7 @@ DATA = [
         "identity",
         "Whether damage in front of a clip is met depends on the clips of the film that were decoded before.",
         _DATA + "media/clips.py",
-        "        self._video.begin_anew(drawn)\n",
+        "        self._video.restart_at(drawn)\n",
         "",
         ("tests/data/media/test_clips.py", "tests/data/media", "tests/system/test_media_resume.py"),
         caught_by="tests/data/media/test_clips.py::test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not[how0]",

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.opening import find_source
 from tests.conftest import write_tar
 
 JPG = bytes.fromhex("ffd8ffe000104a46494600010100000100010000ffd9")
@@ -180,26 +180,22 @@ LAYOUTS = [
     Layout("CSV with README", both(table, PEOPLE), "csv", 3, ROW),
     Layout("images alone", images, "folder", 3, IMAGE),
     Layout("images in folders of classes", lambda root: images(root, "cat/", "dog/"), "folder", 6, IMAGE),
-    Layout("images with README and LICENSE", both(images, PEOPLE), "folder", 3, IMAGE, "README is a sample"),
-    Layout(
-        "images with a stray table", both(images, table, PEOPLE), "folder", 3, IMAGE, "an error that asks to choose"
-    ),
+    Layout("images with README and LICENSE", both(images, PEOPLE), "folder", 3, IMAGE),
+    Layout("images with a stray table", both(images, table, PEOPLE), "folder", 3, IMAGE),
     Layout("jpg and json pairs", pairs("jpg", "json"), "folder", 3, PAIR),
+    Layout("jpg and json pairs beside a stray data.jsonl", both(pairs("jpg", "json"), jsonl), "folder", 3, PAIR),
+    Layout("jpg and txt pairs", pairs("jpg", "txt"), "folder", 3, frozenset({"jpg", "txt"})),
+    Layout("npy and txt pairs", npy_pairs, "folder", 3, frozenset({"npy", "txt"})),
+    Layout("HF image folder with metadata.jsonl", metadata("jsonl"), "jsonl", 3, CAPTIONED),
+    Layout("HF image folder with metadata.csv", metadata("csv"), "csv", 3, CAPTIONED),
     Layout(
-        "jpg and json pairs beside a stray data.jsonl",
-        both(pairs("jpg", "json"), jsonl),
+        "HF image folder with metadata.parquet",
+        metadata("parquet"),
         "folder",
         3,
-        PAIR,
-        "the stray table alone is read, as one sample a line",
+        CAPTIONED,
+        "an error that asks to choose",
     ),
-    Layout("jpg and txt pairs", pairs("jpg", "txt"), "folder", 3, frozenset({"jpg", "txt"})),
-    Layout("npy and txt pairs", npy_pairs, "folder", 3, frozenset({"npy", "txt"}), "each array is a file of tokens"),
-    Layout("HF image folder with metadata.jsonl", metadata("jsonl"), "folder", 3, CAPTIONED, "read as JSONL"),
-    Layout(
-        "HF image folder with metadata.csv", metadata("csv"), "folder", 3, CAPTIONED, "an error that asks to choose"
-    ),
-    Layout("HF image folder with metadata.parquet", metadata("parquet"), "folder", 3, CAPTIONED, "rows without images"),
     Layout("tars of a train and a test folder", named(tar, "train/0.tar", "test/0.tar"), "tar", 6, PAIR),
     Layout("tars beside a Parquet file of another name", both(tar, named(parquet, "urls.parquet")), "tar", 3, PAIR),
     Layout("tars beside a CSV table", both(tar, table), "tar", 3, PAIR),
@@ -212,14 +208,7 @@ LAYOUTS = [
     Layout("JSONL beside its dataset_info.json", both(jsonl, files(dataset_info_dot_json="{}")), "jsonl", 3, RECORD),
     Layout("two CSV files", named(table, "a.csv", "b.csv"), "csv", 6, ROW),
     Layout("CSV with LICENSE", both(table, files(LICENSE="MIT")), "csv", 3, ROW),
-    Layout(
-        "JSON list",
-        files(a_dot_json='[{"text": "a"}, {"text": "b"}]'),
-        "json",
-        2,
-        RECORD,
-        "an error that asks to choose",
-    ),
+    Layout("JSON list", files(a_dot_json='[{"text": "a"}, {"text": "b"}]'), "json", 2, ROW),
     Layout("jpg, json and txt of one stem", pairs("jpg", "json", "txt"), "folder", 3, PAIR | {"txt"}),
     Layout("pairs in folders of splits", both(*(nested(name) for name in ("train", "val"))), "folder", 6, PAIR),
     Layout("images beside Thumbs.db", both(images, files(Thumbs_dot_db="x")), "folder", 3, IMAGE),
@@ -241,7 +230,7 @@ def root(tmp_path: Path) -> Path:
 )
 def test_a_layout_opens_without_settings(layout: Layout, root: Path) -> None:
     layout.write(root)
-    assert recognize(str(root)).kind.form.name == layout.kind
+    assert find_source(str(root)).format.name == layout.kind
     samples = sp.open_dataset(root)
     assert len(samples) == layout.samples
     assert frozenset(samples[0]) == layout.parts

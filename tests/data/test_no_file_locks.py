@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import index_any
+from savable_pipeline.data.stores.opening import index_any
 from tests.conftest import write_tar
 from tests.support.toy_server import serving_a_machine
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import savable_pipeline
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.formats import FORMATS, format_named
 from savable_pipeline.tools import convert
 from tests.support.toy_files import fill
 from tests.support.toy_server import s3_settings, serving
@@ -23,9 +24,8 @@ import savable_pipeline as sp
 
 HEAVY = {"torchvision", "torch._dynamo", "transformers", "pyarrow", "yaml", "rich", "typer", "jinja2"}
 STORES = {f"savable_pipeline.data.stores.{name}" for name in (
-    "arrow_file", "arrow_store", "columnar_store", "jsonl", "parquet", "record_files", "record_kinds", "tar_store",
-    "token_store", "cached_blocks", "cached_samples", "remote_indexing",
-)} | {"savable_pipeline.data.remote"}
+    "arrow_store", "cached_blocks", "cached_samples", "remote_indexing",
+)} | {"savable_pipeline.data.remote.session"}
 
 
 def tell(step, imported, unwanted):
@@ -56,8 +56,7 @@ if __name__ == "__main__":
     loader = sp.SavableLoader(pipeline, seed=0, lanes=2, workers=sp.Workers(1, prefetch=1, start_method="spawn"))
     batch = next(iter(loader))
     loader.close()
-    unused = STORES - {"savable_pipeline.data.stores.jsonl"}
-    tell("worker", batch, HEAVY | unused | {"torch", "PIL", "savable_pipeline.run.loader", "savable_pipeline.tools"})
+    tell("worker", batch, HEAVY | STORES | {"torch", "PIL", "savable_pipeline.run.loader", "savable_pipeline.tools"})
     assert "savable_pipeline.data.stores.jsonl" in batch
     tell("trainer", sys.modules, HEAVY | {"torch", "PIL"})
     import savable_pipeline.custom
@@ -102,11 +101,12 @@ def test_every_public_name_has_its_place() -> None:
     assert all(hasattr(convert, name) for name in convert.__all__)
 
 
-def test_every_kind_of_files_has_its_format_and_its_store() -> None:
-    for name, kind in STORES.items():
-        assert kind.form.name == name.removesuffix("-files")
-        assert kind.files is None or kind.files is kind.form.kind
-        assert kind.files is None or not kind.form.kind.listing
+def test_every_format_has_a_name_of_its_own_and_is_the_same_in_another_process() -> None:
+    for form in FORMATS:
+        assert format_named(form.name) is form
+        copy = pickle.loads(pickle.dumps(form))
+        assert (copy.name, copy.suffixes, copy.index_name) == (form.name, form.suffixes, form.index_name)
+    assert len({form.index_name for form in FORMATS}) == len(FORMATS)
 
 
 def test_names_and_a_run_with_a_worker_import_nothing_that_they_do_not_use(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from webdataset.writer import TarWriter
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 
 Tree = dict[str, bytes | None]  # the files of a tar by name, in order; None: a folder, a link, or a link to nothing
 Grouped = list[tuple[str, list[tuple[str, bytes]]]]

@@ -17,7 +17,8 @@ from xxhash import xxh3_64_intdigest
 import savable_pipeline as sp
 from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_of
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.shards.tar_format import TARS, TarColumns, TarIndex
+from savable_pipeline.data.shards.tar_format import TarColumns, TarIndex
+from savable_pipeline.data.stores.tar_store import TARS
 from tests.conftest import write_tar
 from tests.support.draws import examples
 from tests.support.toy_faults import NumberEncoder

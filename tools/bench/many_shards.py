@@ -102,15 +102,15 @@ def open_one(root: str) -> Numbers:
 
 def write_one(folder: str, shards: int) -> Numbers:
     """Writes an index of random rows in this process."""
-    from savable_pipeline.data.shards.index import ShardTable
     from savable_pipeline.data.shards.index_making import write_index
     from savable_pipeline.data.shards.shard_list import ShardEntry
-    from savable_pipeline.data.shards.tar_format import TARS, TarColumns
+    from savable_pipeline.data.shards.tar_format import TarColumns
+    from savable_pipeline.data.stores.tar_store import TARS
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
 
-    def tables() -> Iterator[ShardTable]:
+    def tables() -> Iterator[Any]:
         for i in range(shards):
             sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
             rows = TarColumns(starts, 0, [(("bin", 1),)], zeros, sizes)

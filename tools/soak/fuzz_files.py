@@ -27,7 +27,7 @@ from savable_pipeline.data.shards.metadata import (
     read_split,
     split_names,
 )
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:

@@ -23,6 +23,7 @@ from report import Row
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -276,14 +277,12 @@ class History:
 
 def receipts_of(run: Run) -> Any:
     """Those of the batch given last."""
-    assert run.rows is not None
-    return run.rows.receipts(run.position)
+    return run.observer(RowsInFlight).receipts(run.position)  # type: ignore[union-attr]
 
 
 def table_of(run: Run) -> Acknowledgements:
     """The rows in flight of a run."""
-    assert run.rows is not None
-    return run.rows.table
+    return run.observer(RowsInFlight).table  # type: ignore[union-attr]
 
 
 @lru_cache

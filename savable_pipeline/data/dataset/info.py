@@ -77,7 +77,7 @@ class Info:
 
 def dataset_info(shards: Shards, **settings: Any) -> Info:
     """Describes a dataset, with these settings of its store. Raises `ShardError` if it has no sample, `RemoteError`."""
-    dataset = open_any(shards, partial=True, **settings)
+    dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
     # the index of JSONL has no fields
     sizes, looked_at = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore), unread=unread)

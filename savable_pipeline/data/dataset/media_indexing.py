@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -18,26 +18,17 @@ import numpy as np
 
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.media.media_table import (
-    KIND,
-    MEDIA_PARTS,
-    Known,
-    MediaTable,
-    headers,
-    is_touched,
-    packed,
-)
-from savable_pipeline.data.shards.index import BlobIndex, IndexedFiles, ShardTable
+from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, packed
+from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
-from savable_pipeline.data.shards.processes import each_job, here_or_in_several
+from savable_pipeline.data.shards.processes import each_shard, here_or_in_several
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.source import STORES, recognize
+from savable_pipeline.data.stores.opening import find_source, store_of
 from savable_pipeline.errors import MediaError, SavableError, ShardError
 
 _ALONE_S = 2.0  # that one process reads before it starts others
@@ -61,16 +52,15 @@ def index_media(
     PyAV, if there is audio or video.
     """
     refuse_remote(files)
-    source = recognize(files)
-    form = source.kind.form
-    found = open_files(source.read, form, tolerant=True)
-    indexed = IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=True)
+    source = find_source(files)
+    form = source.format
+    indexed = open_files(source.listed or source.files, form, tolerant=True)
 
     def make(path: Path) -> Path:
         _make(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = in_first_place(found.root, media_table_name(form.name), make)
+    path = in_first_place(indexed.root, media_table_name(form.index_kind), make)
     return path, _faults(path, indexed)
 
 
@@ -124,32 +114,33 @@ def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
 
 def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
     """The table's rows of each of these shards: in this process, and after some seconds in several."""
-    arguments = (indexed.form.name, os.fspath(indexed.index_path), os.fspath(indexed.root))
-    scan = _Scan(*arguments)
+    scan, task = _Scan(indexed.form, indexed.index_path, indexed.root), partial(_scan, indexed.form, indexed.index_path)
 
     def several(left: list[str]) -> Iterator[ShardTable]:
-        with contextlib.closing(each_job(f"{__name__}:serve", arguments, left, processes)) as answers:
+        with contextlib.closing(each_shard(task, indexed.root, left, processes)) as answers:
             for other, answer in answers:
                 yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
 
     return here_or_in_several(names, scan, several, _ALONE_S) if processes > 1 else map(scan, names)
 
 
-def serve(connection: Connection, names: Iterator[str], form: str, index_path: str, root: str) -> None:
-    """A child process: reads one shard after the other."""
-    scan = _Scan(form, index_path, root)
-    for name in names:
-        connection.send_bytes(msgspec.msgpack.encode(scan(name)))
+def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:
+    """The table's rows of a shard of the one index that a child process reads."""
+    return _opened(form, index_path, root)(name)
+
+
+@lru_cache(maxsize=1)
+def _opened(form: Format, index_path: Path, root: Path) -> _Scan:
+    return _Scan(form, index_path, root)
 
 
 class _Scan:
     """Reads the headers of shards of an index."""
 
-    def __init__(self, form: str, index_path: str, root: str) -> None:
-        kind = STORES[form].form
-        self._index, self._root = kind.index_at(Path(index_path)), root
-        files = IndexedFiles(kind, self._index, Path(index_path), None, Path(root), tolerant=True)
-        self._dataset = Dataset(seen(files, partial=True))
+    def __init__(self, form: Format, index_path: Path, root: Path) -> None:
+        self._index, self._root = form.index_at(index_path), root
+        files = IndexedFiles(form, self._index, index_path, None, root, tolerant=True)
+        self._dataset = Dataset(store_of(files, inspect=True))
 
     def __call__(self, name: str) -> ShardTable:
         """The table's rows of a shard, whose fault is that of its entry."""
@@ -191,7 +182,7 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
     if not files.firsts[-1]:
         return MediaFaults(count, told[:_TOLD])
-    dataset = Dataset(seen(files, partial=True))
+    dataset = Dataset(store_of(files, inspect=True))
     for shard, place, part in MediaTable(path, table, numbers[whole]).broken():
         count += 1
         if len(told) < _TOLD:

@@ -1,4 +1,4 @@
-"""`Audio`: the samples of a sound by time, at the rate that is asked for."""
+"""`Audio`: samples of an audio file by time, at any rate."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from numpy.typing import NDArray
 from savable_pipeline.data.media.container import MediaStream, media_errors, ogg_fault, pyav
 from savable_pipeline.errors import MediaError
 
-_BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames depend on those before
-_AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
-_GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
+_BEFORE_S = Fraction(1, 4)  # decoded before the start, because a decoder's first frames depend on earlier ones
+_AROUND = 64  # periods of the common clock of two rates to resample around the range, because the filter uses them
+_GAP_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's time
 _MOST_SAMPLES = 1 << 30
-_MOST_HZ = 1 << 22  # beyond any sound: a header that says more asks for gigabytes to resample a moment
-_MOST_PLANES = 7  # channels, each in memory of its own, that PyAV hands over; of more it reads beyond their list
-_OGG_S = 30  # of Ogg, decoded from the begin: points to begin from are estimated from bytes there, too
+_MOST_HZ = 1 << 22  # above any real rate; a damaged header with more would take gigabytes to resample a moment
+_MOST_PLANES = 7  # channels that PyAV passes on in separate memory; with more, it reads beyond the end of a list
+_OGG_S = 30  # of Ogg, decoded from the start, because seeking near it estimates positions from bytes
 
 
 class Audio(MediaStream):
-    """The sound in a seekable file; `sample.audio()` opens one.
+    """Audio stream of a seekable file; `sample.audio()` opens one.
 
     Args:
-        file: A binary file that can be read and sought, which stays open meanwhile.
+        file: A binary file that can be read and sought, and that stays open.
         name: The file's name in messages.
-        begin_s: Where the range that is heard begins in the file, in seconds.
-        end_s: Where it ends; None: at the end of the file.
+        begin_s: Where the range starts in the file, in seconds.
+        end_s: Where the range ends. None (default): at the end of the file.
 
     Attributes:
-        rate: Samples in a second, in Hz.
+        rate: Samples per second, in Hz.
         channels: The number of channels.
 
     Raises:
-        MediaError: There is no sound in it, or it is damaged.
+        MediaError: The file has no audio, or is damaged.
         ImportError: PyAV is not installed.
 
     Example:
@@ -54,7 +54,7 @@ class Audio(MediaStream):
         self.rate: int = self._stream.codec_context.sample_rate
         self.channels: int = self._stream.codec_context.channels
         self._packer: Any = None
-        self._ended: int | None = None  # the sample at which the last range met the end of what can be decoded
+        self._ended: int | None = None  # the sample at which the audio ended, if the last range reached it
         if not 0 < self.rate <= _MOST_HZ or self.channels <= 0:
             self.close()
             raise MediaError(f"{name}: unsupported audio: {self.channels} channels at {self.rate} Hz")
@@ -62,23 +62,24 @@ class Audio(MediaStream):
     def samples(
         self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
     ) -> NDArray[np.float32]:
-        """Decode the sound between two times.
+        """Decode the audio between two times.
 
         Args:
-            start_s: Seconds from the begin.
-            stop_s: Where to stop; None: at the end.
-            rate: Samples in a second to resample to; None: as they are.
-            mono: Give the mean of the channels.
+            start_s: Seconds from the start of the audio (default 0).
+            stop_s: Where to stop. None (default): at the end.
+            rate: Samples per second to resample to. None (default): no resampling.
+            mono: Whether to return the mean of the channels (default False).
 
         Returns:
-            float32 (channels, samples), from -1 to 1: `round((stop_s - start_s) * rate)` samples, zeros where the range
-            reaches beyond the end, and where there is a pause between two packets. Without `stop_s`, to the last sample
-            that is decoded, where the header rounds. The begin is exact to one sample; in Matroska and WebM, whose
-            clocks have milliseconds, to one of these.
+            float32 (channels, samples), from -1 to 1: `round((stop_s - start_s) * rate)` samples, zeros after the end
+                and in
+            pauses between two packets. Without `stop_s`, it ends at the last decoded sample, because headers round. The
+                start is
+            exact to one sample; in Matroska and WebM, whose clocks count milliseconds, to one of these.
 
         Raises:
-            ValueError: The range begins before 0, or ends before it begins.
-            MediaError: The sound is damaged.
+            ValueError: The range starts before 0, or ends before it starts.
+            MediaError: The audio is damaged.
         """
         start_s, stop = float(start_s), self._duration if stop_s is None else Fraction(float(stop_s))
         if not 0 <= start_s <= stop:
@@ -93,13 +94,13 @@ class Audio(MediaStream):
         more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
         decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
         found = decode(first, count + more)
-        if more:  # to the end of what was decoded, unless it goes on behind what the header says
+        if more:  # to the last decoded sample, unless the audio continues after the end in the header
             end = round((Fraction(self._ended or 0, self.rate) - Fraction(start_s)) * wanted)
             found = found[:, : count if self._ended is None or end > count + more else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
     def _resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
-        """`count` samples at `rate`, the first of them at the stream's own sample `first`."""
+        """Return `count` samples at `rate`, starting at the stream's own sample `first`."""
         common = gcd(rate, self.rate)
         period, new_period = self.rate // common, rate // common
         around = -(-_AROUND // period) if period < _AROUND else 1
@@ -111,24 +112,27 @@ class Audio(MediaStream):
         return found
 
     def _native(self, first: int, count: int) -> NDArray[np.float32]:
-        """The samples from number `first` on, which may lie before the begin: float32 (channels, count)."""
+        """Return the samples from number `first`, which may be negative.
+
+        float32 (channels, count).
+        """
         found = np.zeros((self.channels, count), np.float32)
         end = first + count if self._whole else round(self._duration * self.rate)
         expected: int | None = None
         self._ended = None
         for frame in self._frames_before(Fraction(first, self.rate)) if count else ():
-            place = round(self._time(frame.pts) * self.rate)
-            if expected is not None and abs(place - expected) <= _GAP_S * self.rate:
-                place = expected  # one after the other, whatever a coarse clock says
-            elif expected is not None and self._is_counted:  # a damaged frame was left out
+            position = round(self._time(frame.pts) * self.rate)
+            if expected is not None and abs(position - expected) <= _GAP_S * self.rate:
+                position = expected  # frames are adjacent, even if a coarse clock differs
+            elif expected is not None and self._is_counted:  # a damaged frame was skipped
                 raise MediaError(f"{self.name}: damaged audio at {expected / self.rate:.3f} s")
-            if place >= first + count:
+            if position >= first + count:
                 break
             block = self._floats(frame)
-            expected = place + block.shape[1]
-            low, high = max(place, first, 0), min(expected, first + count, end)
+            expected = position + block.shape[1]
+            low, high = max(position, first, 0), min(expected, first + count, end)
             if low < high:
-                found[:, low - first : high - first] = block[:, low - place : high - place]
+                found[:, low - first : high - first] = block[:, low - position : high - position]
         else:
             self._ended = expected
             if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
@@ -139,7 +143,7 @@ class Audio(MediaStream):
 
     @property
     def _is_counted(self) -> bool:
-        """Whether times are counted in samples, without gaps, by a demuxer that leaves out damaged frames."""
+        """Whether times count samples without gaps, and damaged frames are skipped."""
         return self.codec == "flac" and self._container.format.name in ("flac", "ogg")
 
     @property
@@ -147,15 +151,16 @@ class Audio(MediaStream):
         return bool(self._container.format.name == "ogg")
 
     def _frames_before(self, time: Fraction) -> Any:
-        """The frames from some time before `time` on."""
+        """Return the frames from some time before `time`."""
         if time <= (_OGG_S if self._is_ogg else 0):
             return self._from_start()
-        # A demuxer learns of points to begin from, and a decoder of AAC draws noise: after other ranges, others come.
-        self._open_anew()
+        # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw
+        # noise from a generator.
+        self._reopen()
         return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
 
     def _floats(self, frame: Any) -> NDArray[np.float32]:
-        """A frame as float32 (channels, samples)."""
+        """Convert a frame to float32 (channels, samples)."""
         if frame.layout.nb_channels != self.channels or frame.sample_rate != self.rate:
             raise MediaError(f"{self.name}: its audio changes from {self.channels} channels at {self.rate} Hz")
         if frame.format.is_planar and self.channels > _MOST_PLANES:
@@ -172,7 +177,7 @@ class Audio(MediaStream):
         return data.astype(np.float32, copy=False)
 
     def _packed(self, frame: Any) -> Any:
-        """The same samples, those of all channels after each other."""
+        """Return the same samples with those of all channels interleaved."""
         with media_errors(self.name, f"its {self.channels} channels cannot be read"):
             if self._packer is None:
                 self._packer = pyav().AudioResampler(frame.format.packed.name, frame.layout, self.rate)
@@ -181,13 +186,16 @@ class Audio(MediaStream):
 
 
 def resample(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
-    """Resample float32 (channels, samples) by FFmpeg's filter, windowed sinc: float32 (channels, about as long)."""
+    """Resample float32 (channels, samples) by FFmpeg's windowed sinc filter.
+
+    The result has about the same duration.
+    """
     groups = [samples[first : first + _MOST_PLANES] for first in range(0, len(samples), _MOST_PLANES)]
     return np.concatenate([_resampled(group, rate, new_rate, name) for group in groups])
 
 
 def _resampled(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
-    """The same of few channels."""
+    """Resample few channels."""
     av = pyav()
     layout = f"{len(samples)}c"
     with media_errors(name, f"cannot be resampled from {rate} to {new_rate} Hz"):

@@ -1,9 +1,9 @@
-"""`Clips`: short stretches of a video, of a sound or of both in step, at random or at fixed places.
+"""`Clips`: short ranges of video, audio or both, at random or fixed times.
 
 0 s                                                          duration_s
 ├───────────────────┼───────────────────┼───────────────────┼────────┤
- stratum 0           stratum 1           stratum 2           length_s     count=3: one clip begins in each
-├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip begins at each mark
+ stratum 0           stratum 1           stratum 2           length_s     count=3: one clip starts in each
+├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip starts at each mark
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 
-_ROUNDED = 1e-6  # of a stride: what is lost of a place at which the last clip just fits
+_ROUNDED = 1e-6  # strides: rounding error at which the last clip still fits
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A stretch of a video, of a sound, or of both.
+    """Range of a video, of audio, or of both.
 
     Attributes:
-        start_s: Where it begins, in seconds from the begin of the video, or of the sound alone.
+        start_s: Its start, in seconds from the start of the video, or of the audio alone.
         times_s: The time of each frame, float64 (frames,), in seconds; None without a video.
         frames: The frame on display at each of these times, uint8 (frames, 3, height, width); None without a video.
-        audio: The sound from `start_s` on, float32 (channels, samples); None without one.
+        audio: The audio from `start_s`, float32 (channels, samples); None without audio.
     """
 
     start_s: float
@@ -43,24 +43,27 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True)
 class Clips:
-    """Which clips to take of a video, of a sound or of both: `encode` returns `clips.of(…)`, an item for each clip.
+    """Choice of clips of a video, of audio or of both, for `encode` to return.
 
-    Every clip has `round(length_s * fps)` frames and `round(length_s * rate)` samples. A medium that is shorter than a
-    clip gives one that begins at 0: the last frame is repeated, and the sound is followed by zeros. Beside a video a
-    sound that ends sooner is followed by zeros, too.
+    `encode` returns `clips.of(…)`, which yields an item per clip. Every clip has `round(length_s * fps)` frames and
+    `round(length_s * rate)` samples. A medium shorter than a clip yields one clip that starts at 0. Its last frame is
+    repeated, and its audio is padded with zeros. Audio that ends before its video is padded with zeros too.
 
     Args:
         length_s: The length of a clip, in seconds.
-        fps: Frames to take of each second; only sound can do without.
-        count: Clips of each sample. The places at which a clip can begin are cut into as many equal stretches, and a
-            clip begins at random in each, by the random numbers of that part alone; clips of a short medium overlap.
-        stride_s: Begin clips at 0, `stride_s`, 2 · `stride_s`, …, as long as they fit, in place of random places.
-        align: "exact": clips begin where they were drawn; "keyframe": at the last frame at or before it from which
-            decoding can begin, which decodes less. Two clips of one sample may be the same then.
-        size: Width and height to resize frames to; None: as they are.
+        fps: Frames per second of a clip. Required for video.
+        count: Clips of each sample. The possible starts are divided into as many equal ranges, and a clip starts at
+            random
+            in each, by the random numbers of that part alone. Clips of a short medium overlap. None (default): 1.
+        stride_s: Start clips at 0, `stride_s`, 2 · `stride_s`, …, as long as they fit, instead of at random. None
+            (default):
+            at random.
+        align: "exact" (default): clips start where they were drawn. "keyframe": at the last keyframe at or before that
+            time, which decodes less. Two clips of one sample may then be equal.
+        size: Width and height to resize frames to. None (default): no resizing.
 
     Raises:
-        ValueError: A setting is out of its range, or both `count` and `stride_s` are given.
+        ValueError: A setting is out of range, or both `count` and `stride_s` are set.
 
     Example:
         ```python
@@ -114,34 +117,35 @@ class Clips:
         rate: int | None = None,
         make: Callable[[Clip], Any] | None = None,
     ) -> ClipIterator:
-        """Return an iterator over the clips of one sample, each decoded when it is taken, for `encode` to return.
+        """Return an iterator over the clips of one sample, for `encode` to return.
 
-        A resume in the middle of the sample decodes only the clips that are left.
+        Each clip is decoded when it is taken. A resume in the middle of the sample decodes only the remaining clips.
 
         Args:
-            video: The video; None for sound alone.
-            rng: The random numbers given to `encode`.
-            audio: The sound; None for a video alone.
-            rate: Samples of the sound in a second, in Hz; None: its own.
-            make: Makes the item of a clip; None: the item is the `Clip`.
+            video: The video. None: audio only.
+            rng: The random numbers that `encode` got.
+            audio: The audio. None (default): video only.
+            rate: Samples per second of the audio, in Hz. None (default): its own rate.
+            make: Turns a clip into an item. None (default): the item is the `Clip`.
 
         Raises:
-            ValueError: There is neither video nor sound, a video without `fps`, or a rate below one sample a clip.
-            MediaError: The video, or the sound alone, lasts no time.
+            ValueError: There is neither video nor audio, `fps` is missing for a video, or a clip has less than one
+                sample.
+            MediaError: The duration of the video, or of the audio alone, is zero.
         """
         return ClipIterator(_Media(self, video, audio, rate), rng, make)
 
     def one(self, video: Video | None, rng: Rng, *, audio: Audio | None = None, rate: int | None = None) -> Clip:
-        """Decode one clip, at random from the whole of a sample: for encoders that make one item of it.
+        """Decode one random clip of a sample, for encoders that build one item of it.
 
         Args:
-            video: As for `of`; so are the others.
-            rng: The random numbers given to `encode`.
-            audio: The sound.
-            rate: Samples of the sound in a second.
+            video: As for `of`.
+            rng: The random numbers that `encode` got.
+            audio: As for `of`.
+            rate: As for `of`.
 
         Raises:
-            ValueError: There is a `stride_s`, or a `count` of more than 1; or as `of`.
+            ValueError: `stride_s` is set, or `count` is above 1; or as `of`.
             MediaError: As `of`; or a medium is damaged.
         """
         if self.stride_s is not None or (self.count or 1) > 1:
@@ -155,32 +159,35 @@ def _is_size(size: object) -> bool:
 
 
 class ClipIterator:
-    """The clips of one sample, part by part; the random numbers of each are set before it is taken."""
+    """Iterator over the clips of a sample.
+
+    The stage sets the random numbers of each before it is taken.
+    """
 
     def __init__(self, media: _Media, rng: Rng, make: Callable[[Clip], Any] | None) -> None:
         self._media, self._rng, self._make = media, rng, make
-        self._left = self._count = media.count
+        self._remaining = self._count = media.count
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        if not self._left:
+        if not self._remaining:
             raise StopIteration
-        part = self._count - self._left
-        self._left -= 1
+        part = self._count - self._remaining
+        self._remaining -= 1
         clip = self._media.clip(self._media.start(part, self._rng))
         return clip if self._make is None else self._make(clip)
 
     def pass_over(self, parts: int) -> int:
-        """Go on behind this many more clips, none of them decoded; returns how many there were."""
-        passed = min(parts, self._left)
-        self._left -= passed
+        """Skip at most so many clips without decoding; return the number skipped."""
+        passed = min(parts, self._remaining)
+        self._remaining -= passed
         return passed
 
 
 class _Media:
-    """A video, a sound or both, from which clips are cut."""
+    """Video, audio or both, from which clips are taken."""
 
     def __init__(self, clips: Clips, video: Video | None, audio: Audio | None, rate: int | None) -> None:
         whole = audio if video is None else video
@@ -196,27 +203,27 @@ class _Media:
         self._duration = whole.duration_s
         if not 0 < self._duration < math.inf:
             raise MediaError(f"{whole.name}: no clip fits in its {self._duration} s")
-        self._room = max(0.0, self._duration - clips.length_s)  # a clip can begin from 0 to here
+        self._room = max(0.0, self._duration - clips.length_s)  # the latest start of a clip
 
     @property
     def count(self) -> int:
-        """The number of clips."""
+        """Number of clips."""
         clips = self._clips
         if self._duration < clips.length_s:
             return 1
         return (clips.count or 1) if clips.stride_s is None else int(self._room / clips.stride_s + _ROUNDED) + 1
 
     def start(self, part: int, rng: Rng) -> float:
-        """Where a clip begins, in seconds."""
+        """Return the start of a clip, in seconds."""
         stride_s = self._clips.stride_s
         drawn = (part + rng.random()) / self.count * self._room if stride_s is None else part * stride_s
         if self._video is None:
             return drawn
-        self._video.begin_anew(drawn)
+        self._video.restart_at(drawn)
         return self._video.keyframe_at(drawn) if self._clips.align == "keyframe" else drawn
 
     def clip(self, start: float) -> Clip:
-        """Decode the clip that begins there."""
+        """Decode the clip with this start."""
         times = frames = audio = None
         if self._video is not None:
             assert self._clips.fps is not None

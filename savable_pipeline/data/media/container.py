@@ -1,7 +1,7 @@
-"""`MediaStream`: one stream of a media file, decoded from any time on: the base of `Video` and `Audio`.
+"""`MediaStream`: one stream of a media file, decoded from any time.
 
-Time 0 is where the container begins, so that audio and video of one file agree; or `begin_s` of a range of a file. What
-FFmpeg does not say of a file is read from its bytes:
+It is the base class of `Video` and `Audio`. Time 0 is the start of the container, so audio and video of one file agree,
+or `begin_s` of a range of a file. What FFmpeg does not report of a file is read from its bytes:
 
     MP4     moov ─ trak ─ tkhd   track number u32 │ … │ matrix i32 (3, 3): a, b, u, c, d, v, x, y, w
     MP3     ID3 tags │ first frame: header 4 bytes │ 9 to 34 bytes │ "Xing" or "Info" │ flags u32 │ if 1: frames u32
@@ -9,10 +9,10 @@ FFmpeg does not say of a file is read from its bytes:
     Ogg     "OggS" │ version u8 │ flags u8 │ granule u64 │ serial u32 │ number u32 │ CRC u32 │ segments u8 │ their sizes
             │ content
 
-The matrix says how a frame is turned when it is shown: a camera that was held upright writes one that turns by a
-quarter. Without the frames of MP3, FFmpeg takes a file's length to be size over first bit rate. A page of Ogg that does
-not fit its checksum is left out by FFmpeg, and what was in it is a silence then. Sources: ISO/IEC 14496-12, 8.3.2; the
-LAME project's description of the Xing tag; ID3v2.4, 3.1.
+The matrix says how a frame is rotated for display. An upright camera writes a rotation by a quarter turn. Without the
+number of frames of an MP3, FFmpeg estimates its length from the size and the first bit rate. FFmpeg skips a page of Ogg
+with a wrong checksum, which becomes silence. Sources: ISO/IEC 14496-12, 8.3.2; the LAME project's description of the
+Xing tag; ID3v2.4, 3.1.
 """
 
 from __future__ import annotations
@@ -29,39 +29,42 @@ from typing import Any, BinaryIO, Literal, Self
 
 from savable_pipeline.errors import MediaError
 
-_MOST_BOXES = 10_000  # looked at; a damaged file may have endless ones
+_MOST_BOXES = 10_000  # to read, because a damaged file may have endlessly many
 _XING = re.compile(rb"\xff[\xe2-\xff].{2,36}?(?:Xing|Info)...(.)(.{4})", re.DOTALL)
 _VBRI = re.compile(rb"\xff[\xe2-\xff].{34}VBRI.{10}(.{4})", re.DOTALL)
 _HAS_FRAMES = 1
-_LOOKED_AT = 4096  # bytes behind the ID3 tags
+_HEAD_BYTES = 4096  # to read after the ID3 tags
 _MOST_TAGS = 8
 _HEAD = struct.Struct("<4sBBQIIIB")
-_MAGIC, _LAST = b"OggS", 0x04  # how a page begins; the flag of a stream's last one
+_MAGIC, _LAST = b"OggS", 0x04  # the start of a page; the flag of a stream's last page
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CRC_AT = 22
-# Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
 _NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
 _UNSUPPORTED = "is not supported. Convert it, for example by `ffmpeg -i FILE FILE.flac`"
+# Only containers with their media inside. A playlist could name other files, which must not be read.
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
 )
-_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers that do not say how long they are
-# In these a point to begin from is estimated from bytes, so that times behind it are not those of a full decode.
+_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers without a length in the header
+# In these, a seek estimates a position from bytes, so the times after it differ from those of a full decode.
 _UNSOUGHT = ("mp3", *_GUESSED)
 _MATROSKA = "matroska,webm"
-_MP3_PADDING = 8192  # samples before and behind the sound, which are left out
-_READ_BYTES = 1 << 16  # that PyAV asks a file for at once
-LATE = Fraction(1, 2000)  # s: what a range of a file may be late by, since tables round seconds
-_FLOAT = Fraction(1, 10**9)  # s that floats may be early by; and of float32, a share of the time:
+_MP3_PADDING = 8192  # samples before and after the audio, which are skipped
+_READ_BYTES = 1 << 16  # of one read by PyAV
+LATE = Fraction(1, 2000)  # seconds by which a range of a file may be late, because tables round times
+_FLOAT = Fraction(1, 10**9)  # seconds by which a float may be early, and for float32 a fraction of the time
 _FLOAT_SHARE = Fraction(1, 1 << 24)
-_COUNTS = Fraction(2, 3)  # of a frame that a tick lasts at least where it is the number of one
-_CUT_S = Fraction(1, 4)  # that a stream may end before its header says
-_EARLIER = (0, 1, 4, 16, 64, 256)  # s before a time from which decoding is tried until a frame comes that is not late
+_COUNTS = Fraction(2, 3)  # least length of a tick, in frames, if ticks count frames
+_CUT_S = Fraction(1, 4)  # seconds by which a stream may end before the time in its header
+_EARLIER = (0, 1, 4, 16, 64, 256)  # seconds to seek before a time, until the first decoded frame is early enough
 
 
 def is_turned(file: BinaryIO, track: int) -> bool:
-    """Whether width and height of a track are exchanged when it is shown. Raises the errors of reading the file."""
+    """Return whether width and height of a track are exchanged for display.
+
+    Raises errors of reading the file.
+    """
     end = file.seek(0, 2)
     for moov in _boxes(file, b"moov", 0, end):
         for trak in _boxes(file, b"trak", *moov):
@@ -74,7 +77,7 @@ def is_turned(file: BinaryIO, track: int) -> bool:
 
 
 def _matrix(tkhd: bytes) -> tuple[int, int, int] | None:
-    """Track number, and the matrix's a and b."""
+    """Return the track number, and a and b of the matrix."""
     wide = tkhd[:1] == b"\1"
     if len(tkhd) < (88 if wide else 76):
         return None
@@ -84,7 +87,7 @@ def _matrix(tkhd: bytes) -> tuple[int, int, int] | None:
 
 
 def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """First byte and end of what each box of a kind holds, among those between two bytes."""
+    """Yield the first byte and the end of the contents of each box of a kind."""
     for _ in range(_MOST_BOXES):
         if begin + 8 > end:
             return
@@ -103,19 +106,22 @@ def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[
         begin = stop
 
 
-def said_frames(file: BinaryIO) -> int | None:
-    """The number of frames, each of 1,152 samples, or of 576 at less than 32 kHz. Raises the errors of reading."""
-    head = _behind_id3(file)
+def mp3_frame_count(file: BinaryIO) -> int | None:
+    """Return the number of frames of an MP3 by its header, or None.
+
+    Each has 1,152 samples, or 576 below 32 kHz. Raises errors of reading.
+    """
+    head = _after_id3(file)
     if (found := _XING.search(head)) is not None and found[1][0] & _HAS_FRAMES:
         return int.from_bytes(found[2], "big")
     return None if (found := _VBRI.search(head)) is None else int.from_bytes(found[1], "big")
 
 
-def _behind_id3(file: BinaryIO) -> bytes:
+def _after_id3(file: BinaryIO) -> bytes:
     begin = 0
     for _ in range(_MOST_TAGS):
         file.seek(begin)
-        head = file.read(_LOOKED_AT)
+        head = file.read(_HEAD_BYTES)
         if head[:3] != b"ID3" or len(head) < 10:
             return head
         size = head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]
@@ -124,13 +130,13 @@ def _behind_id3(file: BinaryIO) -> bytes:
 
 
 def ogg_fault(file: BinaryIO) -> str:
-    """Why the pages of a file cannot be right, "" if they can; all of it is read."""
-    with kept_place(file):
+    """Return what is wrong with the pages of an Ogg file, or "". Reads all of it."""
+    with restored_position(file):
         file.seek(0)
         offset, flags = 0, 0
         while head := file.read(_HEAD.size):
             if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-                is_end = flags & _LAST and _MAGIC not in head + file.read()  # tags, behind all pages
+                is_end = flags & _LAST and _MAGIC not in head + file.read()  # tags after all pages
                 return "" if is_end else f"no page of Ogg at byte {offset}"
             _, _, flags, _, _, _, crc, count = _HEAD.unpack(head)
             sizes = file.read(count)
@@ -143,13 +149,16 @@ def ogg_fault(file: BinaryIO) -> str:
 
 
 def _crc(page: bytes) -> int:
-    """CRC-32 with the bits of each byte from the highest on; zlib's takes them from the lowest."""
+    """Return the CRC-32 with each byte's highest bit first.
+
+    zlib takes the lowest bit first.
+    """
     found = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{found:032b}"[::-1], 2)
 
 
 def pyav() -> Any:
-    """The module `av`. Raises ImportError that says what to install."""
+    """Import `av`, or raise ImportError with the command to install it."""
     try:
         import av
     except ImportError as error:
@@ -159,7 +168,7 @@ def pyav() -> Any:
 
 @contextlib.contextmanager
 def media_errors(name: str, doing: str) -> Iterator[None]:
-    """Make PyAV's errors a `MediaError`; those of reading the file pass."""
+    """Turn PyAV's errors into `MediaError`. Errors of reading the file pass."""
     error_type = pyav().error.FFmpegError
     try:
         yield
@@ -171,8 +180,11 @@ def media_errors(name: str, doing: str) -> Iterator[None]:
 
 
 def open_container(file: BinaryIO, name: str) -> Any:
-    """A file as PyAV's container; nothing of it is decoded. Raises `MediaError`, ImportError without PyAV."""
-    with kept_place(file):
+    """Open a file as PyAV's container without decoding anything.
+
+    Raises `MediaError`, ImportError without PyAV.
+    """
+    with restored_position(file):
         head = file.read(16)
     if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
         raise MediaError(f"{name}: {kind} {_UNSUPPORTED}")
@@ -182,35 +194,42 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def kept_place(file: BinaryIO) -> Iterator[None]:
-    """Go on afterwards where a file is being read: an open container does not seek before each read."""
-    place = file.tell()
+def restored_position(file: BinaryIO) -> Iterator[None]:
+    """Restore the position of a file.
+
+    An open container does not seek before each read.
+    """
+    position = file.tell()
     try:
         yield
     finally:
-        file.seek(place)
+        file.seek(position)
 
 
 def is_mp4(container: Any) -> bool:
-    """Whether a container is MP4 or QuickTime."""
+    """Return whether a container is MP4 or QuickTime."""
     return "mov" in container.format.name.split(",")
 
 
 def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
-    """The first stream of a kind; no picture that is attached to a sound. None without one."""
+    """Return the first stream of a kind, or None.
+
+    An image attached to audio does not count as video.
+    """
     found = getattr(container.streams, kind)
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
 def check_sums(stream: Any) -> None:
-    """Have FLAC's decoder compare each frame with its checksum."""
+    """Let FLAC's decoder compare each frame with its checksum."""
     if stream.codec_context.name == "flac":
         stream.codec_context.options = {"err_detect": "crccheck+explode"}
 
 
 def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fraction) -> tuple[Fraction | None, bool]:
-    """The time at which a stream of a file ends by the headers, in seconds from `origin`, None where they do not say
-    it; and whether it is this stream's, not that of the longest one.
+    """Return the end of a stream by the headers, in seconds from `origin`, or None.
+
+    The second value says whether the end is this stream's own, and not that of the longest stream.
     """
     if _is_guessed(container, stream, file):
         return None, False
@@ -219,15 +238,17 @@ def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fractio
         start = stream.start_time * stream.time_base if stream.start_time is not None and not skipped else 0
         begin = origin if stream.start_time is not None else 0
         return Fraction(start + stream.duration * stream.time_base) - skipped - begin, True
-    if told := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
-        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]) - skipped, True
+    if text := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
+        return int(text[1]) * 3600 + int(text[2]) * 60 + Fraction(text[3]) - skipped, True
     if container.duration is None:
         return None, False
     return Fraction(container.duration, 1_000_000) - skipped, len(container.streams) == 1
 
 
 def _opus_skip(container: Any, stream: Any) -> Fraction:
-    """The seconds that Opus decodes before its sound begins, and that lengths in Ogg and Matroska count; else 0.
+    """Return the seconds that Opus decodes before its audio starts; 0 for others.
+
+    Lengths in Ogg and Matroska include them.
 
     Its header: "OpusHead" │ version u8 │ channels u8 │ samples at 48,000 Hz to skip u16, little-endian (RFC 7845, 5.1).
     """
@@ -238,58 +259,64 @@ def _opus_skip(container: Any, stream: Any) -> Fraction:
 
 
 def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
-    """Why there is no such range in a file, as far as its headers say; "" if there may be."""
-    asked = f"a range from {begin_s} to {'its end' if end_s is None else f'{end_s} s'}"
+    """Return why a file has no such range, as far as its headers say, or ""."""
+    wanted = f"a range from {begin_s} to {'its end' if end_s is None else f'{end_s} s'}"
     if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
-        return asked
+        return wanted
     if container.duration is None or _is_guessed(container, stream, file):
         return ""
     lasts = Fraction(container.duration, 1_000_000)
     if begin_s < lasts and (end_s is None or end_s <= lasts + _CUT_S):
         return ""
-    return f"{asked}, but the file ends at {float(lasts):.3f} s"
+    return f"{wanted}, but the file ends at {float(lasts):.3f} s"
 
 
 def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
-    """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
+    """Return whether FFmpeg only estimates the length of a stream.
+
+    The estimate, from the first bit rate or a few times, may be far too short.
+    """
     name = container.format.name
     if name == _MATROSKA and origin_of(container) > 0:
-        return True  # some programs count from 0 on, and others from the first packet
+        return True  # some programs count from 0, others from the first packet
     if name != "mp3" or stream.duration is None:
         return name in (*_GUESSED, "mpegts")
-    with kept_place(file):
-        frames = said_frames(file)
+    with restored_position(file):
+        frames = mp3_frame_count(file)
     rate = stream.codec_context.sample_rate
-    told = stream.duration * stream.time_base * rate
-    return frames is None or abs(frames * (1152 if rate >= 32_000 else 576) - told) > _MP3_PADDING
+    estimate = stream.duration * stream.time_base * rate
+    return frames is None or abs(frames * (1152 if rate >= 32_000 else 576) - estimate) > _MP3_PADDING
 
 
 def origin_of(container: Any) -> Fraction:
-    """The time at which a container begins, in seconds of its own clock."""
+    """Return the start of a container, in seconds of its own clock."""
     begin = Fraction(container.start_time or 0, 1_000_000)
     starts = [each.start_time * each.time_base for each in container.streams if each.start_time is not None]
     return min((start for start in starts if abs(start - begin) < Fraction(1, 1_000_000)), default=begin)
 
 
 def has_no_pts(container: Any, stream: Any) -> bool:
-    """Whether a file does not say when frames are shown: AVI, where a frame is shown as long as its chunk lasts."""
+    """Return whether a file has no display times, as AVI.
+
+    There, a frame is shown as long as its chunk lasts.
+    """
     return bool(container.format.name == "avi" and stream.type == "video")
 
 
 def is_reordered(container: Any, stream: Any) -> bool:
-    """Whether chunks without times are in another order than the frames that they hold."""
+    """Return whether chunks without times are in another order than their frames."""
     return has_no_pts(container, stream) and bool(stream.codec_context.has_b_frames)
 
 
 def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> list[Any]:
-    """The frames that come out of a packet, with their times.
+    """Return the frames that a packet completes, with their times.
 
-    Without times in the file, those of its chunks, the empty ones counted. `chunks` has the times of chunks that went
-    in whose frames are still to come: the nth frame shown has the nth time. None: chunks are in the order of frames.
+    If the file has no times, they are those of its chunks, including empty ones. `chunks` has the times of chunks whose
+    frames are still to come: the nth frame shown has the nth time. None: chunks are in the order of frames.
     """
     if not has_no_pts(container, packet.stream):
         found: list[Any] = packet.decode()
-    elif chunks is None:  # FFmpeg guesses for H.264 that each is shown one chunk later
+    elif chunks is None:  # FFmpeg assumes for H.264 that each is shown one chunk later
         packet.pts = packet.dts
         found = packet.decode()
     else:
@@ -302,11 +329,13 @@ def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> li
 
 
 class MediaStream:
-    """One stream of a file, decoded by one thread. Closes itself when it is freed; a context manager.
+    """One stream of a file, decoded by one thread. It is a context manager.
+
+    It also closes itself when it is freed.
 
     Attributes:
         name: The file's name in messages.
-        codec: The name of the codec, as FFmpeg has it.
+        codec: FFmpeg's name of the codec.
     """
 
     kind: Literal["video", "audio"]
@@ -318,13 +347,13 @@ class MediaStream:
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
         self._is_range = end_s is not None or begin_s > 0
-        self._whole = end_s is None  # else what follows in the file is of another range
+        self._whole = end_s is None  # otherwise another range may follow in the file
         if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
             raise MediaError(f"{name}: {fault}")
 
     def _open(self) -> None:
-        """Open the file at its begin, and its stream of this kind."""
+        """Open the file from its start, and its stream of this kind."""
         self._container = open_container(self._file, self.name)
         stream = first_stream(self._container, self.kind)
         if stream is None or stream.codec_context is None:
@@ -340,40 +369,49 @@ class MediaStream:
         if self.codec.startswith("wma"):
             self.close()
             raise MediaError(f"{self.name}: Windows Media audio {_UNSUPPORTED}")
-        self._at_start = True  # nothing was decoded so far
+        self._at_start = True  # nothing is decoded yet
 
     @property
     def duration_s(self) -> float:
-        """The time from 0 to the end, in seconds: as the headers say, or where they do not, by reading all packets."""
+        """The time from 0 to the end, in seconds.
+
+        It comes from the headers, or else from reading all packets.
+        """
         return float(self._duration)
 
     @property
     def _duration(self) -> Fraction:
         if self._end is None:
             origin = origin_of(self._container)
-            told = header_duration(self._container, self._stream, self._file, origin)[0]
-            self._end = self._packets_end() if told is None else told + origin - self._origin
+            end = header_duration(self._container, self._stream, self._file, origin)[0]
+            self._end = self._packets_end() if end is None else end + origin - self._origin
             if self._end < 0:
                 raise MediaError(f"{self.name}: its range starts {-float(self._end):.3f} s after the end of the file")
         return self._end
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
-        """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
-        told, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
+        """Raise `MediaError` if a stream ends before its header says, up to `wanted`.
+
+        It was decoded to its end, at `reached`.
+        """
+        due, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
         begin, by = self._origin - origin_of(self._container), "its header (it was cut short)"
-        if told is None and self._end is not None and not self._whole:
-            told, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
-        if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
+        if due is None and self._end is not None and not self._whole:
+            due, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
+        if due is not None and own and min(wanted + begin, due) > reached + begin + _CUT_S:
             raise MediaError(
-                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, not {float(told - begin):.3f} s by {by}"
+                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, not {float(due - begin):.3f} s by {by}"
             )
 
     def close(self) -> None:
-        """Free the decoder; the file stays open."""
+        """Free the decoder. The file stays open."""
         self._container.close()
 
     def __del__(self) -> None:
-        """Close it: PyAV's own objects refer to each other, and would keep megabytes until the next collection."""
+        """Close it at once.
+
+        PyAV's objects refer to each other, and would occupy megabytes until the next garbage collection.
+        """
         if hasattr(self, "_container"):
             self._container.close()
 
@@ -384,9 +422,10 @@ class MediaStream:
         self.close()
 
     def _nearest_tick(self, time_s: float) -> int:
-        """The tick that a time means: a clock of milliseconds says 501 for 12 frames at 24000/1001 Hz, or 500.5 ms.
+        """Return the tick that a time means.
 
-        Where a range begins, a table says, which may be a sum of rounded lengths.
+        Example: on a clock of milliseconds, 12 frames at 24000/1001 Hz are 500.5 ms, which a file may round to 500 or
+        501. The start of a range in a table may be a sum of rounded lengths.
         """
         tick, time = self._stream.time_base, Fraction(time_s)
         late = LATE if self._counts_frames else max(tick / 2, LATE if self._is_range else 0)
@@ -394,20 +433,23 @@ class MediaStream:
 
     @property
     def _counts_frames(self) -> bool:
-        """Whether a tick is the number of a frame, as in AVI: such a clock rounds no times."""
+        """Whether ticks count frames, as in AVI. Such a clock rounds no times."""
         rate: Fraction | None = self._stream.average_rate
         return bool(rate is not None and rate * self._stream.time_base > _COUNTS)
 
     def _ticks(self, time_s: float | Fraction) -> int:
-        """A time on the stream's own clock, rounded down."""
+        """Return a time on the stream's own clock, rounded down."""
         return int((self._origin + Fraction(time_s)) // self._stream.time_base)
 
     def _time(self, ticks: int) -> Fraction:
-        """The time of a tick of the stream's clock."""
+        """Return the time of a tick of the stream's clock."""
         return Fraction(ticks * self._stream.time_base) - self._origin
 
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
-        """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
+        """Return the frames from the last seek point at or before `ticks`.
+
+        Without one, they start with the first frame.
+        """
         begin = self._stream.start_time
         for earlier in _EARLIER if self._is_sought else ():
             target = ticks - int(earlier / self._stream.time_base)
@@ -425,39 +467,48 @@ class MediaStream:
 
     @property
     def _is_sought(self) -> bool:
-        """Whether the frames behind a point that is sought are those of a full decode."""
+        """Whether the frames after a seek equal those of a full decode."""
         return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
 
     def _sought(self, ticks: int) -> Iterator[Any]:
-        """The frames from a point at or before `ticks`, as far as the container knows such points; else none."""
+        """Return the frames from a seek point at or before `ticks`, or none."""
         self._at_start = False
         try:
             self._container.seek(ticks, stream=self._stream)
-        except pyav().error.FFmpegError:  # as behind the begin of the last block of FLAC, which is whole
-            self._open_anew()
+        except pyav().error.FFmpegError:  # for example after the start of the last block of an intact FLAC file
+            self._reopen()
             return iter(())
         return self._frames()
 
     def _from_start(self) -> Iterator[Any]:
-        """The frames from the first one on; not every container can be sought to it."""
-        self._open_anew()
+        """Return the frames from the first one.
+
+        Not every container can seek to it.
+        """
+        self._reopen()
         self._at_start = False
         return self._frames()
 
-    def _open_anew(self) -> None:
-        """Be as if nothing had been decoded so far."""
+    def _reopen(self) -> None:
+        """Reopen the file, so that earlier decoding has no effect."""
         if not self._at_start:
             self.close()
             self._file.seek(0)
             self._open()
 
     def _frames(self) -> Iterator[Any]:
-        """The frames from here on, each with a time. Raises `MediaError` for a damaged one."""
+        """Return the frames from the current position, each with a time.
+
+        Raises `MediaError` for a damaged one.
+        """
         return _frames(self._container, self._stream, self.name, self.kind)
 
     def _packet_times(self) -> list[tuple[int, int]]:
-        """Time and duration of each packet, in ticks, ascending; nothing is decoded. The file is read to its end."""
-        with kept_place(self._file), media_errors(self.name, "its packets cannot be read"):
+        """Return time and duration of each packet, in ascending ticks, without decoding.
+
+        It reads the file to its end.
+        """
+        with restored_position(self._file), media_errors(self.name, "its packets cannot be read"):
             self._file.seek(0)
             with open_container(self._file, self.name) as container:
                 stream = container.streams[self._stream.index]
@@ -480,7 +531,7 @@ class MediaStream:
 
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
-    """No method, so that who holds it is not held by it: decoders are freed at once, not by the next collection."""
+    """Yield frames. This is no method, so that the generator does not keep the stream, and its decoder, alive."""
     chunks: deque[int] | None = deque() if is_reordered(container, stream) else None
     decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunks))
     while True:

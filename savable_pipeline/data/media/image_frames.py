@@ -1,7 +1,7 @@
-"""`ImageFrames`: frames that are images in a ZIP archive, read like those of a video.
+"""`ImageFrames`: frames that are images in a ZIP archive, read as a video.
 
 000000.png, 000001.png, …      in the order of the frames, not compressed
-comment of the archive "10"    how many are in a second
+comment of the archive "10"    frames per second
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ _MAGIC = b"PK\3\4"
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Whether a file begins as a ZIP archive with something in it; it is read from its begin again."""
+    """Return whether a file is a ZIP archive with something in it.
+
+    Its position is reset to 0.
+    """
     head = file.read(len(_MAGIC))
     file.seek(0)
     return head == _MAGIC
 
 
 class ImageFrames(Video):
-    """The frames of an archive of images: what a `Video` has, decoded by Pillow.
+    """Frames of an archive of images, with the interface of `Video`.
+
+    Raises `MediaError` for a damaged archive.
 
     Raises `MediaError` for an archive that is damaged.
     """
@@ -48,17 +53,17 @@ class ImageFrames(Video):
 
     @property
     def fps(self) -> float:
-        """The number of frames in a second."""
+        """Number of frames per second."""
         return float(self._rate)
 
     @property
     def frame_count(self) -> int:
-        """The number of frames."""
+        """Number of frames."""
         return len(self._names)
 
     @property
     def duration_s(self) -> float:
-        """The number of frames through their rate, in seconds."""
+        """Number of frames divided by their rate, in seconds."""
         return float(len(self._names) / self._rate)
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
@@ -72,28 +77,28 @@ class ImageFrames(Video):
         """See `Video.frames_by_index`."""
         width, height = size or self.size
         frames = np.empty((len(indices), 3, height, width), np.uint8)
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             if not 0 <= index < len(self._names):
                 raise IndexError(f"{self.name}: no frame {index}; there are {len(self._names)}")
-            frames[place] = self._decoded(index, size)
+            frames[position] = self._decoded(index, size)
         return frames
 
     def keyframe_at(self, time_s: float) -> float:
-        """See `Video.keyframe_at`: each image is one."""
+        """See `Video.keyframe_at`: each image is a keyframe."""
         return float(self._index_at(time_s) / self._rate)
 
-    def begin_anew(self, time_s: float) -> None:
-        """See `Video.begin_anew`: no image needs another one."""
+    def restart_at(self, time_s: float) -> None:
+        """See `Video.restart_at`: no image needs another one."""
 
     def close(self) -> None:
-        """Close the archive; the file stays open."""
+        """Close the archive. The file stays open."""
         self._images.close()
 
     def _index_at(self, time_s: float) -> int:
         return min(int((Fraction(float(time_s)) + LATE) * self._rate), len(self._names) - 1)
 
     def _decoded(self, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-        """One image, uint8 (3, height, width)."""
+        """Decode one image to uint8 (3, height, width)."""
         try:
             with open_image(self._images.read(self._names[index])) as image:
                 shown = eight_bits(image, None).convert("RGB")

@@ -1,4 +1,4 @@
-"""`MediaInfo`: what the headers of a media file say; and, of one that is decoded, what is wrong: `reason: detail`."""
+"""`MediaInfo`: what the headers of a media file say; what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.errors import MediaError
 
-_SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode
-_CLIP_S = 10  # a video with one keyframe that is no longer decodes quickly enough from its begin
+_SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # may lack at the end, because codecs pad what they encode
+_CLIP_S = 10  # a video with a single keyframe that is at most this long decodes fast enough from its start
 
 
 class MediaInfo(msgspec.Struct, frozen=True):
-    """What is known of a part without decoding it; None where the headers do not say it.
+    """Facts about a part from its headers, without decoding; None if unknown.
 
     Attributes:
-        duration_s: The length of the video, or without one of the sound, in seconds.
-        fps: Frames in a second, on average.
+        duration_s: The length of the video, or else of the audio, in seconds.
+        fps: Frames per second, on average.
         frames: The number of frames.
-        width: Pixels of a frame, or of an image, as it is shown.
-        height: The same.
-        rate: Samples of the sound in a second, in Hz.
-        channels: The number of its channels.
+        width: Pixels of a frame or image, as displayed.
+        height: Pixels of a frame or image, as displayed.
+        rate: Samples per second of the audio, in Hz.
+        channels: The number of channels of the audio.
 
     Example:
         >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
@@ -59,9 +59,9 @@ class MediaInfo(msgspec.Struct, frozen=True):
 
 
 def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
-    """Read the headers of a file: an image by the name of its `part`, anything else as audio or video.
+    """Read the headers of a file: an image, or audio or video, by the name of `part`.
 
-    Of a range of a file the duration is the range's, and the number of frames is not known.
+    For a range of a file, the duration is the range's, and the number of frames is unknown.
 
     Raises `MediaError`, or ImportError without PyAV. Errors of reading the file pass.
     """
@@ -79,18 +79,18 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         ranged = end_s is not None or begin_s > 0
         if duration is not None or end_s is not None:
             duration = (duration if end_s is None else Fraction(end_s)) - Fraction(begin_s)  # type: ignore[operator]
-        said: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
+        info: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
             rate, (width, height) = frame_rate(video), shown_size(container, video, file)
-            said |= {"fps": float(rate) if rate else None, "frames": None if ranged else video.frames or None}
-            said |= {"width": width or None, "height": height or None}
+            info |= {"fps": float(rate) if rate else None, "frames": None if ranged else video.frames or None}
+            info |= {"width": width or None, "height": height or None}
         if audio is not None and audio.codec_context is not None:
-            said |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}
-    return MediaInfo(**said)
+            info |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}
+    return MediaInfo(**info)
 
 
 def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
-    from PIL.Image import DecompressionBombError  # here: it takes time and memory
+    from PIL.Image import DecompressionBombError  # imported here, because it takes time and memory
 
     try:
         with open_image(file, part) as image:
@@ -104,7 +104,7 @@ def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
 
 @dataclass(slots=True)
 class _Stream:
-    """What was seen of a stream so far; times are in seconds from the begin of the container."""
+    """Facts about the decoded part of a stream; times are in seconds from the container's start."""
 
     packets: int = 0
     keyframes: int = 0
@@ -115,7 +115,9 @@ class _Stream:
 
 
 def media_fault(file: BinaryIO) -> tuple[str, bool]:
-    """Why a file cannot be right, "" if it can; and whether it is a long video with one keyframe.
+    """Return what is wrong with a file, or "".
+
+    The second value says whether it is a long video with a single keyframe.
 
     Raises ImportError without PyAV. Errors of reading the file pass.
     """
@@ -131,12 +133,12 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
     if not streams:
         return "unreadable media: neither video nor sound in it", False
-    seen = {
+    done = {
         index: _Stream(chunks=deque() if is_reordered(container, stream) else None)
         for index, (_, stream) in streams.items()
     }
     origin = origin_of(container)
-    told = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
+    ends = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
     if container.format.name == "ogg" and (fault := ogg_fault(file)):
         return f"unreadable media: {fault}", False
     for _, stream in streams.values():
@@ -144,38 +146,38 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
-            if fault := _fault_of(container, packet, seen[stream.index], kind, origin):
+            if fault := _fault_of(container, packet, done[stream.index], kind, origin):
                 return fault, False
     for index, (kind, _) in streams.items():
-        duration, own = told[index]
-        if not seen[index].frames:
+        duration, own = ends[index]
+        if not done[index].frames:
             return f"unreadable media: not one frame of its {kind} can be decoded", False
         if duration is None or not own:
             continue
-        if duration - seen[index].end > max(_SHORT_S, duration * _SHORT_SHARE):
-            times = f"{float(seen[index].end):.2f} s of {float(duration):.2f} s"
+        if duration - done[index].end > max(_SHORT_S, duration * _SHORT_SHARE):
+            times = f"{float(done[index].end):.2f} s of {float(duration):.2f} s"
             return f"cut short: its {kind} ends after {times} that its header says", False
-    one = any(kind == "video" and seen[i].keyframes == 1 and seen[i].end > _CLIP_S for i, (kind, _) in streams.items())
+    one = any(kind == "video" and done[i].keyframes == 1 and done[i].end > _CLIP_S for i, (kind, _) in streams.items())
     return "", one
 
 
-def _fault_of(container: Any, packet: Any, seen: _Stream, kind: str, origin: Fraction) -> str:
-    """Decodes a packet. Gives why it cannot be right."""
+def _fault_of(container: Any, packet: Any, done: _Stream, kind: str, origin: Fraction) -> str:
+    """Decode a packet, and return what is wrong with it or ""."""
     if packet.size:
-        seen.packets += 1
-        seen.keyframes += packet.is_keyframe
-        if kind == "video" and seen.packets == 1 and not packet.is_keyframe:
+        done.packets += 1
+        done.keyframes += packet.is_keyframe
+        if kind == "video" and done.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
-    for frame in decoded_frames(container, packet, seen.chunks):
+    for frame in decoded_frames(container, packet, done.chunks):
         if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
             return f"unreadable media: a frame of its {kind} is damaged"
         if frame.pts is None:
             continue
         time = frame.pts * frame.time_base - origin
-        if seen.last is not None and time < seen.last:
-            return f"times that go back: its {kind} has {float(time):.3f} s after {float(seen.last):.3f} s"
+        if done.last is not None and time < done.last:
+            return f"times that go back: its {kind} has {float(time):.3f} s after {float(done.last):.3f} s"
         length = (
             Fraction(frame.samples, frame.sample_rate) if kind == "audio" else (frame.duration or 0) * frame.time_base
         )
-        seen.frames, seen.last, seen.end = seen.frames + 1, time, max(seen.end, time + length)
+        done.frames, done.last, done.end = done.frames + 1, time, max(done.end, time + length)
     return ""

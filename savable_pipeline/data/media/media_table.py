@@ -1,16 +1,16 @@
-"""`MediaTable`: what the headers of a dataset's media say, in a file beside its index, so that nobody opens them again.
+"""`MediaTable`: headers of a dataset's media, stored next to its index.
 
     .nv-meta/savable.media.index     an index (see index.py), which has of each tar, in words of 8 bytes:
 
     samples n │ rows m │ bytes of names │ begins: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
 
-The rows from begins[i] to begins[i + 1] are of sample i: one for each of its parts that is of a kind in `MEDIA_PARTS`.
-The file is mapped: to open it reads no row, and to find one reads no other than its shard's. It has size, samples and
-digest of each shard that it was made of, as the index of the dataset says; of other shards it is never used. Of a shard
-that was touched since, some headers are read again.
+The rows from begins[i] to begins[i + 1] belong to sample i: one for each of its parts of a kind in `MEDIA_PARTS`. The
+file is mapped. Opening it reads no row, and finding a row reads only those of its shard. It has size, samples and
+digest of each of its shards, as in the index of the dataset, and is used for no other shards. If a shard was touched
+since, some of its headers are read again.
 
-`KnownMedia` asks the table first. Its digest stands in a state. What it has not is read from the headers of the part
-itself, whose very values it has, so that it may be added to a run, or removed.
+`KnownMedia` asks the table first. Missing values are read from the headers of the part itself, which are the same. So a
+table may be added to a run or removed. The digest of the values is saved in a state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import MediaError, ShardError
 
-KIND = "shown media"  # sizes as they are shown: of the kind "media", photos were not turned
+KIND = "shown media"  # sizes as displayed; in tables of the kind "media", photos were not rotated
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
 BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]
@@ -50,11 +50,14 @@ ROW = np.dtype(
     ]
 )
 _HEAD = 3  # words
-_OPEN_SHARDS = 1024  # whose rows were checked
+_OPEN_SHARDS = 1024  # most shards whose checked rows are in memory
 
 
 class MediaTable:
-    """The open table of some shards, `numbers` in its index. Raises `ShardError` if what it says of one is damaged."""
+    """Open table of some shards, `numbers` in its index.
+
+    Raises `ShardError` if the rows of a shard are damaged.
+    """
 
     field = "media"
 
@@ -64,15 +67,18 @@ class MediaTable:
 
     @property
     def digest(self) -> str:
-        """A hash of all values, in the order of the shards."""
+        """Hash of all values, in the order of the shards."""
         return xxh3_128_hexdigest(np.ascontiguousarray(self._index.checks[self._numbers], dtype="<u8").data)
 
     def first(self, shards: int) -> MediaTable:
-        """The table of the first so many shards."""
+        """Return the table of the first so many shards."""
         return MediaTable(self.path, self._index, self._numbers[:shards])
 
     def find(self, store: RecordStore, shard: int, row: int, part: str) -> Known | None:
-        """What the headers of a part say; None if the table does not have it. Takes as long in a larger one."""
+        """Return the headers of a part, or None.
+
+        The time that this takes does not depend on the table's size.
+        """
         rows = self._known.get(shard)
         if rows is None:
             if len(self._known) >= _OPEN_SHARDS:
@@ -83,13 +89,16 @@ class MediaTable:
         return rows.find(row - rows.first_row, part)
 
     def broken(self) -> Iterator[tuple[int, int, str]]:
-        """Number of the shard, place in it and name of each part whose headers cannot be read."""
+        """Yield shard, sample and name of each part whose headers cannot be read.
+
+        Shard and sample are numbers.
+        """
         for shard in range(len(self._numbers)):
             rows = self._opened(shard)
             yield from ((shard, *rows.part_of(number)) for number in np.flatnonzero(rows.rows["broken"]).tolist())
 
     def by_part(self) -> dict[str, NDArray[Any]]:
-        """The rows of each part: ROW (any,)."""
+        """Return the rows of each part: ROW (any,)."""
         found: dict[str, list[NDArray[Any]]] = {}
         for shard in range(len(self._numbers)):
             rows = self._opened(shard)
@@ -98,15 +107,15 @@ class MediaTable:
         return {name: np.concatenate(each) for name, each in found.items()}
 
     def _check_touched(self, store: RecordStore, shard: int, rows: _ShardMedia) -> None:
-        """Raise `ShardError` if a shard was written since, and some of its headers say something else now."""
+        """Raise `ShardError` if a shard was rewritten and some of its headers changed."""
         name = self._index.shards.names[int(self._numbers[shard])]
         if store.root is None or not is_touched(store.root / name, self.path):
             return
         numbers = range(len(rows.rows))
         for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]} if numbers else ():
-            place, part = rows.part_of(number)
+            sample, part = rows.part_of(number)
             with contextlib.suppress(ImportError):
-                if headers(store, shard, rows.first_row + place, part) != _info_of(rows.rows[number]):
+                if headers(store, shard, rows.first_row + sample, part) != _info_of(rows.rows[number]):
                     raise _unfit(self.path, f"{name} was rewritten, or PyAV reads it differently now")
 
     def _opened(self, shard: int) -> _ShardMedia:
@@ -120,7 +129,10 @@ class MediaTable:
 
 
 class _ShardMedia:
-    """What the table says of a shard of so many samples. Raises ValueError, IndexError if it does not fit itself."""
+    """Rows of a shard with so many samples.
+
+    Raises ValueError, IndexError if it is inconsistent.
+    """
 
     def __init__(self, blob: FileBlob, samples: int) -> None:
         count, rows, name_bytes = (int(number) for number in blob[:_HEAD])
@@ -138,18 +150,21 @@ class _ShardMedia:
             raise ValueError(f"{samples} samples")
 
     def part_of(self, number: int) -> tuple[int, str]:
-        """The place of the sample of a row, and the name of its part."""
-        place = int(np.searchsorted(self.begins, number, side="right")) - 1
-        return place, self.names[int(self.rows["part"][number])]
+        """Return the sample of a row, and the name of its part."""
+        sample = int(np.searchsorted(self.begins, number, side="right")) - 1
+        return sample, self.names[int(self.rows["part"][number])]
 
-    def find(self, place: int, part: str) -> Known | None:
-        rows = self.rows[self.begins[place] : self.begins[place + 1]]
+    def find(self, sample: int, part: str) -> Known | None:
+        rows = self.rows[self.begins[sample] : self.begins[sample + 1]]
         found = rows[rows["part"] == self._numbers.get(part, -1)]
         return _info_of(found[0]) if len(found) else None
 
 
 def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
-    """What the headers of a part say. Raises the errors of reading it, ImportError without PyAV."""
+    """Read the headers of a part.
+
+    Raises the errors of reading it, ImportError without PyAV.
+    """
     try:
         with store.open(shard, row, part) as file:
             return media_info(file, part, part)
@@ -158,7 +173,7 @@ def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
 
 
 def is_touched(shard: Path, table: Path) -> bool:
-    """Whether a shard, on a disk, may have been written since the table was."""
+    """Return whether a local shard may have been written after the table."""
     try:
         return FileVersion.of(shard.stat()).newest_ns >= table.stat().st_mtime_ns
     except OSError:
@@ -173,7 +188,7 @@ def _info_of(row: Any) -> Known:
 
 
 def packed(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
-    """What the table says of a shard: of its samples in order, of each the parts that are media."""
+    """Pack the rows of a shard from the media parts of each sample, in order."""
     begins, rows, names = [0], bytearray(), dict[str, int]()
     for sample in samples:
         for part, known in sample:
@@ -195,7 +210,10 @@ def _filled(raw: bytes) -> bytes:
 
 
 def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
-    """The table of these shards, of a kind, below `root`; None without one. Raises `ShardError` for one of others."""
+    """Open the table of these shards below `root`, or return None.
+
+    Raises `ShardError` if it is of other shards.
+    """
     fault: ShardError | None = None
     for path in index_places(root, media_table_name(kind)):
         try:
@@ -213,7 +231,10 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
 
 
 def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
-    """The numbers of these shards in the index of a table. Raises ValueError if one is not there, or was another."""
+    """Return the numbers of these shards in a table's index.
+
+    Raises ValueError if one is missing or has changed.
+    """
     try:
         numbers = index.numbers(shards.names)
     except KeyError as error:
@@ -237,38 +258,47 @@ def _unfit(path: Path, why: str) -> ShardError:
 
 
 class KnownMedia:
-    """The media of these shards of a store. Raises `ShardError` for a table that is not of them."""
+    """Media of these shards of a store, by a table or by headers.
+
+    Raises `ShardError` for a table of other shards.
+    """
 
     def __init__(self, store: RecordStore, shards: ShardList, *, tables: bool = True) -> None:
         self._store, self._shards = store, shards
         self.table: MediaTable | None = None
         found = getattr(store, "found", None)
-        if tables and isinstance(found, IndexedFiles):  # no store of one's own
-            self.table = open_table(found.root, shards, found.form.name)
+        if tables and isinstance(found, IndexedFiles):  # not for a user's own store
+            self.table = open_table(found.root, shards, found.form.index_kind)
 
     def untabled(self) -> KnownMedia:
-        """The same without a table: headers are read."""
+        """Return the same media without a table, so that headers are read."""
         return KnownMedia(self._store, self._shards, tables=False)
 
     def settings(self) -> dict[str, str]:
-        """What a state must agree on: a hash of the values."""
+        """Return what a state must agree on: a hash of the values."""
         return {} if self.table is None else {self.table.field: self.table.digest}
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
-        """What is known of a part, which messages call `name`. Raises `MediaError`, and the errors of reading it."""
+        """Return the facts about a part, which messages call `name`.
+
+        Raises `MediaError`, and the errors of reading it.
+        """
         known = None if self.table is None else self.table.find(self._store, shard, row, part)
         if isinstance(known, MediaInfo):
             return known
         with self._store.open(shard, row, part) as file:
             read = media_info(file, name, part)
-        if known == BROKEN:  # by another release of PyAV: a run may not see both
+        if known == BROKEN:  # even if this release of PyAV can read it, because all releases must agree in a run
             raise MediaError(f"{name}: its headers could not be read by `savable index --media`. Run it again")
         return read
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTotals:
-    """The media of one part. `size`, `fps` and `rate` are the most frequent ones, with their share; "" for none."""
+    """Totals of the media of one part.
+
+    `size`, `fps` and `rate` are the most frequent ones, with their fraction; "" if there are none.
+    """
 
     parts: int
     hours: float
@@ -279,7 +309,7 @@ class MediaTotals:
 
     @classmethod
     def of(cls, rows: NDArray[Any]) -> MediaTotals:
-        """Those of the rows of a table: ROW (any,)."""
+        """Return the totals of the rows of a table: ROW (any,)."""
         hours = float(np.nansum(rows["duration_s"])) / 3600
         sized = rows[rows["width"] >= 0]
         return cls(
@@ -295,7 +325,7 @@ class MediaTotals:
 
 
 def _most(values: NDArray[Any], shown: Any) -> str:
-    """The most frequent of these values, and its share where there are others."""
+    """Return the most frequent value, with its fraction if there are others."""
     if not len(values):
         return ""
     each, counts = np.unique(values, return_counts=True)

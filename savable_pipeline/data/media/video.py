@@ -1,4 +1,4 @@
-"""`Video`: the frames of a video by time or by index, each the very frame that decoding from the begin would give."""
+"""`Video`: frames of a video by time or index, equal to those of a full decode."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from savable_pipeline.data.media.container import (
     MediaStream,
     is_mp4,
     is_turned,
-    kept_place,
     media_errors,
     pyav,
+    restored_position,
 )
 from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
-_NEAR_S = Fraction(1, 2)  # decoded rather than sought, since to seek costs as much
-_FORWARD_S = 4  # decoded rather than sought, where no index says what lies between
+_NEAR_S = Fraction(1, 2)  # decoded instead of sought, because seeking costs as much
+_FORWARD_S = 4  # decoded instead of sought, if there is no index of seek points
 
 
 class Video(MediaStream):
-    """A video in a seekable file; `sample.video()` opens one.
+    """Video stream of a seekable file; `sample.video()` opens one.
 
     Args:
-        file: A binary file that can be read and sought, which stays open meanwhile.
+        file: A binary file that can be read and sought, and that stays open.
         name: The file's name in messages.
-        begin_s: Where the range that is shown begins in the file, in seconds.
-        end_s: Where it ends; None: at the end of the file.
+        begin_s: Where the range starts in the file, in seconds.
+        end_s: Where the range ends. None (default): at the end of the file.
 
     Raises:
-        MediaError: There is no video in it, or it is damaged.
+        MediaError: The file has no video, or is damaged.
         ImportError: PyAV is not installed.
 
     Example:
@@ -58,34 +58,37 @@ class Video(MediaStream):
             self.close()
             raise MediaError(f"{name}: unsupported frames of {self.size[0]} × {self.size[1]} pixels")
         fps = file.fps if isinstance(file, RangeFile) else None
-        self._listed_fps = None if fps is None else Fraction(fps)  # of an episode, whose row lists each frame
+        self._listed_fps = None if fps is None else Fraction(fps)  # for an episode, whose row lists each frame
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
-        self._begun: int | None = None  # the entry of the index from which it decodes; None: there is no whole index
+        self._begun: int | None = None  # the index entry from which decoding started; None without a complete index
 
     @property
     def fps(self) -> float:
-        """The average number of frames in a second."""
+        """Average number of frames per second."""
         return float(frame_rate(self._stream) or 0)
 
     @property
     def frame_count(self) -> int | None:
-        """The number of frames, as the header says; None where it does not, or in a range of a file."""
+        """Number of frames by the header, or None.
+
+        It is None in a range of a file too.
+        """
         return None if self._is_range else self._stream.frames or None
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode the frame that is on display at each of these times.
 
         Args:
-            times_s: Seconds from the begin, in any order; ascending ones are decoded in one pass.
-            size: Width and height to resize to, bicubic; None: as they are.
+            times_s: Seconds from the start, in any order. They are decoded in one pass in ascending order.
+            size: Width and height to resize to, bicubic. None (default): no resizing.
 
         Returns:
             uint8 (frames, 3, height, width), RGB.
 
         Raises:
-            ValueError: A time before 0 or behind the end.
+            ValueError: A time is before 0 or after the end.
             MediaError: The video is damaged, or ends before its header says.
         """
         for time in times_s:
@@ -98,12 +101,13 @@ class Video(MediaStream):
         return self._frames_at([self._nearest_tick(float(time)) for time in times_s], size)
 
     def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-        """Decode frames by their numbers, from 0 on.
+        """Decode frames by index, from 0.
 
         Args:
-            indices: Numbers of frames, in any order. Unless the container's index says that all frames last equally
-                long, all packets are read once to find them.
-            size: Width and height to resize to; None: as they are.
+            indices: Indices of frames, in any order. Unless the container's index says that all frames have the same
+                duration,
+                all packets are read once to find them.
+            size: Width and height to resize to. None (default): no resizing.
 
         Returns:
             uint8 (frames, 3, height, width), RGB.
@@ -118,58 +122,66 @@ class Video(MediaStream):
             raise IndexError(f"{self.name}: no frame {max(indices)}; there are {count}")
         if rate is None:
             return self._frames_at([self._frame_ticks[index] for index in indices], size)
-        # in the middle of its time, since files that were joined have times that are early or late
+        # Take the middle of a frame's time, because joined files have times that are early or late.
         return self._frames_at([self._ticks((index + Fraction(1, 2)) / rate) for index in indices], size)
 
     def frame_times(self) -> NDArray[np.float64]:
-        """Return when each frame begins, in seconds, ascending; nothing is decoded, but packets may be read."""
+        """Return the start of each frame, in ascending seconds.
+
+        Nothing is decoded, but packets may be read.
+        """
         return np.array([float(self._time(ticks)) for ticks in self._frame_ticks])
 
     def keyframe_at(self, time_s: float) -> float:
-        """Find the last frame at or before a time from which decoding can begin; the first one if there is none.
+        """Return the last seek point at or before a time, or the first one.
 
         Args:
-            time_s: Seconds from the begin.
+            time_s: Seconds from the start.
 
         Returns:
-            Its time, in seconds; 0 if it lies before the begin.
+            Its time, in seconds; 0 if it is before the start.
         """
         self._seek(self._nearest_tick(float(time_s)))
         return max(0.0, float(self._time(self._shown.pts)))
 
-    def begin_anew(self, time_s: float) -> None:
-        """Let what comes next be decoded as if nothing had been before: damage in front of it is met always or never.
+    def restart_at(self, time_s: float) -> None:
+        """Decode the next frames as if nothing had been decoded before.
+
+        So damage before this time is always met, or never.
 
         Args:
-            time_s: Where it begins, in seconds.
+            time_s: The time, in seconds.
         """
         point = self._point_at(self._nearest_tick(float(time_s)))
         if point is None:
-            self._open_anew()
+            self._reopen()
         if point is None or point != self._begun:
             self._decoder, self._shown = iter(()), None
 
     def _point_at(self, ticks: int) -> int | None:
-        """The entry of the index from which decoding begins for a time; None without an index of all frames."""
+        """Return the index entry from which decoding starts for a time.
+
+        It is None without an index of all frames.
+        """
         entries = self._stream.index_entries
         whole = is_mp4(self._container) and len(entries) == self._stream.frames
         return entries.search_timestamp(ticks) if whole else None
 
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
-        """The time of each frame of the range, in ticks."""
+        """Return the time of each frame of the range, in ticks."""
         begin, end = self._first_tick(Fraction(0)), None if self._whole else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._shown = iter(()), None
         return [time for time in ticks if time >= begin and (end is None or time < end)]
 
     def _first_tick(self, time: Fraction) -> int:
-        """The first tick of a range that begins at this time, or that a little later does."""
+        """Return the first tick of a range that starts at this time or a little later."""
         late = LATE if self._counts_frames else max(self._stream.time_base / 2, LATE)
         return ceil((self._origin + time - late) / Fraction(self._stream.time_base))
 
     def _even_ticks(self) -> Sequence[int] | None:
-        """The times of all frames where the index lists them all, one as long as the other."""
+        """Return the times of all frames, if the index has all of them at equal distances."""
         entries, first = self._stream.index_entries, self._stream.start_time
         if not is_mp4(self._container) or len(entries) < 2 or len(entries) != self._stream.frames or first is None:
             return None
@@ -183,22 +195,22 @@ class Video(MediaStream):
         width, height = self.size if size is None else size
         if not (width > 0 and height > 0):
             raise ValueError(f"size must be at least 1 × 1, not {width} × {height}")
-        # No memory of a batch: what is held for a later one, in a shuffle buffer or a pack, would keep all of that.
+        # This is no batch memory, because a frame in a shuffle buffer or a pack would keep a whole batch alive.
         frames = np.empty((len(ticks), 3, height, width), np.uint8)
-        filled: Any = None  # the frame that was converted last, and its place
-        for place in sorted(range(len(ticks)), key=ticks.__getitem__):
-            shown = self._frame_at(ticks[place])
+        filled: Any = None  # the last converted frame, and its position
+        for position in sorted(range(len(ticks)), key=ticks.__getitem__):
+            shown = self._frame_at(ticks[position])
             if filled is None or shown is not filled[0]:
                 with media_errors(self.name, "a frame cannot be converted"):
-                    _write_frame(frames[place], shown, self.name, pixels=None if size is None else (width, height))
-                filled = shown, place
+                    _write_frame(frames[position], shown, self.name, pixels=None if size is None else (width, height))
+                filled = shown, position
             else:
-                frames[place] = frames[filled[1]]
+                frames[position] = frames[filled[1]]
         return frames
 
     def _frame_at(self, ticks: int) -> Any:
-        """The last frame that begins at or before `ticks`; the first one if none does."""
-        if not self._whole:  # the end of a range shows its last frame, not the first one of what follows
+        """Return the last frame that starts at or before `ticks`, or the first one."""
+        if not self._whole:  # the end of a range shows its last frame, not the first one of the next range
             ticks = min(ticks, self._first_tick(self._duration) - 1)
         if self._shown is None or self._shown.pts > ticks or self._is_far(ticks):
             self._seek(ticks)
@@ -213,7 +225,7 @@ class Video(MediaStream):
         return self._shown
 
     def _is_far(self, ticks: int) -> bool:
-        """Whether there is a point to begin from between the next frame and `ticks`."""
+        """Return whether there is a seek point between the next frame and `ticks`."""
         if self._coming is None or self._coming.pts >= ticks or not self._is_sought:
             return False
         entries = self._stream.index_entries
@@ -223,7 +235,7 @@ class Video(MediaStream):
         return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:
-        self._shown = None  # until the next frames are there: after an error nothing stands for them
+        self._shown = None  # until the next frames are decoded, so that no old frame remains after an error
         self._begun = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
         self._show(next(self._decoder))
@@ -234,14 +246,17 @@ class Video(MediaStream):
 
     def _show(self, frame: Any) -> None:
         self._coming = next(self._decoder, None)
-        if self._coming is not None and self._coming.pts < frame.pts:  # as where files were joined
+        if self._coming is not None and self._coming.pts < frame.pts:  # files may have been joined here
             begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))
             raise MediaError(f"{self.name}: frame times go back from {begin:.3f} to {end:.3f} s. Encode it again")
         self._shown = frame
 
 
 def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: float) -> int:
-    """How many of the `count` frames of an episode that begins there are at none of the `times`, in seconds."""
+    """Return how many frames of an episode are at none of the `times`, in seconds.
+
+    The episode starts at `begin_s` and has `count` frames.
+    """
     middles = begin_s + (np.arange(count) + 0.5) / fps
     before = np.searchsorted(times, middles, side="right")
     lasts = np.concatenate([[-np.inf], times])[before]
@@ -249,23 +264,29 @@ def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: 
 
 
 def frame_rate(stream: Any) -> Fraction | None:
-    """The average rate of a stream of video; None where the headers do not say it."""
+    """Return the average rate of a stream of video, or None."""
     return stream.average_rate or stream.guessed_rate or None
 
 
 def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
-    """Width and height in pixels, as a frame is shown: a camera that was held upright says so beside the pixels."""
-    if stream.codec_context is None:  # a codec that is not known
+    """Return width and height in pixels, as a frame is displayed.
+
+    A rotation is stored separately from the pixels.
+    """
+    if stream.codec_context is None:  # an unknown codec
         return 0, 0
     width, height = stream.codec_context.width, stream.codec_context.height
     if not is_mp4(container):
         return width, height
-    with kept_place(file):
+    with restored_position(file):
         return (height, width) if is_turned(file, stream.id) else (width, height)
 
 
 def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
-    """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
+    """Write a frame to `out`, uint8 (3, height, width), rotated for display.
+
+    It is resized to `pixels`.
+    """
     if frame.format.name.startswith("gray") and frame.format.components[0].bits > 8:
         raise MediaError(f"{name}: {frame.format.name} has over 8 bits. Decode sample.open(part) with PyAV")
     turns = round(frame.rotation / 90) % 4
@@ -275,15 +296,15 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple
     for channel, rows in enumerate(_channels(frame, width, height)):
         turned = np.rot90(rows, turns)
         if turned.shape != out.shape[1:]:
-            found, said = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
-            raise MediaError(f"{name}: a frame of {found} in a video of {said}. Pass size=, or drop it")
+            found, expected = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
+            raise MediaError(f"{name}: a frame of {found} in a video of {expected}. Pass size=, or drop it")
         out[channel] = turned
 
 
 def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray[np.uint8]]:
-    """Red, green and blue of a frame, uint8 (height, width), resized if a width is given."""
-    # Planes need no transposition, and hold the numbers of "rgb24"; but of a width that is no multiple of 16, FFmpeg
-    # leaves columns at the right as the memory was, unless it resizes.
+    """Return red, green and blue of a frame, uint8 (height, width), maybe resized."""
+    # Planes need no transposition, and have the numbers of "rgb24". But FFmpeg leaves columns at the right
+    # uninitialised if the width is no multiple of 16, unless it resizes.
     if width is None and frame.width % 16:
         packed = frame.reformat(format="rgb24", threads=1)
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
@@ -294,11 +315,11 @@ def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray
 
 
 def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:
-    """The bytes of a plane, uint8 (height, width), without what fills up its lines."""
+    """Return the bytes of a plane without padding of its lines: uint8 (height, width)."""
     return np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:height, :width]
 
 
 def _bicubic() -> Any:
-    """Bicubic resizing, rounded exactly, so that no kind of processor gives other pixels."""
+    """Return bicubic resizing with exact rounding, equal on every processor."""
     kinds = pyav().video.reformatter.Interpolation
     return kinds.BICUBIC | kinds.ACCURATE_RND | kinds.BITEXACT

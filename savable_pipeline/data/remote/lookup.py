@@ -35,7 +35,7 @@ from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.index import PARTS, FileFormat, ShardIndex, ShardTable, head_bytes
+from savable_pipeline.data.shards.index import PARTS, Format, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
@@ -51,7 +51,7 @@ METADATA_FOLDER = "metadata"  # a folder next to the versions of a dataset
 _UNREAD = "files"  # the kind of an index that has only names and sizes
 
 
-def describe_url(files: Shards, form: FileFormat, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+def describe_url(files: Shards, form: Format, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
     """Return the files of these URLs, their local metadata folder, and the own index.
 
     The index is its entries by name.
@@ -76,7 +76,7 @@ class Version:
 
 @contextlib.contextmanager
 def locked_dataset(
-    files: Shards, form: FileFormat, session: Session, *, counts: bool = True
+    files: Shards, form: Format, session: Session, *, counts: bool = True
 ) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
     """Lock a dataset's folder in the cache, and yield the files and the folder.
 
@@ -85,7 +85,7 @@ def locked_dataset(
     Without `counts`, Energon's counts are not downloaded from a web server that has an index, because the index has
     them.
     """
-    found = find_remote(files, session, form.kind, stamps=not form.whole)
+    found = find_remote(files, session, form, stamps=not form.whole)
     folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
@@ -94,7 +94,7 @@ def locked_dataset(
         without_counts = not counts and own is not None and found.root.startswith("http")
         names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]
         _download_metadata(found.root, folder / METADATA_FOLDER, names, session, whole=own is not None)
-        table = media_table_name(form.name)  # this may be large, so it is copied instead of read
+        table = media_table_name(form.index_kind)  # this may be large, so it is copied instead of read
         _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
@@ -118,7 +118,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known_names(root: str, form: FileFormat, metadata: Path, own: Version | None) -> Sequence[str]:
+def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -> Sequence[str]:
     """Return the sorted names of the files, by the dataset's index or Energon's list.
 
     Raises `ShardError`.
@@ -127,11 +127,11 @@ def _known_names(root: str, form: FileFormat, metadata: Path, own: Version | Non
     """
     if own is not None:
         return own.index.shards.names
-    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.kind.suffixes))
+    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.suffixes))
     if not names:
         raise ShardError(
             f"{root}: no {form.index_name} or {META}/{METADATA_FILES[0]} there, and web servers cannot be listed. Name "
-            f"the shards, as in {root}/{{000..099}}{form.kind.suffixes[0]}, or upload the index of `savable index`"
+            f"the shards, as in {root}/{{000..099}}{form.suffixes[0]}, or upload the index of `savable index`"
         )
     return names
 
@@ -180,7 +180,7 @@ def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, sessio
         pin_whole(path, stat[1])
 
 
-def _own_index(root: str, form: FileFormat, folder: Path, session: Session) -> Version | None:
+def _own_index(root: str, form: Format, folder: Path, session: Session) -> Version | None:
     """Return the version of the dataset's own index, or None.
 
     It is downloaded again if it was replaced.
@@ -227,7 +227,7 @@ def _download_head(root: str, name: str, size: int, path: Path, session: Session
     return str(pin)
 
 
-def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
+def _installed(folder: Path, fresh: Path, form: Format, pin: str) -> Path:
     """Move an index to the folder named by its checksum.
 
     With a `pin`, the file has only the head of this version on the server. Raises `ShardError`.
@@ -257,7 +257,7 @@ def check_whole(index: ShardIndex) -> None:
         raise ShardError(f"the part of {index.shards.names[damaged]} is damaged")
 
 
-def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
+def _has(path: Path, index: ShardIndex, form: Format) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return form.index_at(path).identity == index.identity
     return False
@@ -269,7 +269,7 @@ def point(pointer: Path, version: Version) -> Version:
     return version
 
 
-def pointed_version(pointer: Path, form: FileFormat) -> Version | None:
+def pointed_version(pointer: Path, form: Format) -> Version | None:
     """Return the version that a pointer names, or None if it is incomplete."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         stamp, name, stamps = msgspec.json.decode(pointer.read_bytes(), type=tuple[str, str, list[str]])
@@ -280,7 +280,7 @@ def pointed_version(pointer: Path, form: FileFormat) -> Version | None:
     return None
 
 
-def newest_version(folder: Path, pointers: str, form: FileFormat) -> Version | None:
+def newest_version(folder: Path, pointers: str, form: Format) -> Version | None:
     """Return the version that the newest of these pointers names, or None."""
     paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
     return pointed_version(paths[-1], form) if paths else None
@@ -349,7 +349,7 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 
 
 def with_stamps(
-    found: RemoteShards, session: Session, numbers: Iterable[int], form: FileFormat | None = None
+    found: RemoteShards, session: Session, numbers: Iterable[int], form: Format | None = None
 ) -> RemoteShards:
     """Return the files with the sizes and stamps of those with these numbers.
 
@@ -403,11 +403,3 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
             f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )
-
-
-def names_behind(url: str, index_names: list[str], session: Session) -> list[str]:
-    """Return the names of the objects below a URL.
-
-    A web server cannot be listed, so they are those of these indexes that exist.
-    """
-    return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]

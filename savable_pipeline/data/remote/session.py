@@ -271,6 +271,13 @@ class Session:
             self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
         return self._contents[root, name]
 
+    def head(self, root: str, name: str, most: int) -> bytes | None:
+        """The first bytes of an object, at most as many; None if there is none."""
+        stat = self.stat(root, name)
+        if stat is None or stat[0] <= most:
+            return self.read(root, name)
+        return bytes(self.call("part", root, name, stat[0], 0, most))
+
 
 @contextlib.contextmanager
 def scratch() -> Iterator[tuple[Path, Session]]:

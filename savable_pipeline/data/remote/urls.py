@@ -12,7 +12,8 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,17 +22,9 @@ import numpy as np
 
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.shards import paths
+from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES
-from savable_pipeline.data.shards.paths import (
-    NOT_THERE,
-    TAR_FILES,
-    HubAddress,
-    ShardKind,
-    Shards,
-    expand_braces,
-    is_hub,
-    spelled_out,
-)
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
@@ -40,20 +33,23 @@ _WORDS = "train|training|validation|valid|val|dev|test|testing|eval|evaluation"
 _WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_WORDS})(?=[/._ \d-]|$)")
 _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _SHOWN = 12
+_MAGIC = "*?["
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteShards:
     """Shards below one URL, with names relative to `root`, in order.
 
-    `sizes` is int64 (names,), in bytes, -1 if the server did not list the shard. `stamps`, of listed shards, change
-    when the shard is replaced. There are as many as names, or none.
+    `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
+    change when the shard is replaced. There are as many as names, or none. Whether a marker lists all that there should
+    be is `is_listed`.
     """
 
     root: str
     names: Sequence[str]
     sizes: Rows
     stamps: Sequence[str] = ()
+    is_listed: bool = False
 
     @classmethod
     def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
@@ -61,79 +57,112 @@ class RemoteShards:
         return cls(root, names, np.full(len(names), -1, np.int64))
 
 
-def find_remote(shards: Shards, session: Session, kind: ShardKind = TAR_FILES, *, stamps: bool = False) -> RemoteShards:
-    """Return the shards at these URLs.
+def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[str]]:
+    """Return the URL of a folder and the names below it.
+
+    Of other URLs it is "" and these. Of a folder on a web server, which cannot be listed, there are none.
+    """
+    specs = paths.spelled_out(files)
+    root, pattern = _folder(specs[0])
+    if len(specs) > 1 or pattern is not None or "{" in specs[0] or posixpath.splitext(urlsplit(root).path)[1]:
+        return "", specs
+    return root, [] if root.startswith("http") else session.listing(root).texts()
+
+
+def find_remote(files: paths.Shards, session: Session, form: Format, *, stamps: bool = False) -> RemoteShards:
+    """Return the files of a format at these URLs.
+
+    They are folders, brace patterns, globs in buckets, files, or a list of these.
 
     The root is the folder that the user named, or the deepest one that has all the shards. A folder on a web server,
     which cannot be listed, yields no names. With `stamps`, those of a bucket are returned too. Raises `ShardError` if
-    stats is no shard, or if one is named twice.
+    there is no shard, or if one is named twice.
     """
-    specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
-    stamps = stamps or any(map(is_hub, specs))
-    if kind.listing:
-        return _in_listing_file(specs, session, kind)
+    specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
+    stamps = stamps or any(map(paths.is_hub, specs))
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
-    if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
-        return _in_folder(root, session, kind, stamps)
+    if len(specs) == 1 and pattern is None and not root.endswith(form.suffixes):
+        return _in_folder(root, session, form, stamps)
     urls: list[str] = []
-    listed: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
+    known: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
-        folder, pattern = _folder(spec)
-        _check_readable(spec, kind)
-        if pattern is None and spec.endswith(kind.suffixes):
+        if spec.endswith(form.suffixes) and not any(c in spec for c in _MAGIC):
             urls.append(spec)
             continue
-        objects = _listed(folder, session, kind)
-        if not objects:
-            raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
-        wanted = "**" if pattern is None else pattern
-        matching = {
-            f"{folder}/{name}": (size, stamp if stamps else "")
-            for name, size, stamp in objects
-            if _matches(name.split("/"), wanted.split("/"))
-        }
-        if not matching:
-            raise ShardError(f"{spec}: no shard matches", reason=NOT_THERE)
+        matching = _matching(spec, session, form)
         urls += matching
-        listed.update(matching)
-    if len(set(urls)) < len(urls):
-        raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
+        known |= matching
+    if len({*urls}) < len(urls):
+        twice = Counter(urls).most_common(1)[0][0]
+        raise ShardError(f"{twice}: the same shard is named twice. Name it once")
     root = _common_root(urls)
-    of = [listed.get(url, (-1, "")) for url in sorted(urls)]
-    names = [url[len(root) + 1 :] for url in sorted(urls)]
-    return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
+    urls.sort()
+    found = [known.get(url, (-1, "")) for url in urls]
+    names = [url[len(root) + 1 :] for url in urls]
+    sizes = np.array([size for size, _ in found], np.int64)
+    return RemoteShards(root, names, sizes, [stamp if stamps else "" for _, stamp in found])
 
 
-def _in_folder(root: str, session: Session, kind: ShardKind, stamps: bool) -> RemoteShards:
-    """Return all shards of a folder. Those of the Hub must be of one split."""
-    _check_readable(root, kind)
-    found = _listed(root, session, kind)
-    if is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
-        _check_one_split(root, found.texts(), kind.suffixes[0], session)
-    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
+def _matching(spec: str, session: Session, form: Format) -> dict[str, tuple[int, str]]:
+    """The size and stamp of each object of a bucket that a folder or a glob stands for, by URL."""
+    folder, pattern = _folder(spec)
+    _check_readable(spec, form)
+    if folder.startswith("http"):
+        raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
+    matches = _matcher(pattern or "**")
+    found = {f"{folder}/{name}": (size, stamp) for name, size, stamp in _listed(folder, session, form) if matches(name)}
+    if not found:
+        raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NOT_THERE)
+    return found
 
 
-def _in_listing_file(specs: list[str], session: Session, kind: ShardKind) -> RemoteShards:
-    root = specs[0].rstrip("/")
-    if not root.startswith("http"):
+def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> RemoteShards:
+    """All files of a folder; of one of the Hub they are of one split, on a web server those that a marker lists."""
+    _check_readable(root, form)
+    on_server = root.startswith("http")
+    if not on_server:
         session.listing(root)
-    listing = session.read(root, kind.listing) if len(specs) == 1 else None
-    if listing is None:
-        raise ShardError(f"{root}/{kind.listing}: not found. Name the one folder that has it", reason=NOT_THERE)
-    if root.startswith("http"):
-        stats = session.stats(root, sorted({name for several in kind.names(root, listing) for name in several}))
-    else:
-        stats = {name: (size, stamp) for name, size, stamp in session.listing(root)}
-    found = kind.names_in(root, listing, stats.__contains__, False)
-    sizes = np.array([stats[name][0] for name in found], np.int64)
-    return RemoteShards(root, found, sizes, [stats[name][1] for name in found])
+    heads = {name: head for name in form.markers if (head := session.read(root, name)) is not None}
+    try:
+        listed = form.listed(heads)
+        if listed is not None:
+            stats = session.stats(root, sorted({name for each in listed for name in each if paths.is_inside(name)}))
+            names = form.files([*stats], heads)
+    except ValueError as error:
+        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+    if listed is None and on_server:
+        return RemoteShards.named(root, [])
+    if listed is None:
+        found = _listed(root, session, form)
+        if paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
+            _check_one_split(root, found.texts(), form.suffixes[0], session)
+        return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
+    if gone := set(names).difference(stats):
+        raise ShardError(
+            f"{root}/{min(gone)}: named by {' or '.join(heads)}, and not there. Copy the whole folder",
+            reason="missing shard",
+        )
+    sizes = np.array([stats[name][0] for name in names], np.int64)
+    return RemoteShards(root, names, sizes, [stats[name][1] for name in names], is_listed=True)
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
     """Return the folder of a URL, and the glob below it or None."""
     parts = spec.rstrip("/").split("/")
-    magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    magic = next((i for i, part in enumerate(parts) if any(c in part for c in _MAGIC)), None)
     return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """What tells whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    parts = pattern.split("/")
+    if parts == ["**"]:
+        return lambda name: True
+    if "**" in parts:
+        return lambda name: _matches(name.split("/"), parts)
+    # As many slashes as in the pattern: none of them is matched by a wildcard.
+    match, slashes = re.compile(fnmatch.translate(pattern)).match, pattern.count("/")
+    return lambda name: match(name) is not None and name.count("/") == slashes
 
 
 def _matches(parts: list[str], patterns: list[str]) -> bool:
@@ -149,43 +178,37 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 
 
 def _common_root(urls: list[str]) -> str:
-    places = {(urlsplit(url).scheme, urlsplit(url).netloc) for url in urls}
+    folders = [urlsplit(folder) for folder in {url.rpartition("/")[0] for url in urls}]
+    places = {(folder.scheme, folder.netloc) for folder in folders}
     if len(places) > 1:
         raise ShardError(f"{urls[0]}: shards of {len(places)} buckets or servers. Use one reader for each")
     scheme, netloc = places.pop()
-    return f"{scheme}://{netloc}{posixpath.commonpath([posixpath.dirname(urlsplit(url).path) for url in urls])}".rstrip(
-        "/"
-    )
+    return f"{scheme}://{netloc}{posixpath.commonpath([folder.path or '/' for folder in folders])}".rstrip("/")
 
 
-def _check_readable(spec: str, kind: ShardKind) -> None:
-    """Raise `ShardError` for a name of a compressed file."""
-    if spec.endswith(kind.refused):
-        raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset. {kind.cure}")
+def _check_readable(spec: str, form: Format) -> None:
+    """Raises `ShardError` for a name that says that the file is compressed."""
+    if form.packed and spec.endswith(form.packed):
+        raise ShardError(f"{spec}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
 
 
-def _listed(root: str, session: Session, kind: ShardKind) -> Listing:
-    """Return the shards below a folder; none on a web server, which cannot be listed."""
-    if root.startswith("http"):
-        return Listing.of([])
-    found = session.listing(root).only(lambda name: _is_shard(name, kind))
+def _listed(root: str, session: Session, form: Format) -> Listing:
+    """The files of a format below a folder of a bucket."""
+    suffixes = form.suffixes
+    found = session.listing(root).only(lambda name: name.endswith(suffixes) and not _hidden(name))
     if not found:
-        copied = f". Read other files from a copy: `{HubAddress.of(root).download}`" if is_hub(root) else ""
-        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object has this prefix{copied}")
+        copied = f". Read other files from a copy: `{paths.HubAddress.of(root).download}`" if paths.is_hub(root) else ""
+        raise ShardError(f"{root}: no {' or '.join(suffixes)} object has this prefix{copied}")
     return found
 
 
-def _is_shard(name: str, kind: ShardKind) -> bool:
-    return name.endswith(kind.suffixes) and not _hidden(name) and not kind.left_out(name.rpartition("/")[2])
-
-
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+    return name.startswith(".") or "/." in name or paths.is_hidden(name.rpartition("/")[2])
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
-    """Raise `ShardError` for files of several splits, with the names to choose from."""
-    whole = not HubAddress.of(root).path
+    """Raises `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
+    whole = not paths.HubAddress.of(root).path
     found = _of_card(session.call("card", root), suffix) if whole else {}
     found = found or _of_names(names, suffix)
     if len(found) > 1:

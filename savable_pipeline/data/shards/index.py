@@ -12,7 +12,7 @@ A shard's rows are consecutive, in the order of the shards. All arrays are littl
 when the shard is opened: to open an index takes no time for its samples, and hardly any for its shards, whose numbers
 and names are used where they lie.
 
-    FileFormat      what must be known of a kind of files to index them, and to notice changes
+    Format          what must be known of a kind of files: to recognize, index, check and open them
     ShardIndex      an index that is open
     IndexedFiles    some files of one, with their samples counted through all of them
 """
@@ -20,11 +20,11 @@ and names are used where they lie.
 from __future__ import annotations
 
 import bisect
-import functools
-import importlib
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
@@ -38,7 +38,7 @@ from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -303,48 +303,117 @@ def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -
     return view[offset:end].cast(kind), end + -end % 8  # type: ignore[call-overload]
 
 
-def found_at(import_path: str) -> Any:
-    """What lies at "package.module:NAME.name"."""
-    module, _, name = import_path.partition(":")
-    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-
-
 def index_name(kind: str) -> str:
     """The path of the index of files of a kind below their folder."""
     return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
 
 
-@dataclass(frozen=True, slots=True)
-class FileFormat:
+def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in a marker; an empty one if there is none."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(heads.get(name, b""))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def as_it_is(form: Format, settings: dict[str, Any]) -> Format:
+    """The same format, whatever the settings."""
+    return form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Format:
     """A kind of files that samples are read from in place.
 
-    `read` finds out what the index says of a file, by its bytes and its name; damage is the entry's fault, not an
-    error. `is_as_indexed` looks whether a file of the right size still is the one that has this number in an index.
+    `stores.formats.FORMATS` has all of them. A format needs the first four fields. Each function is of a module, or a
+    `functools.partial` of one, because other processes get a format by pickle.
     """
 
     name: str
-    kind: ShardKind
-    import_path: str  # "package.module:NAME" of this object: another process finds it so
+    suffixes: tuple[str, ...]
+    """How the names of its files end."""
     read: Callable[[ByteSource, str], ShardTable]
-    is_as_indexed: Callable[[ByteSource, ShardIndex, int], bool]
+    """Returns what the index says of a file, by its bytes and its name; damage is the entry's fault, not an error."""
+    store: Callable[..., Any]
+    """Opens the `RecordStore` of `IndexedFiles`, with settings by name."""
+    settings: tuple[str, ...] = ()
+    """The names of the settings that `store` takes from users."""
+    inspect: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for commands that look at files, and know none of the user's."""
+    is_same: Callable[[ByteSource, ShardIndex, int], bool] | None = None
+    """Returns whether a file of the right size still is the one with this number in an index. None: it is read."""
+    packed: tuple[str, ...] = ()
+    """How the names of such files end when they are compressed, and cannot be read in place."""
+    markers: tuple[str, ...] = ()
+    """The names of files of other programs below the folder, which say what is in it."""
+    lists_all: bool = False
+    """Whether there is no such folder without a marker that lists its files."""
+    claims: Callable[[Mapping[str, bytes]], bool] = lambda heads: False
+    """Returns whether the markers that exist, by name, say that the folder has this format."""
+    listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] = lambda heads: None
+    """Returns the names that each file may have, if the markers list them. Raises ValueError."""
+    by_settings: Callable[[Format, dict[str, Any]], Format] = as_it_is
+    """Returns the format for these settings, where they change what is indexed."""
+    variant: str = ""
+    """What tells the index for these settings from that for others, such as `key_end=last`."""
+    reader: str = ""
+    """The name of the format whose reader reads it too, if it has none of its own."""
+    scan_folder: Callable[[Path], ShardTable] | None = None
+    """Returns what the index says of a folder that is one shard, in place of `read`."""
+    open_index: Callable[..., IndexedFiles] | None = None
+    """Opens the index of such a folder."""
     index: type[ShardIndex] = BlobIndex
-    all_used: bool = True  # whether every byte of a file is read in an epoch
-    whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
-    no_rows: bytes = b""  # of a file that cannot be read
-    no_digest: int = 0  # of such a file
-    beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
-    splits: str = ""  # the name of what lies in a folder of several splits
-    for_others: str = ""  # behind the name of a file: that of what other programs read beside it
-    leave_beside: Callable[[Path, ShardTable], None] = lambda path, table: None  # makes it
-    fault_beside: Callable[[Path, ShardTable], str] = lambda path, table: ""  # why it is wrong
+    all_used: bool = True
+    """Whether an epoch reads every byte of a file."""
+    whole: bool = False
+    """Whether remote files are downloaded to index them, and their stamps are not asked for at each start."""
+    no_rows: bytes = b""
+    """The rows in the index of a file that cannot be read."""
+    no_digest: int = 0
+    beside: tuple[str, str] = ("", "")
+    """Files with the first suffix may have one beside them, with the second."""
+    for_others: str = ""
+    """What follows the name of a file in that of one which other programs read beside it."""
+    leave_beside: Callable[[Path, ShardTable], None] = lambda path, table: None
+    fault_beside: Callable[[Path, ShardTable], str] = lambda path, table: ""
 
-    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
-        return found_at, (self.import_path,)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Format) and self.index_kind == other.index_kind
+
+    def __hash__(self) -> int:
+        return hash(self.index_kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(Format, **{n: value for n, value in own.items() if value is not _DEFAULTS.get(n)}), ()
+
+    @property
+    def index_kind(self) -> str:
+        """What the index says that it is of."""
+        return f"{self.name}.{self.variant}" if self.variant else self.name
 
     @property
     def index_name(self) -> str:
         """The path of the index below the folder of the files."""
-        return index_name(self.name)
+        return index_name(self.index_kind)
+
+    def files(self, names: Sequence[str], heads: Mapping[str, bytes]) -> list[str]:
+        """Return those of these names that are files of this format, sorted.
+
+        Where a marker lists them, also those that do not exist. Raises ValueError if it cannot be read.
+        """
+        listed = self.listed(heads)
+        if listed is None:
+            return sorted(name for name in names if name.endswith(self.suffixes))
+        there, chosen = set(names), set[str]()
+        for each in listed:
+            written = max(each, key=len)  # compressed, where the others are what was unpacked
+            name = next((name for name in each if name in there), written)
+            if not is_inside(name) or name in chosen:
+                fault = "named twice" if name in chosen else "outside the folder"
+                raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
+            chosen.add(name)
+        return sorted(chosen)
 
     def names_beside(self, name: str) -> list[str]:
         """What may lie beside a file."""
@@ -359,12 +428,14 @@ class FileFormat:
 
     def index_at(self, path: Path) -> ShardIndex:
         """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
-        return self.index(path, self.name)
+        return self.index(path, self.index_kind)
 
     def scan(self, root: Path, name: str) -> ShardTable:
         """What the index says of a file on a disk. Raises OSError where the process may open no more files, and
         `RemoteError` of a network disk.
         """
+        if self.scan_folder is not None:
+            return self.scan_folder(root)
         size = 0
 
         def read() -> ShardTable:
@@ -382,10 +453,19 @@ class FileFormat:
                 raise
             return self.unreadable(name, size, error.strerror or str(error))
 
+    def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
+        """Whether a file of the right size is the one with this number in an index. Raises OSError."""
+        if self.is_same is not None:
+            return self.is_same(file, index, number)
+        return self.read(file, index.shards.names[number]).entry.digest == int(index.shards.digests[number])
+
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
         """The table of a file of which nothing can be read."""
         entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
         return ShardTable(entry, self.no_rows)
+
+
+_DEFAULTS = {each.name: each.default for each in fields(Format)}
 
 
 class IndexedFiles:
@@ -397,7 +477,7 @@ class IndexedFiles:
 
     def __init__(
         self,
-        form: FileFormat,
+        form: Format,
         index: ShardIndex,
         index_path: Path,
         names: Sequence[str] | None,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import struct
 import tempfile
 import time
@@ -35,7 +36,7 @@ from savable_pipeline.data.shards.index import (
     MAGIC,
     NUMBERS,
     BlobIndex,
-    FileFormat,
+    Format,
     Header,
     ShardIndex,
     ShardTable,
@@ -54,12 +55,12 @@ _ALONE_S = 5.0  # that one process scans before it starts others
 _LOG_EVERY_S = 10.0
 
 
-def write_index(path: Path, tables: Iterable[ShardTable], form: FileFormat | str) -> None:
+def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) -> None:
     """Writes the index of these shards of a format in one step (see `replace_file`); of places, its name will do.
 
     Raises ValueError unless they are in the order of their names.
     """
-    kind, index = (form, BlobIndex) if isinstance(form, str) else (form.name, form.index)
+    kind, index = (form, BlobIndex) if isinstance(form, str) else (form.index_kind, form.index)
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         rows = index.writer(lambda: stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
@@ -172,12 +173,12 @@ class ScannedTables:
             return None
 
 
-def is_as_indexed(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
+def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
     """Whether a file has the size that is in the index, and is the one that was indexed."""
     return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
 
 
-def _is_the_same(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
+def _is_the_same(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
     try:
         with opened(root / index.shards.names[number]) as file:
             return file.size == index.shards.sizes[number] and form.is_as_indexed(file, index, number)
@@ -189,7 +190,7 @@ def make_index(
     root: Path,
     path: Path,
     names: list[str],
-    form: FileFormat,
+    form: Format,
     *,
     tolerant: bool = False,
     processes: int | None = None,
@@ -227,12 +228,7 @@ def make_index(
 
 
 def _join(
-    root: Path,
-    path: Path,
-    form: FileFormat,
-    scanned: ScannedTables,
-    kept: Mapping[str, int],
-    written: Collection[str],
+    root: Path, path: Path, form: Format, scanned: ScannedTables, kept: Mapping[str, int], written: Collection[str]
 ) -> None:
     """Writes the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
     old = form.index_at(path) if kept else None
@@ -248,7 +244,7 @@ def _join(
     write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
 
 
-def _kept(path: Path, form: FileFormat, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
+def _kept(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
     """The files in the index at `path` that are to be kept, with their numbers there."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
@@ -256,14 +252,14 @@ def _kept(path: Path, form: FileFormat, keep: Callable[[ShardIndex, int], bool])
     return {}
 
 
-def _is_kept(root: Path, form: FileFormat, anyway: set[str], old: ShardIndex, number: int) -> bool:
+def _is_kept(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
     """Whether a file is still right, or is kept `anyway`."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
     return number not in old.shards.faults and is_as_indexed(root, old, number, form)
 
 
-def _of_writers(root: Path, form: FileFormat, names: list[str]) -> set[str]:
+def _of_writers(root: Path, form: Format, names: list[str]) -> set[str]:
     """The files that `sp.ShardWriter` finished, if they are still right: these need not be scanned."""
     found = set()
     for name in names if (root / WRITTEN).is_dir() else ():
@@ -274,22 +270,22 @@ def _of_writers(root: Path, form: FileFormat, names: list[str]) -> set[str]:
     return found
 
 
-def _writers_index(root: Path, name: str, form: FileFormat) -> ShardIndex:
+def _writers_index(root: Path, name: str, form: Format) -> ShardIndex:
     return form.index_at(root / WRITTEN / f"{name}.index")
 
 
 def _scanned(
-    root: Path, names: list[str], form: FileFormat, processes: int | None, each: EachShard | None
+    root: Path, names: list[str], form: Format, processes: int | None, each: EachShard | None
 ) -> Iterator[ShardTable]:
     """A table for each file, by `each`; without it in this process, and after some seconds in several."""
-    task, count = f"{form.import_path}.scan", processes or os.cpu_count() or 1
+    count = processes or os.cpu_count() or 1
     if each is not None:
-        return _scanned_elsewhere(root, each(task, root, names))
-    if count == 1:
+        return _scanned_elsewhere(root, each(form.scan, root, names))
+    if count == 1 or b"__main__" in pickle.dumps(form):  # a child process has another main module
         return (form.scan(root, name) for name in names)
 
     def several(left: list[str]) -> Iterator[ShardTable]:
-        return _scanned_elsewhere(root, each_shard(task, root, left, count))
+        return _scanned_elsewhere(root, each_shard(form.scan, root, left, count))
 
     return here_or_in_several(names, partial(form.scan, root), several, _ALONE_S)
 

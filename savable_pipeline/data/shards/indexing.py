@@ -22,7 +22,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,11 +32,11 @@ import numpy as np
 
 from savable_pipeline.core.file_locks import file_lock
 from savable_pipeline.core.files import replace_file, user_cache, with_handles
+from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.byte_source import FileVersion
-from savable_pipeline.data.shards.index import TAR, FileFormat, ShardIndex, index_name
+from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
 from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import EachShard
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
@@ -98,19 +98,29 @@ class _Mark(msgspec.Struct, array_like=True):
     metadata: dict[str, FileVersion | None]  # None: there is no such file
 
 
-def marked_index(root: Path, form: FileFormat, *, tolerant: bool) -> ShardIndex | None:
+def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
     """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
-    try:
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        if (mark := _mark_that_holds(root, form)) is not None:
+            index = form.index_at(root / form.index_name)
+            fresh = mark.index == index.identity and mark.metadata == _metadata(root)
+            return index if fresh and (tolerant or not index.shards.faults) else None
+    return None
+
+
+def is_marked(root: Path, form: Format) -> bool:
+    """Whether no folder below this one has changed since all its files were looked at."""
+    return _mark_that_holds(root, form) is not None
+
+
+def _mark_that_holds(root: Path, form: Format) -> _Mark | None:
+    with contextlib.suppress(OSError, ValueError):  # msgspec's errors are ValueErrors
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
-        index = form.index_at(root / form.index_name)
-        fresh = mark.index == index.identity and all(_look(root / name) == at for name, at in mark.folders.items())
-        fresh = fresh and mark.metadata == _metadata(root)
-    except (OSError, ValueError, ShardError):  # msgspec's errors are ValueErrors
-        return None
-    return index if fresh and (tolerant or not index.shards.faults) else None
+        return mark if all(_look(root / name) == at for name, at in mark.folders.items()) else None
+    return None
 
 
-def begin_look(root: Path, form: FileFormat) -> int | None:
+def begin_look(root: Path, form: Format) -> int | None:
     """The time, in ns, by the file system's clock, before shards are looked at, to be given to `mark_fresh`.
 
     None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
@@ -128,7 +138,7 @@ def begin_look(root: Path, form: FileFormat) -> int | None:
     return now if after > before and abs(after - now) < _QUIET_NS else None
 
 
-def mark_fresh(root: Path, form: FileFormat, index: ShardIndex, folders: Iterable[str], began: int) -> None:
+def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[str], began: int) -> None:
     """Writes the mark, if none of these folders has changed since two seconds before `began`."""
     with contextlib.suppress(OSError, ShardError):
         looks = {name: _look(root / name) for name in folders}
@@ -162,20 +172,14 @@ def _look(path: Path) -> FileVersion:
     return FileVersion.of(path.stat())
 
 
-@dataclass(frozen=True, slots=True)
-class FoundIndex:
-    """The files below a folder, and their index; `names` is None if it has all of them and no others."""
-
-    root: Path
-    index: ShardIndex
-    path: Path  # of the index
-    names: list[str] | None
-
-
 def open_files(
-    files: Shards, form: FileFormat, *, tolerant: bool = False, unlistable: Unlistable = raise_it
-) -> FoundIndex:
-    """The files that a user names, indexed: those that are new or were rewritten are scanned first.
+    files: paths.Shards | paths.ListedFiles,
+    form: Format,
+    *,
+    tolerant: bool = False,
+    unlistable: paths.Unlistable = paths.raise_it,
+) -> IndexedFiles:
+    """Index the files that a user names, if they are new or were rewritten.
 
     Of a folder also those that should be there: Energon's list names them, and with `tolerant` the index. (A run that
     goes on without files that were lost since it was indexed must still count them.)
@@ -184,49 +188,78 @@ def open_files(
     samples before the damage are taken, and a file that was changed or lost since it was indexed stays in the index as
     it was: a run that continues without it can then be resumed, and only reading its samples raises.
     """
-    if not is_folder(files) or form.kind.listing:  # which names all that there should be
-        root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
-        return open_index(root, names, form, tolerant=tolerant)
-    root = Path(spelled_out(files)[0]).absolute()  # a relative one would change its meaning with the working folder
-    known = marked_index(root, form, tolerant=tolerant)
-    if known is not None:
-        return _checked(FoundIndex(root, known, root / form.index_name, None), tolerant)
-    return _look_at_all(root, form, tolerant=tolerant, unlistable=unlistable)
-
-
-def is_folder(files: Shards) -> bool:
-    """Whether a user names all files of one folder."""
-    specs = spelled_out(files)
-    return isinstance(files, str | os.PathLike) and len(specs) == 1 and Path(specs[0]).is_dir()
-
-
-def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> FoundIndex:
-    began = begin_look(root, form)
-    folders: list[str] = []
-    unlisted: list[ShardError] = []
-
-    def left_out(error: ShardError) -> None:
-        unlisted.append(error)
+    if isinstance(files, str | os.PathLike):
+        root = Path(files).absolute()
+        if is_marked(root, form) and (known := marked_index(root, form, tolerant=tolerant)) is not None:
+            return _checked(IndexedFiles(form, known, root / form.index_name, None, root, tolerant=tolerant))
+    listed = files if isinstance(files, paths.ListedFiles) else paths.list_files(files)
+    for error in listed.unlistable:
         unlistable(error)
+    found = files_of(listed, form, missing_too=tolerant)
+    if found.complete:
+        return open_index(found.root, found.names, form, tolerant=tolerant)
+    known = marked_index(found.root, form, tolerant=tolerant)
+    if known is not None:
+        path = found.root / form.index_name
+        return _checked(IndexedFiles(form, known, path, None, found.root, tolerant=tolerant))
+    return _look_at_all(found, form, tolerant=tolerant)
 
-    _, names = find_shards(root, form.kind, missing_too=tolerant, unlistable=left_out, visited=folders.append)
+
+def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> IndexedFiles:
+    root, began = listed.root, begin_look(listed.root, form)
+    if began is not None:  # the files were listed before, by another clock
+        began -= time.monotonic_ns() - listed.began_ns
 
     def looked_at(index: ShardIndex) -> None:
-        if began is not None and not unlisted and len(index.shards) >= MARKED_SHARDS:
-            mark_fresh(root, form, index, folders, began)
+        if began is not None and not listed.unlistable and len(index.shards) >= MARKED_SHARDS:
+            mark_fresh(root, form, index, listed.folders, began)
 
-    names = _with_missing(root, names, form, tolerant)
+    names = _with_missing(root, listed.names, form, tolerant)
     return open_index(root, names, form, tolerant=tolerant, looked_at=looked_at)
+
+
+def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
+    """Return the files of a format among those that were listed.
+
+    They are below the deepest folder that has all of them.
+    Raises `ShardError` if there are none, for one that is compressed, and unless `missing_too` for one that is missing.
+    """
+    root, heads = listed.root, listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
+    try:
+        names = form.files(listed.names, heads) if listed.chosen is None or form.variant else listed.chosen
+        is_listed = form.listed(heads) is not None
+    except ValueError as error:
+        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+    packed = [name for name in listed.names if name.endswith(form.packed)] if form.packed else []
+    if packed and not listed.whole:
+        raise ShardError(f"{root / packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
+    names = sorted({*names, *listed.exact}.difference(packed)) if packed or listed.exact else names
+    if not names:
+        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
+        but = but or ". sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
+        what = " or ".join(form.suffixes)
+        raise ShardError(f"{root}: no {what} file in this folder or below it{but}", reason=paths.NO_SHARD)
+    if packed:
+        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
+    for name in listed.exact:
+        if not (root / name).exists() and not (missing_too and name.endswith(form.suffixes)):
+            raise paths.missing_error(root / name)
+    if is_listed and not missing_too and (gone := set(names).difference(listed.names)):
+        raise ShardError(
+            f"{root / min(gone)}: named by {' or '.join(form.markers)}, and not there. Copy the whole folder",
+            reason="missing shard",
+        )
+    return replace(listed.below_deepest(names), complete=is_listed or not listed.whole)
 
 
 def open_index(
     root: Path,
     names: list[str],
-    form: FileFormat,
+    form: Format,
     *,
     tolerant: bool = False,
     looked_at: Callable[[ShardIndex], None] = lambda index: None,
-) -> FoundIndex:
+) -> IndexedFiles:
     """The index of the files `names` below `root`; those that are new or were rewritten are scanned first.
 
     `looked_at` is called with an index that has these files and no others, each as it was found. Raises `ShardError`
@@ -238,21 +271,21 @@ def open_index(
         if index is not None:
             if path == root / form.index_name and len(index.shards) == len(names) and now.are_as_in(index, path):
                 looked_at(index)
-            return _checked(FoundIndex(root, index, path, names), tolerant)
+            return _checked(IndexedFiles(form, index, path, names, root, tolerant=tolerant))
 
-    def make(path: Path) -> FoundIndex:
+    def make(path: Path) -> IndexedFiles:
         index = _fresh(path, now, tolerant)  # another process may have made it while we waited
         if index is None:
             make_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
-        return FoundIndex(root, index, path, names)
+        return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
 
-    return _checked(in_first_place(root, form.index_name, make), tolerant)
+    return _checked(in_first_place(root, form.index_name, make))
 
 
 def index_files(
-    files: Shards,
-    form: FileFormat,
+    files: paths.Shards | paths.ListedFiles,
+    form: Format,
     *,
     processes: int | None = None,
     each: EachShard | None = None,
@@ -263,7 +296,11 @@ def index_files(
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
     no files, or no place where an index can be written.
     """
-    root, names = find_shards(files, form.kind)
+    listed = files if isinstance(files, paths.ListedFiles) else paths.list_files(files)
+    for error in listed.unlistable:
+        raise error
+    found = files_of(listed, form)
+    root, names = found.root, found.names
 
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
         make_index(root, path, names, form, processes=processes, each=each, progress=progress)
@@ -276,27 +313,27 @@ def index_files(
     return path, faults
 
 
-def _mark(root: Path, form: FileFormat) -> None:
+def _mark(root: Path, form: Format) -> None:
     """Marks the index that was just written as fresh, so that no start needs to look at all files again."""
     if marked_index(root, form, tolerant=True) is None:
         let_rest()
-        _look_at_all(root, form, tolerant=True, unlistable=lambda error: None)
+        _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
-def _with_missing(root: Path, found: list[str], form: FileFormat, tolerant: bool) -> list[str]:
+def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool) -> list[str]:
     indexed = set(_known(root, form).names)
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
-    told = (name for name in read_counts(root) or () if name.endswith(form.kind.suffixes))
+    told = (name for name in read_counts(root) or () if name.endswith(form.suffixes))
     return sorted({*found, *indexed, *told})
 
 
-def known_files(root: Path, form: FileFormat) -> dict[str, ShardEntry]:
+def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
     """The entries of the index of `root`, by name, whatever has become of the files."""
     return {entry.name: entry for entry in _known(root, form)}
 
 
-def _known(root: Path, form: FileFormat) -> ShardList:
+def _known(root: Path, form: Format) -> ShardList:
     """The shards in the index of `root`; none without a whole one."""
     for path in index_places(root, form.index_name):
         with contextlib.suppress(OSError, ValueError, ShardError):
@@ -314,27 +351,23 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
         )
 
 
-def _checked(found: FoundIndex, tolerant: bool) -> FoundIndex:
-    check_faults(str(found.root), found.index, found.names, tolerant)
+def _checked(found: IndexedFiles) -> IndexedFiles:
+    check_faults(found.address, found.entries, found.tolerant)
     return found
 
 
-def check_faults(address: str, index: ShardIndex, names: Collection[str] | None, tolerant: bool) -> None:
-    """Raises `ShardError` for the first of these files (None: all) that is damaged; with `tolerant` it is a warning."""
-    faults = index.shards.faults
-    wanted = None if names is None or not faults else set(names)
-    for number in sorted(faults):
-        if wanted is not None and index.shards.names[number] not in wanted:
-            continue
+def check_faults(address: str, files: ShardList, tolerant: bool) -> None:
+    """Raise `ShardError` for the first damaged file; with `tolerant` warn of each."""
+    for fault in files.faults.values():
         if not tolerant:
-            raise ShardError(f"{address}/{faults[number]}")
-        log.warning("%s/%s. Only the samples before it are used", address, faults[number])
+            raise ShardError(f"{address}/{fault}")
+        log.warning("%s/%s. Only the samples before it are used", address, fault)
 
 
 class _FilesNow:
     """Files as they are now: `sizes`, -1 for one that is not there, and when they were last written, in ns."""
 
-    def __init__(self, root: Path, names: list[str], form: FileFormat) -> None:
+    def __init__(self, root: Path, names: list[str], form: Format) -> None:
         self.root, self.names, self.form = root, names, form
         self.sizes = np.empty(len(names), dtype=np.int64)
         self.written = np.empty(len(names), dtype=np.int64)

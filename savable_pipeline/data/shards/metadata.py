@@ -114,7 +114,7 @@ def read_field_map(root: Path) -> FieldMap:
     if unused := unused_settings(root):
         raise ShardError(
             f"{path}: only Energon applies `{unused[0]}`, so samples have no fields. Read parts, such as "
-            'sample["jpg"], or write a field_map',
+            'sample["jpg"], or write a field_map'
         )
     field_map = settings.get("field_map") or {}
     fields = _convert(path, field_map, dict[str, str], "`field_map`, a part for each field")

@@ -1,29 +1,30 @@
 """Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
 
-`a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. Where a folder or a file is
-no dataset, the error says what makes one of it. `HubAddress` is a dataset on Hugging Face's Hub, or what lies in it:
+`a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. `HubAddress` is a dataset on
+Hugging Face's Hub, or what is in it:
 `hf://datasets/ORG/NAME[@REVISION][/PATH]`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import math
 import os
 import re
-import shlex
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
 
-from savable_pipeline.core.files import lacks_handles, read_regular, with_handles
+from savable_pipeline.core.files import lacks_handles, regular_file, with_handles
 from savable_pipeline.core.wording import clean_address, has_user
 from savable_pipeline.errors import ShardError
 
@@ -44,7 +45,11 @@ _ADDRESS = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
+_OF_DESKTOPS, _LEFTOVERS = ("Thumbs.db", "desktop.ini"), ("cache-", "tmp")
 ALL = "."  # the name of the only shard where a folder is one
+TARS_END = ".tar"
+PACKED_CURE = "Unpack it, or run `savable convert`"
+PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # how compressed tars end, in small letters
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
@@ -54,59 +59,6 @@ _NUMBERS = re.compile(r"\{(-?\d{1,20})\d*\.\.(-?\d{1,20})\d*(?:\.\.(-?\d{1,20})\
 _MOST_NAMES = 1_000_000  # that one pattern may stand for
 _MOST_CHARACTERS = 1 << 28  # of all of these
 _MOST_BRACES = 1000
-_READERS = {".tar": "sp.TarShardReader", ".parquet": "custom.ParquetReader", ".arrow": "custom.ArrowReader"}
-_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".txt")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardKind:
-    """The files that are shards of one kind: how their names end, and those beside them that cannot be read in place.
-
-    `refused` are the endings of the latter, `compressed` what one and several of them are called, `cure` what to do.
-    """
-
-    suffixes: tuple[str, ...]
-    refused: tuple[str, ...] = ()
-    compressed: tuple[str, str] = ("", "")
-    cure: str = ""
-    left_out: Callable[[str], bool] = lambda name: False  # of the names in a folder, those that are no data
-    listing: str = ""  # a file in the folder that names them
-    listed: Callable[[bytes], list[tuple[str, ...]]] = lambda listing: []  # the names that each may have; ValueError
-
-    def names(self, folder: str, listing: bytes) -> list[tuple[str, ...]]:
-        """The names that each file may have which a `listing` names. Raises `ShardError` if it cannot be read."""
-        try:
-            return self.listed(listing)
-        except ValueError as error:
-            raise ShardError(f"{folder}/{self.listing}: {error}") from error
-
-    def names_in(self, folder: str, listing: bytes, is_there: Callable[[str], bool], missing_too: bool) -> list[str]:
-        """Those of them that are there, sorted: of the names that each may have, the first that `is_there`.
-
-        Raises `ShardError` also for a file that is not there, unless `missing_too`.
-        """
-        found = set()
-        for names in self.names(folder, listing):
-            written = max(names, key=len)  # compressed, where the others are what was unpacked
-            name = next((name for name in names if is_inside(name) and is_there(name)), written)
-            if not is_inside(name) or (name in found) or not (missing_too or is_there(name)):
-                fault = "twice" if name in found else "and not there; copy the whole folder"
-                raise ShardError(f"{folder}/{name}: named by {self.listing}, {fault}", reason="missing shard")
-            found.add(name)
-        return sorted(found)
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """How names end, of files that can be read and of those that cannot."""
-        return (*self.suffixes, *self.refused)
-
-
-TAR_FILES = ShardKind(
-    (".tar",),
-    (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
-    ("a compressed tar", "compressed tars"),
-    "Run `savable convert`",
-)
 
 
 def raise_it(error: ShardError) -> None:
@@ -120,55 +72,87 @@ def as_names(shards: Shards) -> str | tuple[str, ...]:
     return os.fspath(shards) if one else tuple(os.fspath(spec) for spec in shards)  # type: ignore[arg-type,union-attr]
 
 
-def find_shards(
-    shards: Shards,
-    kind: ShardKind = TAR_FILES,
-    *,
-    missing_too: bool = False,
-    unlistable: Callable[[ShardError], None] = raise_it,
-    visited: Callable[[str], None] = lambda folder: None,
-) -> tuple[Path, list[str]]:
-    """The root of the dataset and the names of its shards relative to it, sorted.
+@dataclass(frozen=True, slots=True)
+class ListedFiles:
+    """The files that a user names on a disk.
 
-    The root is the given folder, or the deepest folder that holds all the shards. Raises `ShardError` if there is no
-    shard, if one is named twice, and if a named file does not exist unless `missing_too`. `unlistable` is called with
-    the error of each folder that cannot be listed, `visited` with each folder below a given one, relative to it.
+    `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
+    by paths, globs and braces, and need not exist then. `exact` are those named by a path, `chosen` those that were
+    recognized, None: not yet. They are `complete` if they are all that there should be. `folders` are the folders that
+    were visited, `unlistable` the errors of others, and `began_ns` is when the look began, by the monotonic clock.
     """
-    specs = spelled_out(shards)
+
+    root: Path
+    names: list[str]
+    whole: bool = False
+    exact: frozenset[str] = frozenset()
+    chosen: list[str] | None = None
+    complete: bool = False
+    folders: list[str] = field(default_factory=list)
+    unlistable: list[ShardError] = field(default_factory=list)
+    began_ns: int = 0
+
+    def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
+        """Return the first bytes of these files that can be read."""
+        found = {}
+        for name, most in wanted.items():
+            with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
+                found[name] = file.read(most)
+        return found
+
+    def _opened(self, name: str) -> BinaryIO:
+        return open(self.root / name, "rb", opener=regular_file)
+
+    def below_deepest(self, names: list[str]) -> ListedFiles:
+        """Return some of the files, below the deepest folder that has them."""
+        folder = "" if self.whole or not names else os.path.commonpath([os.path.dirname(f"/{name}") for name in names])  # noqa: PTH120
+        cut = len(folder.strip("/")) + bool(folder.strip("/"))
+        root, exact = self.root / folder.strip("/"), frozenset(name[cut:] for name in self.exact.intersection(names))
+        return replace(self, root=root, names=[name[cut:] for name in names], exact=exact)
+
+
+def list_files(files: Shards) -> ListedFiles:
+    """List the files that a user names.
+
+    They are named by a folder with its subfolders, globs, braces, paths, or a list of these. The root is the folder, or
+    the deepest one that has all of them. Raises `ShardError` for nothing, and for a file that is named twice.
+    """
+    specs = spelled_out(files)
     if not specs:
         raise ShardError("the list of shards is empty")
-    if kind.listing:
-        return _listed_below(specs, kind, missing_too)
-    if kind.suffixes == (ALL,):
-        return Path(specs[0]).absolute(), [ALL]
     if len(specs) == 1 and Path(specs[0]).is_dir():
-        root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
-        return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
-    paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
-    if kind is TAR_FILES and len(paths) == 1 and (instead := instead_of_file(paths[0])):
-        raise ShardError(f"{paths[0]}: not a tar. {instead}", reason=NO_SHARD)
-    if len(set(paths)) < len(paths):
-        twice = Counter(paths).most_common(1)[0][0]
-        raise ShardError(f"{twice}: the same shard is named twice")
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    return root, sorted(path.relative_to(root).as_posix() for path in paths)
+        return with_handles(partial(_listed_below, Path(specs[0]).absolute()))
+    unlistable: list[ShardError] = []
+    found = [each for spec in specs for each in _expanded(spec, unlistable)]
+    exact = dict(found)
+    if len(exact) < len(found):
+        twice = Counter(path for path, _ in found).most_common(1)[0][0]
+        raise ShardError(f"{twice}: the same shard is named twice. Name it once")
+    root = os.path.commonpath([os.path.dirname(path) for path in exact])  # noqa: PTH120
+    cut = len(root) + (root != "/")
+    names = frozenset(path[cut:] for path, is_exact in exact.items() if is_exact)
+    return ListedFiles(Path(root), sorted(path[cut:] for path in exact), exact=names, unlistable=unlistable)
 
 
-def _listed_below(specs: list[str], kind: ShardKind, missing_too: bool) -> tuple[Path, list[str]]:
-    root = Path(specs[0]).absolute()
-    try:
-        listing = read_regular(root / kind.listing, LARGEST_INDEX) if len(specs) == 1 else b""
-    except OSError as error:
-        raise ShardError(
-            f"{root / kind.listing}: {error.strerror}. Name the one folder that has it", reason=NOT_THERE
-        ) from error
-    if len(specs) > 1:
-        raise ShardError(f"{root} and {len(specs) - 1} more: read each folder with {kind.listing} by itself")
-    return root, kind.names_in(str(root), listing, partial(_is_file, root), missing_too)
+def _listed_below(root: Path) -> ListedFiles:
+    """List a folder. A path that is relative would change its meaning with the working folder."""
+    found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
+    for folder, folders, files in os.walk(root, onerror=lambda error: found.unlistable.append(_unlistable(error))):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = os.path.relpath(folder, root)
+        found.folders.append(below)
+        prefix = "" if below == "." else f"{below}/"
+        for name in folders:
+            if os.path.islink(f"{folder}/{name}"):  # noqa: PTH114  # a Path for each folder is slow
+                log.warning("%s: a link to a folder is skipped. Name it as well to read it", f"{prefix}{name}")
+        found.names.extend([prefix + name for name in files if not is_hidden(name)])
+    found.names.sort()
+    return found
 
 
-def _is_file(root: Path, name: str) -> bool:
-    return os.path.isfile(root / name)  # noqa: PTH113  # that of a Path raises for a name that is too long
+def is_hidden(name: str) -> bool:
+    """Return whether a name belongs to the desktop or a tool, such as HF's cache."""
+    return name.startswith(".") or name in _OF_DESKTOPS or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
 
 
 def spelled_out(shards: Shards) -> list[str]:
@@ -233,71 +217,39 @@ def _instead_of_pipe(spec: str) -> str:
     return url[0] if url else "the paths of the tars, or their URL"
 
 
-def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:
+def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bool]]:
+    """Yield the absolute paths that a name, a glob or braces stand for, and whether a path is what was named.
+
+    Of a folder these are the paths of the files below it.
+    """
     if "://" in spec:
         url = clean_address(spec)
         raise ShardError(f"{url}: expected files, not a URL. Index remote shards by `savable index {url}`")
-    paths: list[Path] = []
     for pattern in expand_braces(spec):
-        path = Path(pattern).absolute()
-        if path.is_dir():
-            paths += [path / name for name in with_handles(partial(_files_below, path, kind, unlistable))]
-        elif glob.has_magic(pattern) and not path.exists():
+        path = os.path.abspath(pattern)  # noqa: PTH100  # a Path for each of a million names is slow
+        if os.path.isdir(path):  # noqa: PTH112
+            below = with_handles(partial(_listed_below, Path(path)))
+            unlistable += below.unlistable
+            yield from ((f"{path}/{name}", False) for name in below.names)
+        elif glob.has_magic(pattern) and not os.path.exists(path):  # noqa: PTH110
             matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
             if not matches:
-                raise ShardError(f"{pattern}: no file matches", reason=NOT_THERE)
-            paths += [Path(match).absolute() for match in matches]
-        elif path.is_file() or (missing_too and path.name.endswith(kind.suffixes)):
-            paths.append(path)
+                raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
+            yield from ((os.path.abspath(match), False) for match in matches)  # noqa: PTH100
         else:
-            here = "" if path == Path(pattern) else f" (current folder: {Path.cwd()})"
-            why = "The environment has no such variable" if "$" in pattern else "Check the path"
-            if "$" not in pattern and kind is TAR_FILES and not path.suffix:
-                why += into_folder(pattern)
-            raise ShardError(f"{pattern}: no such file or folder{here}. {why}", reason=NOT_THERE)
-    for path in paths:
-        if path.name.endswith(kind.refused):
-            raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset. {kind.cure}")
-    return paths
+            yield path, True
+
+
+def missing_error(path: Path) -> ShardError:
+    """Return the error for a named file that does not exist."""
+    here = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
+    why = "The environment has no such variable" if "$" in str(path) else "Check the path"
+    return ShardError(f"{path}: no such file or folder{here}. {why}", reason=NOT_THERE)
 
 
 def is_inside(name: str) -> bool:
     """Whether a relative name stays inside the folder that it is relative to."""
     return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
-
-
-def _files_below(
-    root: Path,
-    kind: ShardKind,
-    unlistable: Callable[[ShardError], None],
-    visited: Callable[[str], None] = lambda folder: None,
-) -> list[str]:
-    names = []
-    compressed = []
-    lance = ""  # a folder of files of Lance
-    for folder, folders, files in os.walk(root, onerror=lambda error: unlistable(_unlistable(error))):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        here = Path(folder).relative_to(root)
-        visited(here.as_posix())
-        for name in folders:
-            if (root / here / name).is_symlink():
-                log.warning("%s: a link to a folder is skipped. Name it as well to read it", here / name)
-        wanted = [name for name in files if name.endswith(kind.suffixes) and name[0] != "." and not kind.left_out(name)]
-        prefix = "" if here == Path() else f"{here.as_posix()}/"
-        names += [prefix + name for name in wanted]
-        compressed += [name for name in files if name.endswith(kind.refused)]
-        lance = lance or (folder if any(name.endswith(LANCE) for name in files) else "")
-    if not names:
-        instead = f", but {len(compressed)} {kind.compressed[1]}. {kind.cure}" if compressed else ""
-        if lance:
-            instead += f". {lance} is of Lance, which is not read here: {LANCE_CURE}"
-        instead = instead or instead_of_folder(root) or (into_folder(root) if kind is TAR_FILES else "")
-        raise ShardError(
-            f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{instead}", reason=NO_SHARD
-        )
-    if compressed:
-        log.warning("%s: %d %s are skipped. %s", root, len(compressed), kind.compressed[1], kind.cure)
-    return sorted(names)
 
 
 def _unlistable(error: OSError) -> ShardError:
@@ -343,31 +295,6 @@ def _names_in(braces: str) -> int:
         return braces.count(",") + 1
     first, last, step = (int(number or 1) for number in found.groups())
     return abs(last - first) // max(1, abs(step)) + 1
-
-
-def instead_of_folder(folder: Path) -> str:
-    """How a folder without shards of the wanted kind becomes a dataset, or is one; "" for an empty one."""
-    holds_files = False
-    for _, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in files if not name.startswith(".")):
-            holds_files = True
-            reader = _READERS.get(os.path.splitext(name)[1])  # noqa: PTH122  # a Path per name is slow
-            if reader is not None:
-                return f". {name} is there: read it by {reader}"
-    return f". Convert its files by `savable convert {shlex.quote(str(folder))} DST`" if holds_files else ""
-
-
-def into_folder(folder: str | Path) -> str:
-    """The command that fills a folder for tars, which is empty or missing."""
-    return f"\nTo write shards there: `savable convert SRC {shlex.quote(str(folder))}`"
-
-
-def instead_of_file(path: Path) -> str:
-    """The command that makes tars of the folder of a picture or a text; "" for any other file."""
-    if path.name.lower().endswith(_PARTS):
-        return f"Convert its folder by `savable convert {shlex.quote(str(path.parent))} DST`"
-    return ""
 
 
 class HubAddress(NamedTuple):

@@ -9,7 +9,6 @@ A child that dies costs the job that it worked on; another is started for the ne
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -23,9 +22,8 @@ import msgspec
 
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.index import found_at
 
-Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
+Task: TypeAlias = Callable[[Path, str], msgspec.Struct]  # gets the folder and the name of a shard; can be pickled
 J = TypeVar("J")
 T = TypeVar("T")
 NOTE = b"+"  # begins no MessagePack of a struct
@@ -34,16 +32,30 @@ EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None,
 """What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
 
 
-def each_shard(
-    task: Task, root: Path, names: list[str], processes: int, *, url: str = "", options: tuple[str, ...] = ()
-) -> Generator[Answer, None, None]:
-    """The answers for all shards, in the order in which they come; None where the process died over the shard.
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """What to do for one shard, whose `size` tells a machine that has another one."""
 
-    With a `url` the shards lie there, and `root` is an empty folder to download them to, one at a time. The task gets
-    the `options` behind the name.
+    task: Task
+    root: Path
+    name: str
+    size: int | None = None
+
+    def do(self) -> bytes:
+        """Return the result as MessagePack. Raises OSError."""
+        if self.size is not None and (size := (self.root / self.name).stat().st_size) != self.size:
+            raise OSError(f"{self.root / self.name} has {size} bytes here, and {self.size} where the command runs")
+        return msgspec.msgpack.encode(self.task(self.root, self.name))
+
+
+def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Generator[Answer, None, None]:
+    """Yield the answers for all shards as they come.
+
+    An answer is None if the process died over the shard.
     """
-    arguments: tuple[str, ...] = (task, os.fspath(root), url, *options)
-    return each_job("savable_pipeline.data.shards.processes:serve", arguments, names, processes)
+    jobs = [FileJob(task, root, name) for name in names]
+    with contextlib.closing(each_job(f"{__name__}:serve", (), jobs, processes)) as answers:
+        yield from ((job.name, answer) for job, answer in answers)
 
 
 def here_or_in_several(
@@ -134,27 +146,10 @@ class _Worker(Generic[J]):
                 self._child.kill()
 
 
-def serve(connection: Connection, names: Iterator[str], task: Task, root: str, url: str, *options: str) -> None:
-    """The child: does one shard after the other."""
-    for name in names:
-        connection.send_bytes(msgspec.msgpack.encode(do(task, Path(root), name, url, *options)))
-
-
-def do(task: Task, root: Path, name: str, url: str = "", *options: str) -> msgspec.Struct:
-    """The task's result for a shard; see `each_shard`."""
-    work = found_at(task)
-    found: msgspec.Struct = work(url, root, name, *options) if url else work(root, name, *options)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
-
-    task: Task
-    root: Path
-    name: str
-    size: int
+def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:
+    """The child: does one job after the other."""
+    for job in jobs:
+        connection.send_bytes(job.do())
 
 
 def each_shard_by(engine: Engine) -> EachShard:
@@ -162,15 +157,8 @@ def each_shard_by(engine: Engine) -> EachShard:
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()
-        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
-        with contextlib.closing(engine.each(_scanned, scans)) as finished:
-            yield from ((scan.name, answer) for scan, answer in finished)
+        jobs = (FileJob(task, root, name, (root / name).stat().st_size) for name in names)
+        with contextlib.closing(engine.each(FileJob.do, jobs)) as finished:
+            yield from ((job.name, answer) for job, answer in finished)
 
     return each
-
-
-def _scanned(scan: _Scan) -> bytes:
-    size = (scan.root / scan.name).stat().st_size
-    if size != scan.size:
-        raise OSError(f"{scan.root / scan.name} has {size} bytes here, and {scan.size} where the command runs")
-    return msgspec.msgpack.encode(do(scan.task, scan.root, scan.name))

@@ -30,7 +30,6 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (
     TAR,
     BlobIndex,
-    FileFormat,
     Header,
     Read,
     ShardIndex,
@@ -41,7 +40,6 @@ from savable_pipeline.data.shards.index import (
     kind_of,
     write_aligned,
 )
-from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
 from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
 from savable_pipeline.errors import ShardError
@@ -483,19 +481,3 @@ def tar_idx_fault(shard: Path, table: ShardTable) -> str:
         return ""
     first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
     return f"{path.name} has another offset for sample {first} than the shard"
-
-
-TARS = FileFormat(
-    TAR,
-    TAR_FILES,
-    "savable_pipeline.data.shards.tar_format:TARS",
-    read_table,
-    is_as_indexed,
-    TarIndex,
-    whole=True,
-    no_rows=msgspec.msgpack.encode(TarColumns(b"")),
-    no_digest=xxh3_64().intdigest(),
-    for_others=".idx",
-    leave_beside=write_tar_idx,
-    fault_beside=tar_idx_fault,
-)

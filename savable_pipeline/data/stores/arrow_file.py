@@ -14,34 +14,23 @@ Blob of a file in the index: the offset of the schema; of each batch, and the en
 hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
 one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
 each batch; the end of each; the rows; the hashes.
-
-Folders that HF `datasets` writes say what of them is one split, and which of their files are its data (`data_files`):
-
-    save_to_disk      state.json names the files; of a DatasetDict, dataset_dict.json names a folder for each split
-    the cache         dataset_info.json names the splits, whose files lie side by side; cache-*.arrow are results of map
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.wording import encodable, listed
+from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import is_inside
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.source import ARROW_FILES
-from savable_pipeline.errors import ShardError
 
 MAGIC = b"ARROW1"
 _HEAD = len(MAGIC) + 2  # bytes before the first message
@@ -60,7 +49,6 @@ _BIG_ENDIAN = (
 )
 _CURE = "the file was cut short or is damaged; copy it again"
 T = TypeVar("T")
-_LARGEST_JSON = 1 << 26
 
 
 class Flatbuffer:
@@ -391,75 +379,3 @@ def _blob(found: _Found) -> FileBlob:
     if found.schema is None:
         return np.zeros(2, "<u8")
     return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")
-
-
-ARROW = FileFormat(
-    "arrow",
-    ARROW_FILES,
-    "savable_pipeline.data.stores.arrow_file:ARROW",
-    read_table,
-    is_as_indexed,
-    all_used=False,  # columns that are not asked for are not read
-    no_rows=bytes(16),
-    splits="dataset_dict.json",
-)
-
-
-class _Named(msgspec.Struct):
-    filename: str
-
-
-class _State(msgspec.Struct):
-    files: list[_Named] = msgspec.field(default=[], name="_data_files")
-    indices: Any = msgspec.field(default=None, name="_indices_files")
-
-
-class _Splits(msgspec.Struct):
-    splits: Any = None
-
-
-def data_files(files: T) -> T | list[Path]:
-    """What to read for a folder that HF `datasets` wrote: the files that it names. Anything else is returned as it is.
-
-    Raises `ShardError` for a folder of several splits: one of them must be named.
-    """
-    if not isinstance(files, str | os.PathLike) or not Path(files).is_dir():
-        return files
-    folder = Path(files)
-    if (folder / "dataset_dict.json").is_file():
-        names = _split_names(_read_json(folder / "dataset_dict.json", _Splits).splits)
-        raise ShardError(f"{folder}: {len(names)} splits, {listed(names)}. Read one, such as {folder / names[0]}")
-    if (folder / "state.json").is_file():
-        return _named_files(folder, _read_json(folder / "state.json", _State))
-    if (folder / "dataset_info.json").is_file():
-        names = _split_names(_read_json(folder / "dataset_info.json", _Splits).splits)
-        if len(names) > 1:
-            raise ShardError(
-                f"{folder}: several splits, {listed(names)}. Name the files of one: '{folder}/*-{names[0]}*.arrow'"
-            )
-    return files
-
-
-def _named_files(folder: Path, state: _State) -> list[Path]:
-    if state.indices:
-        raise ShardError(f"{folder}: an index table selects its rows. Save it after `flatten_indices()`")
-    names = [file.filename for file in state.files]
-    outside = next((name for name in names if not is_inside(name)), None)
-    if outside is not None:
-        raise ShardError(f"{folder}/state.json: {outside!r} is outside the folder")
-    return [folder / name for name in names]
-
-
-def _split_names(splits: Any) -> list[str]:
-    return [str(name) for name in splits] if isinstance(splits, list | dict) and splits else ["train"]
-
-
-def _read_json(path: Path, kind: type[Any]) -> Any:
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ShardError(f"{path}: {path.stat().st_size} bytes, more than the limit of {_LARGEST_JSON}")
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ShardError(f"{path}: cannot be read: {error}") from error

@@ -38,6 +38,7 @@ from savable_pipeline.data.stores.arrow_file import (
     read_message,
 )
 from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.ranges import RangedTable
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
@@ -314,3 +315,7 @@ class ArrowStore(ColumnarStore):
 
 def _batch(raw: memoryview, schema: Any) -> Any:
     return pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(pa.py_buffer(raw))), schema)
+
+
+class RangedArrowStore(RangedTable, ArrowStore):
+    """The rows of Arrow files whose columns name ranges of other files."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
     from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
 T = TypeVar("T")
+COLUMNAR_SETTINGS = ("columns", "key", "blocks", "partial", "ranges", "unpacked_bytes")
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 _NO_COLUMN = "missing column"
 

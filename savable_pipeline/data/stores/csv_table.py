@@ -28,9 +28,7 @@ import numpy as np
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
-from savable_pipeline.data.stores.jsonl import text_format
-from savable_pipeline.data.stores.source import CSV_FILES
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url, text_format
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
@@ -140,9 +138,6 @@ def _wide_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-CSV = text_format("csv", CSV_FILES, f"{__name__}:CSV", _found_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,3 +277,6 @@ def _as_fields(columns: list[_Column]) -> list[str]:
         fields.append(column.name if taken.isdisjoint(column.endings) else f"{column.name}={column.name}")
         taken |= column.endings
     return fields
+
+
+CSV = text_format("csv", (".csv", ".tsv"), _found_rows, CsvStore, (".csv", ".tsv"))

@@ -21,8 +21,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -33,15 +34,15 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from savable_pipeline.core.files import lacks_handles, read_regular, with_handles
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import in_first_place, index_places
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
-from savable_pipeline.data.shards.paths import ALL, ShardKind, Shards, spelled_out
+from savable_pipeline.data.shards.paths import ALL, Shards, is_hidden, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import Classes, Reject, is_hidden, outside, parts_fault, printable
+from savable_pipeline.data.stores.sample_names import Classes, Reject, no_samples, outside, parts_fault, printable
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -51,28 +52,10 @@ SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "t
 _KIND = {name: kind for kind, names in enumerate((IMAGE_PARTS, AUDIO_PARTS, VIDEO_PARTS)) for name in names}
 _LONGEST_LIST = 1 << 24  # bytes of a file of names
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe put in place of a file is not waited for
-_LAST, _OUTSIDE = "-last", "-outside"  # in the names of formats: where keys end, and whether links lead anywhere
+_FIRST, _LAST = "\0first", "\0last"  # in messages: how `key_end` is set
 _LOOKED_AT = 4096  # files; of more, the times of folders are believed
 _QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
 _MANY = 8  # parts of a sample of which most are not found elsewhere by chance
-
-
-class Merged(msgspec.Struct, frozen=True, array_like=True):
-    """What dots in names seem to have merged: files, samples, a key, a part of it, the key that it should have."""
-
-    files: int
-    samples: int
-    key: str
-    part: str
-    last: str
-
-
-class Twins(msgspec.Struct, frozen=True, array_like=True):
-    """Samples with two files of one kind, one of which nobody may have meant: how many, and the first two files."""
-
-    samples: int
-    first: str
-    second: str
 
 
 class FolderTable(msgspec.Struct, frozen=True, array_like=True):
@@ -85,8 +68,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     firsts: memoryview  # int64 (samples + 1,): the first file of each sample, then the number of files
     rejected: list[Reject]
     hidden: int  # hidden files and folders
-    merged: Merged | None
-    twins: Twins | None
+    doubt: str  # why names seem to be meant otherwise, or ""; `_FIRST` and `_LAST` stand for how keys end
     folders: dict[str, FileVersion]
     began_ns: int  # when the first was listed
 
@@ -107,15 +89,8 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
 
     def fault(self, root: str, option: str) -> str:
         """Why names seem to be meant otherwise, or ""; `option` is how `key_end` is set, with {} for its value."""
-        if self.merged is not None:
-            return _merged_fault(root, self.merged, option)
-        if self.twins is None:
-            return ""
-        count = counted(self.twins.samples, "sample has", "samples have")
-        return (
-            f"{root}: {count} two files of one kind, such as {self.twins.first} and {self.twins.second}. Rename one of "
-            f"them, or give {option.format('first')} if both are parts of one sample"
-        )
+        doubt = self.doubt.replace(_FIRST, option.format("first")).replace(_LAST, option.format("last"))
+        return f"{root}: {doubt}" if doubt else ""
 
     def is_fresh(self, root: Path) -> bool:
         """Whether no folder has changed since two seconds before they were listed; of few files all are looked at."""
@@ -129,39 +104,21 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class FolderFormat(FileFormat):
-    """The format of folders."""
-
-    def scan(self, root: Path, name: str) -> ShardTable:
-        """The table of a folder. Raises OSError."""
-        table = _scanned(str(root), key_end_last=_LAST in self.name, allow_outside=_OUTSIDE in self.name)
-        digest = xxh3_64(table.names)
-        digest.update(table.sizes)
-        size = int(np.frombuffer(table.sizes, "<i8").sum())
-        entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
-        return ShardTable(entry, table.blob())
+def scan_folder(root: Path, *, key_end_last: bool = False, allow_outside: bool = False) -> ShardTable:
+    """The table of a folder. Raises OSError."""
+    table = _scanned(str(root), key_end_last=key_end_last, allow_outside=allow_outside)
+    digest = xxh3_64(table.names)
+    digest.update(table.sizes)
+    size = int(np.frombuffer(table.sizes, "<i8").sum())
+    entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
+    return ShardTable(entry, table.blob())
 
 
 def _read(file: ByteSource, name: str) -> ShardTable:
     raise NotImplementedError(f"{name}: a folder has no bytes")
 
 
-def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    return True  # each file is looked at when it is read
-
-
-def _format(name: str, constant: str) -> FolderFormat:
-    return FolderFormat(name, ShardKind((ALL,)), f"{__name__}:{constant}", _read, _is_as_indexed, no_rows=bytes(8))
-
-
-FOLDER = _format("folder", "FOLDER")
-FOLDER_LAST = _format(f"folder{_LAST}", "FOLDER_LAST")
-FOLDER_OUTSIDE = _format(f"folder{_OUTSIDE}", "FOLDER_OUTSIDE")
-FOLDER_OUTSIDE_LAST = _format(f"folder{_OUTSIDE}{_LAST}", "FOLDER_OUTSIDE_LAST")
-
-
-def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, looked_at: bool = False) -> IndexedFiles:
+def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_at: bool = False) -> IndexedFiles:
     """The index of one folder, made if it is not right; with `looked_at` anew.
 
     If it is `tolerant`, an index stays whose files were changed or lost since. Raises `ShardError`.
@@ -181,8 +138,8 @@ def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, look
             raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read. Permit it") from error
         known = _known(path, form)
         if known is None or not _stays(known, table, tolerant and not looked_at):
-            write_index(path, [table], form.name)
-            known = BlobIndex(path, form.name)
+            write_index(path, [table], form)
+            known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
     return in_first_place(root, form.index_name, make)
@@ -190,21 +147,22 @@ def open_folder(files: Shards, form: FileFormat, *, tolerant: bool = False, look
 
 def is_known(root: Path) -> bool:
     """Whether there is an index of this folder in which nothing was added, removed or renamed since."""
-    forms = (FOLDER, FOLDER_LAST, FOLDER_OUTSIDE, FOLDER_OUTSIDE_LAST)
+    both = itertools.product((None, "last"), (False, True))
+    forms = [by_settings(FOLDER, {"key_end": end, "allow_outside": outside}) for end, outside in both]
     return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name))
 
 
-def _known(path: Path, form: FileFormat) -> BlobIndex | None:
+def _known(path: Path, form: Format) -> BlobIndex | None:
     """The index that is there; None for a damaged one too."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        index = BlobIndex(path, form.name)
+        index = BlobIndex(path, form.index_kind)
         if index.is_whole(0):
             FolderTable.of(index.blob(0))  # raises for one of another release
             return index
     return None
 
 
-def _fresh(root: Path, path: Path, form: FileFormat) -> BlobIndex | None:
+def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
     index = _known(path, form) if path.exists() else None
     return index if index is not None and FolderTable.of(index.blob(0)).is_fresh(root) else None
 
@@ -272,10 +230,13 @@ class _Walk:
 
 def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
     began, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
+    met = [*walk.files()]
+    others = no_samples(name for name, _, _ in met)
     rejected: list[Reject] = []
-    samples = _samples(walk, rejected, key_end_last)
-    merged = None if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
-    twins = _twins(samples)
+    walk.hidden += len(others)
+    samples = _samples([each for each in met if each[0] not in others], rejected, key_end_last)
+    doubt = "" if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
+    doubt = doubt or _twins(samples)
     kept: list[_File] = []
     firsts = [0]
     for key in sorted(samples):
@@ -293,13 +254,15 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
     names = ShardNames.of(file.name for file in kept)
     columns = names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts
     arrays = (memoryview(np.asarray(each, "<i8").tobytes()) for each in columns)
-    return FolderTable(names.text, *arrays, rejected, walk.hidden, merged, twins, walk.folders, began)  # type: ignore[call-arg, arg-type]
+    return FolderTable(names.text, *arrays, rejected, walk.hidden, doubt, walk.folders, began)  # type: ignore[call-arg, arg-type]
 
 
-def _samples(walk: _Walk, rejected: list[Reject], key_end_last: bool) -> dict[str, list[_File]]:
+def _samples(
+    met: list[tuple[str, os.stat_result | None, str]], rejected: list[Reject], key_end_last: bool
+) -> dict[str, list[_File]]:
     """The files by key; what is no part of a sample becomes a reject."""
     samples: dict[str, list[_File]] = {}
-    for name, status, fault in walk.files():
+    for name, status, fault in met:
         parts = split_name(without_dots(name) if key_end_last else name)
         if parts is None:
             unread = "readers take it for metadata" if is_metadata(name) else "no extension"
@@ -313,8 +276,8 @@ def _samples(walk: _Walk, rejected: list[Reject], key_end_last: bool) -> dict[st
     return samples
 
 
-def _twins(samples: dict[str, list[_File]]) -> Twins | None:
-    """The samples that seem to have two files of one kind by chance; None if there are none.
+def _twins(samples: dict[str, list[_File]]) -> str:
+    """What to say of samples that seem to have two files of one kind by chance; "" if there are none.
 
     They are the parts of one sample if half of the samples that have the more frequent extension have both.
     """
@@ -331,16 +294,22 @@ def _twins(samples: dict[str, list[_File]]) -> Twins | None:
         if one.lower() == other.lower() or 2 * len(pairs) < max(having[one], having[other])
         for pair in pairs
     ]
-    return Twins(len(doubtful), *map(printable, min(doubtful))) if doubtful else None
+    if not doubtful:
+        return ""
+    count, (one, other) = counted(len(doubtful), "sample has", "samples have"), map(printable, min(doubtful))
+    return (
+        f"{count} two files of one kind, such as {one} and {other}. Rename one of them, or give {_FIRST} if both are "
+        "parts of one sample"
+    )
 
 
-def _merged(samples: dict[str, list[str]]) -> Merged | None:
-    """The samples, parts by key, that dots in the names of files seem to have merged: `are_merged`.
+def _merged(samples: dict[str, list[str]]) -> str:
+    """What to say of samples, parts by key, that dots in names seem to have merged: `are_merged`; "" for none.
 
     Of many parts the same ones are looked for in the sample's own folder alone: in each, names may begin anew.
     """
     if not any("." in part for parts in samples.values() for part in parts):
-        return None
+        return ""
     anywhere = Counter(part for parts in samples.values() for part in parts)
     inside: dict[str, Counter[str]] = {}
     for key, parts in samples.items():
@@ -351,20 +320,14 @@ def _merged(samples: dict[str, list[str]]) -> Merged | None:
         if are_merged(parts, inside[key.rpartition("/")[0]] if len(parts) > _MANY else anywhere)
     }
     if not merged:
-        return None
+        return ""
     key = max(sorted(merged), key=lambda key: len(merged[key]))
-    part = min(merged[key])
-    last = f"{key}.{part}".rpartition(".")[0]
-    return Merged(sum(map(len, merged.values())), len(merged), printable(key), printable(part), printable(last))
-
-
-def _merged_fault(root: str, found: Merged, option: str) -> str:
-    """What is wrong with names that seem to merge samples; `option` is how where keys end is named here."""
+    part, files = printable(min(merged[key])), counted(sum(map(len, merged.values())), "file")
+    name = f"{printable(key)}.{part}"
     return (
-        f"{root}: a key ends at the first dot of a file's name, so that {counted(found.files, 'file')} would make "
-        f"{counted(found.samples, 'sample')}: {found.key}.{found.part} would be of the sample {found.key} the part "
-        f"{found.part}. Give {option.format('last')} to end keys at the last dot, which makes it the sample "
-        f"{found.last}; or {option.format('first')} if these are parts of one sample"
+        f"a key ends at the first dot of a file's name, so that {files} would make {counted(len(merged), 'sample')}: "
+        f"{name} would be of the sample {printable(key)} the part {part}. Give {_LAST} to end keys at the last dot, "
+        f"which makes it the sample {name.rpartition('.')[0]}; or {_FIRST} if these are parts of one sample"
     )
 
 
@@ -399,7 +362,7 @@ class FolderStore(RecordStore):
         self._sizes, self._times, self._firsts, self._ends = (
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
-        self._last = _LAST in found.form.name
+        self._last = key_end == "last"
         self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the sample asked for last: key, and files by part
         if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
             raise ShardError(fault)
@@ -602,3 +565,28 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"classes={classes!r}: pass the names of the folders in their order, each once")
     return names
+
+
+def _the_folder(heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
+    return [(ALL,)]
+
+
+def by_settings(form: Format, settings: dict[str, Any]) -> Format:
+    """The format of folders whose keys end so, and whose links may lead there."""
+    scan = {"key_end_last": settings.get("key_end") == "last", "allow_outside": settings.pop("allow_outside", False)}
+    variant = ".".join(name for name, value in scan.items() if value)
+    return replace(form, variant=variant, scan_folder=partial(scan_folder, **scan)) if variant else form
+
+
+FOLDER = Format(
+    "folder",
+    (ALL,),
+    _read,
+    FolderStore,
+    ("key_end", "classes", "allow_outside"),
+    listed=_the_folder,
+    by_settings=by_settings,
+    scan_folder=scan_folder,
+    open_index=open_folder,
+    no_rows=bytes(8),
+)

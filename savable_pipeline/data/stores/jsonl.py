@@ -1,5 +1,4 @@
-"""The format of JSONL files, a line of which is a sample, and the record store that reads them; and what other files of
-text have in common with them.
+"""The format of JSONL files, a line of which is a sample, and the stores that read them.
 
 Blob of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
 spaces too, lie at the end of the line before them.
@@ -8,69 +7,30 @@ spaces too, lie at the end of the line before them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
 
-from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.json_values import decoded_json
-from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
-from savable_pipeline.data.shards.paths import ShardKind
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.record_store import FileStore
-from savable_pipeline.data.stores.source import JSONL_FILES
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
+from savable_pipeline.data.stores.table_store import (
+    LINE,
+    TABLE_SETTINGS,
+    TableStore,
+    TextStore,
+    text_format,
+    without_mark,
+)
 
 _CHUNK = 1 << 22
-_COMPARED = 1 << 16  # bytes of a line that are compared
 LONGEST_LINE = 1 << 30
 _FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
-MARK = b"\xef\xbb\xbf"
-# The fault of a file, "" for none, and the offsets of its rows and of their end: uint64 (rows + 1,).
-Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
-
-
-def text_format(name: str, kind: ShardKind, import_path: str, find: Find) -> FileFormat:
-    """The format of files of text, in which `find` finds the rows."""
-    return FileFormat(name, kind, import_path, partial(_read_table, find), _is_as_indexed, no_rows=bytes(8))
-
-
-def _read_table(find: Find, file: ByteSource, name: str) -> ShardTable:
-    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
-    fault, offsets = text_error(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
-    if not fault:
-        file.expect([(0, file.size)])
-        fault, offsets = find(file)
-    if fault:
-        fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault), offsets.tobytes())
-
-
-def _is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the first row, one in the middle and the last are what they were, where they were."""
-    assert isinstance(index, BlobIndex), index
-    try:
-        return _digest(file, index.blob(number)) == int(index.shards.digests[number])
-    except OSError:
-        return False
-
-
-def _digest(file: ByteSource, offsets: FileBlob) -> int:
-    """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
-    digest = xxh3_64(offsets.tobytes())
-    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
-    lines = len(offsets) - 1
-    for line in sorted({0, lines // 2, lines - 1}) if lines else []:
-        begin, end = int(offsets[line]), int(offsets[line + 1])
-        digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
-        digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
-    return digest.intdigest()
 
 
 def _lines(file: ByteSource) -> FileBlob:
@@ -138,61 +98,19 @@ def _may_be_jsonl(file: ByteSource, offsets: FileBlob) -> bool:
     return False
 
 
-def without_mark(line: bytes, begin: int) -> bytes:
-    """The line at this offset without the byte order mark that some programs begin a file with."""
-    return line if begin else line.removeprefix(MARK)
-
-
-JSONL = text_format("jsonl", JSONL_FILES, f"{__name__}:JSONL", _checked_lines)
-
-
-LINE = "json"  # the part that is the whole line
-
-
 def _parts_of(fields: dict[str, Any]) -> list[str]:
     """The names of the parts of a line with these fields."""
     return [LINE, *(name for name, value in fields.items() if value is not None and name != LINE)]
 
 
-class TextStore(FileStore):
-    """The rows of files of text. `key` names the field that holds the key of a row; else it is `FILE:ROW`."""
-
-    unit = "byte offset"
-
-    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
-        super().__init__(found)
-        self.key_column = key
-        self._starts: dict[int, memoryview] = {}  # by shard
-
-    def offset(self, shard: int, row: int) -> int:
-        """The offset of the row in its file, in bytes."""
-        return int(self.blob(shard)[row])
-
-    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The rows."""
-        offsets = self.blob(shard).astype(np.int64, copy=False)
-        return offsets[rows], offsets[rows + 1]
-
-    def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
-        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`, also for over `most`."""
-        starts = self._starts.get(shard)
-        if starts is None:
-            self.files[shard]  # checks the file, and what the index says of it
-            starts = self._starts[shard] = self.blob(shard).data
-        begin, end = starts[row], starts[row + 1]
-        if end - begin > most:
-            raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
-        return self.files.read(shard, begin, end - begin), begin
-
-
 class JsonlStore(TextStore):
     """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
 
-    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Raises
-    `ShardError`.
+    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Fields that
+    are `needed` are looked for when they are read. Raises `ShardError`.
     """
 
-    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
+    def __init__(self, found: IndexedFiles, *, key: str | None = None, needed: tuple[str, ...] = ()) -> None:
         super().__init__(found, key=key)
         self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the line whose fields were asked for last
 
@@ -257,3 +175,36 @@ class JsonlStore(TextStore):
         fields = value if isinstance(value, dict) else {}
         self._last = line, fields
         return fields
+
+
+class LinesStore(TableStore):
+    """The lines of JSONL files, with the files that they name as parts."""
+
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """See `TableStore.body`."""
+        line, end, rest = raw.partition(b"\n")
+        if rest.strip():  # but for blank lines there is nothing before the next row
+            raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
+        return without_mark(line + end, begin)
+
+
+class RangedJsonlStore(RangedTable, JsonlStore):
+    """The lines of JSONL files whose fields name ranges of other files."""
+
+
+def open_lines(found: IndexedFiles, **settings: Any) -> JsonlStore | LinesStore:
+    """Open the store of JSONL files: their fields are parts, or with settings of named files these are."""
+    if settings.keys().isdisjoint(TABLE_SETTINGS[1:]):
+        return JsonlStore(found, **settings)
+    return LinesStore(found, **settings)
+
+
+JSONL = text_format(
+    "jsonl",
+    (".jsonl", ".ndjson"),
+    _checked_lines,
+    open_lines,
+    (".jsonl", ".ndjson", ".json"),
+    settings=("key", "ranges", *TABLE_SETTINGS[1:]),
+    by_settings=partial(with_ranges, RangedJsonlStore),
+)

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias, Unpack
@@ -30,11 +31,11 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, SourceFile
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS, ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
 from savable_pipeline.data.stores.shard_files import ShardFiles
-from savable_pipeline.data.stores.source import PARQUET_FILES
 from savable_pipeline.errors import SavableError
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -61,7 +62,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         footer = read_footer(file)
         rows, sizes = _groups_by_child(footer, file.size)
     except ParquetFooterError as error:
-        return PARQUET.unreadable(name, file.size, str(error))
+        return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
     entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
     return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
@@ -180,16 +181,6 @@ def _column_fault(group: Any, size: int) -> str:
         if not 0 <= begin <= end <= size:
             return f"a column at the bytes {begin} to {end} of {size}"
     return ""
-
-
-PARQUET = FileFormat(
-    "parquet",
-    PARQUET_FILES,
-    "savable_pipeline.data.stores.parquet:PARQUET",
-    read_table,
-    is_as_indexed,
-    all_used=False,  # columns that are not asked for are not read
-)
 
 
 _OPEN = 16  # files whose footers are kept parsed
@@ -343,3 +334,20 @@ def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
         return found.read(shard, offset, size)
 
     return read
+
+
+class RangedParquetStore(RangedTable, ParquetStore):
+    """The rows of Parquet files whose columns name ranges of other files."""
+
+
+PARQUET = Format(
+    "parquet",
+    (".parquet", ".pq", ".parq"),
+    read_table,
+    ParquetStore,
+    COLUMNAR_SETTINGS,
+    {"partial": True},
+    is_same=is_as_indexed,
+    by_settings=partial(with_ranges, RangedParquetStore),
+    all_used=False,  # columns that are not asked for are not read
+)

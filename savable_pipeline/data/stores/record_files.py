@@ -34,15 +34,15 @@ import xxhash
 from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, FileFormat, ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import LARGEST_INDEX, ShardKind
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, ShardIndex, ShardTable, marker_object
+from savable_pipeline.data.shards.paths import LARGEST_INDEX
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
 from savable_pipeline.data.stores.record_store import some_bytes
-from savable_pipeline.data.stores.source import INDEX
 
+INDEX = "index.json"
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
@@ -202,9 +202,14 @@ class RecordKind:
     schema: type[Schema]
     chunked: bool = False  # whether there are rows of Arrow
 
-    def names(self, index: bytes) -> list[tuple[str, ...]]:
+    def names(self, heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
         """The names that each file may have: the first of them that is there is read. Raises ValueError."""
-        return [tuple(each.name for each in several) for several in self.listed(index)]
+        if INDEX not in heads:
+            raise ValueError(f"no {INDEX}. Name the one folder that has it")
+        try:
+            return [tuple(each.name for each in several) for several in self.listed(heads[INDEX])]
+        except ValueError as error:
+            raise ValueError(f"{INDEX}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +223,35 @@ class RecordLayout:
     offsets: FileBlob
 
 
-def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, position: str) -> FileFormat:
-    """The format of such folders; `place` is where another process finds it."""
-    return FileFormat(
+def index_format(heads: Mapping[str, bytes]) -> str:
+    """The format that index.json says: mds or another of Mosaic Streaming, or litdata; "" if it says none."""
+    found = marker_object(heads, INDEX)
+    if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
+        return "litdata"
+    shards = found.get("shards")
+    if isinstance(shards, list) and all(isinstance(shard, dict) and "format" in shard for shard in shards):
+        return str(shards[0]["format"]) if shards else "mds"
+    return ""
+
+
+def _is_format(name: str, heads: Mapping[str, bytes]) -> bool:
+    return index_format(heads) == name
+
+
+def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store: Any) -> Format:
+    """The format of such folders, whose index.json is the marker."""
+    return Format(
         name,
-        ShardKind(suffixes, listing=INDEX, listed=kind.names),
-        position,
+        suffixes,
         functools.partial(read_listed, kind),
-        functools.partial(is_as_listed, kind),
+        functools.partial(store, kind=kind),
+        ("key", "blocks", "unpacked_bytes", "validate_hash"),
+        is_same=functools.partial(is_as_listed, kind),
         beside=("", INDEX),
+        markers=(INDEX,),
+        lists_all=True,
+        claims=functools.partial(_is_format, name),
+        listed=kind.names,
     )
 
 

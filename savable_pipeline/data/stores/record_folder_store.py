@@ -16,21 +16,17 @@ from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.decompressed import (
-    NEEDED,
-    UNPACKED_BYTES,
-    DamagedError,
-    decompressed,
-    needed_package,
-)
+from savable_pipeline.data.stores.decompressed import NEEDED, UNPACKED_BYTES, DamagedError, decompressed, needed_package
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.data.stores.record_files import (
+    INDEX,
     PACKED,
     RECORDS,
     ROWS,
     WHOLE,
     Blob,
     RecordBlock,
+    RecordKind,
     RecordLayout,
     RecordTable,
     Schema,
@@ -43,8 +39,6 @@ from savable_pipeline.data.stores.record_files import (
     table_of,
     wrong_hash,
 )
-from savable_pipeline.data.stores.record_kinds import KINDS
-from savable_pipeline.data.stores.source import INDEX
 from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
@@ -65,13 +59,14 @@ class RecordFolderStore(GroupedStore):
         self,
         found: IndexedFiles,
         *,
+        kind: RecordKind,
         key: str | None = None,
         blocks: DecodedBlocks[Any] | None = None,
         unpacked_bytes: int = UNPACKED_BYTES,
         validate_hash: str | None = None,
     ) -> None:
         super().__init__(found, blocks)
-        self.kind, self._algorithm = KINDS[found.form.name], validate_hash
+        self.kind, self._algorithm = kind, validate_hash
         self._wrong: dict[int, str] = {}  # files whose bytes were compared with their hash, and what is wrong with them
         self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
@@ -134,7 +129,7 @@ class RecordFolderStore(GroupedStore):
         """The shards in the order in which index.json names them."""
         number = {name: shard for shard, name in enumerate(self.entries.names)}
         index = self.files.beside(INDEX)
-        listed = [] if index is None else self.found.form.kind.names(self.address, index.read_bytes())
+        listed = [] if index is None else self.kind.names({INDEX: index.read_bytes()})
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def validate(self, shard: int, algorithm: str | None = None) -> None:

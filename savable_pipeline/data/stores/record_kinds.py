@@ -33,6 +33,7 @@ from savable_pipeline.data.stores.record_files import (
     scalar,
     several,
 )
+from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
@@ -181,7 +182,7 @@ _COLUMNS = {*_VALUES_OF_COLUMNS, *_BLOBS_OF_COLUMNS, "ndarray"}
 
 
 _MDS = RecordKind(_listed_shards, MdsColumns)
-MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), _MDS, f"{__name__}:MDS")
+MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), _MDS, RecordFolderStore)
 
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
@@ -400,5 +401,4 @@ _LEAVES = {*_VALUES_OF_LEAVES, *_BLOBS_OF_LEAVES, "jpeg_array"}
 
 
 _LITDATA = RecordKind(_listed_chunks, Tree, chunked=True)
-LITDATA = format_of_kind("litdata", (".bin",), _LITDATA, f"{__name__}:LITDATA")
-KINDS = {"mds": _MDS, "litdata": _LITDATA}
+LITDATA = format_of_kind("litdata", (".bin",), _LITDATA, RecordFolderStore)

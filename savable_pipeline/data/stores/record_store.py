@@ -267,7 +267,7 @@ class FileStore(RecordStore):
     def __init__(self, found: IndexedFiles) -> None:
         self.found = found
         self.root, self.address, self.entries = found.root, found.address, found.entries
-        self.firsts, self.endings = found.firsts, found.form.kind.suffixes
+        self.firsts, self.endings = found.firsts, found.form.suffixes
         self.where = found.where
         self.files = self._open_files()
 

@@ -45,7 +45,7 @@ from savable_pipeline.data.remote.lookup import (
 from savable_pipeline.data.remote.session import Session, scratch
 from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
-from savable_pipeline.data.shards.index import FileFormat, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import Format, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import Shards, as_names
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 class WholeScans:
     """Files that are downloaded whole to be scanned: NAME, and the server's version as NAME.pin, below `aside`."""
 
-    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
+    def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self.aside = folder / "scan"
         self._found, self._form, self._session = found, form, session
 
@@ -107,7 +107,7 @@ class WholeScans:
 class PartScans:
     """Files that are read through the cache: of a version without an index, which becomes that of the index."""
 
-    def __init__(self, found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> None:
+    def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
         self._place = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
@@ -149,7 +149,7 @@ def _with_index(version: Path, fresh: Path) -> ShardCache:
 RemoteScans: TypeAlias = WholeScans | PartScans  # of files of which names and sizes are known, by their numbers
 
 
-def scans_of(found: RemoteShards, form: FileFormat, folder: Path, session: Session) -> RemoteScans:
+def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
     """What scans these files, in the `folder` of their dataset in a cache of `limit` bytes."""
     if form.whole:
         return WholeScans(found, form, folder, session)
@@ -160,7 +160,7 @@ def scans_of(found: RemoteShards, form: FileFormat, folder: Path, session: Sessi
 class RemoteScan:
     """One file to scan on another machine: below `url`, of so many bytes, and with this stamp where one is known."""
 
-    form: FileFormat
+    form: Format
     url: str
     name: str
     size: int
@@ -176,7 +176,7 @@ def scan_there(file: RemoteScan) -> tuple[ShardTable, str]:
 
 
 def scanned_elsewhere(
-    engine: Engine, scans: RemoteScans, found: RemoteShards, form: FileFormat, numbers: list[int]
+    engine: Engine, scans: RemoteScans, found: RemoteShards, form: Format, numbers: list[int]
 ) -> Generator[ShardTable, None, None]:
     """The tables of these files, by the machines of an engine; what they read is pinned here."""
     stamps = found.stamps or [""] * len(found.names)
@@ -213,7 +213,7 @@ def scanned_here(
 
 def open_remote(
     files: Shards,
-    form: FileFormat,
+    form: Format,
     session: Session,
     *,
     tolerant: bool,
@@ -229,12 +229,10 @@ def open_remote(
     damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
     with locked_dataset(files, form, session, counts=anew) as (found, folder, own):
-        all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
-        if all_below and form.splits and session.stat(found.root, form.splits) is not None:
-            raise ShardError(f"{files}: several splits are there. Read one of them, such as {found.root}/train/")
+        all_below = isinstance(files, str) and files.rstrip("/") == found.root
         if anew:
             found = replace(found, sizes=with_stamps(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
-        elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
+        elif all_below and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
             _note_replaced(own, found)
@@ -251,7 +249,7 @@ def open_remote(
 
 def index_remote(
     files: Shards,
-    form: FileFormat,
+    form: Format,
     session: Session,
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
@@ -310,7 +308,7 @@ class _Making:
     and of those that were found to be others than before.
     """
 
-    form: FileFormat
+    form: Format
     folder: Path
     session: Session
     tolerant: bool

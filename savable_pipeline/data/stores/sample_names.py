@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.part_types import SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.part_types import (
+    AUDIO_PARTS,
+    IMAGE_PARTS,
+    SUBTITLE_PARTS,
+    TEXT_PARTS,
+    VIDEO_PARTS,
+    part_type,
+)
+from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
+from savable_pipeline.data.shards.paths import is_hidden as is_hidden
 from savable_pipeline.data.shards.tar import split_name
 
-PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
-TAR_ENDINGS = (*TAR_FILES.suffixes, *PACKED)
+PACKED = PACKED_TARS
+TAR_ENDINGS = (TARS_END, *PACKED)
 Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
-_OF_DESKTOPS = ("Thumbs.db", "desktop.ini")
+
+
+_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
+_ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+_MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class Reject(msgspec.Struct, frozen=True):
@@ -36,11 +48,6 @@ class Reject(msgspec.Struct, frozen=True):
 def is_tar(name: str) -> bool:
     """Whether a name is that of a tar, compressed or not, in letters of any case."""
     return name.lower().endswith(TAR_ENDINGS)
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is the desktop's or a tool's, and no data."""
-    return name.startswith(".") or name in _OF_DESKTOPS
 
 
 def name_fault(key: str, extension: str) -> str:
@@ -95,3 +102,43 @@ def outside(root: str, path: str) -> bool:
     real, (cache, snapshots, _) = os.path.realpath(path), root.partition("/snapshots/")
     inside = [root, f"{cache}/blobs"] if snapshots else [root]
     return all(os.path.commonpath([each, real]) != each for each in inside)
+
+
+def suffix_of(name: str) -> str:
+    """The end of a name from its last dot on, in small letters."""
+    base = name.rpartition("/")[2]
+    return base[base.rfind(".") :].lower() if "." in base else ""
+
+
+def is_media_file(name: str) -> bool:
+    """Whether a name is that of an image, audio or video."""
+    return suffix_of(name) in _MEDIA
+
+
+def is_for_people(name: str) -> bool:
+    """Whether a file at the top of a folder is for people: its README, or its license."""
+    return "/" not in name and name.lower().startswith(_PEOPLE)
+
+
+def stem_of(name: str) -> str:
+    """The path of a file up to its first dot."""
+    folder, slash, base = name.rpartition("/")
+    return f"{folder}{slash}{base.partition('.')[0]}"
+
+
+def no_samples(names: Iterable[str]) -> set[str]:
+    """Of the names in a folder of raw files, those that are no parts of samples.
+
+    They are what is for people, and beside media tables that share their stem with nothing.
+    """
+    names = [*names]
+    stems: dict[str, int] = {}
+    for name in names:
+        stem = stem_of(name)
+        stems[stem] = stems.get(stem, 0) + 1
+    has_media = any(map(is_media_file, names))
+    return {
+        name
+        for name in names
+        if stems[stem_of(name)] == 1 and (is_for_people(name) or (has_media and suffix_of(name) in _ROWS))
+    }

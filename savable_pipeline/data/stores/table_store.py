@@ -1,11 +1,13 @@
-"""`TableStore`: tables whose rows are objects, `json`, with the files that some of their fields name as further parts.
+"""Tables of text whose rows are samples: what their formats and stores have in common, and lists of JSON.
 
-    {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json
+    {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json       of a `TableStore`
     {"image": ["a.jpg", "b.jpg"]}                  →      0.jpg, 1.jpg, json
 
-The files lie in the folder of the table, or in another one that is named. Nothing outside of it is read, wherever a
-path or a link leads. Of JSON files that hold one list, such as LLaVA's own, the index has the offset of each element,
-then that of what follows the last: to index such a file it is read as a whole.
+The files that fields name are in the folder of the table, or in another one that is named. Nothing outside of it is
+read, wherever a path or a link leads.
+
+Blob of a file in the index: the offset of each row, then of the end of the last. To index a list of JSON, such as
+LLaVA's own, it is read as a whole.
 """
 
 from __future__ import annotations
@@ -16,26 +18,113 @@ import json
 import os
 import stat
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64
 
+from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.files import regular_file, with_handles
 from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
-from savable_pipeline.data.stores.jsonl import LINE, MARK, TextStore, text_format, without_mark
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
-from savable_pipeline.data.stores.source import JSON_FILES
 from savable_pipeline.errors import ShardError
 
+_COMPARED = 1 << 16  # bytes of a line that are compared
+MARK = b"\xef\xbb\xbf"
+LINE = "json"  # the part that is the whole row
+# The fault of a file, "" for none, and the offsets of its rows and of their end: uint64 (rows + 1,).
+Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
+TABLE_SETTINGS = ("key", "file_fields", "files_from", "allow_outside", "pinned")
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
 _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
+
+
+def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
+    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
+    fault, offsets = text_error(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
+    if not fault:
+        file.expect([(0, file.size)])
+        fault, offsets = find(file)
+    if fault:
+        fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
+    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault), offsets.tobytes())
+
+
+def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
+    """Whether the first row, one in the middle and the last are what they were, where they were."""
+    assert isinstance(index, BlobIndex), index
+    try:
+        return _digest(file, index.blob(number)) == int(index.shards.digests[number])
+    except OSError:
+        return False
+
+
+def _digest(file: ByteSource, offsets: FileBlob) -> int:
+    """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
+    digest = xxh3_64(offsets.tobytes())
+    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
+    lines = len(offsets) - 1
+    for line in sorted({0, lines // 2, lines - 1}) if lines else []:
+        begin, end = int(offsets[line]), int(offsets[line + 1])
+        digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
+        digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
+    return digest.intdigest()
+
+
+def without_mark(line: bytes, begin: int) -> bytes:
+    """The line at this offset without the byte order mark that some programs begin a file with."""
+    return line if begin else line.removeprefix(MARK)
+
+
+class TextStore(FileStore):
+    """The rows of files of text. `key` names the field that holds the key of a row; else it is `FILE:ROW`."""
+
+    unit = "byte offset"
+
+    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
+        super().__init__(found)
+        self.key_column = key
+        self._starts: dict[int, memoryview] = {}  # by shard
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset of the row in its file, in bytes."""
+        return int(self.blob(shard)[row])
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The rows."""
+        offsets = self.blob(shard).astype(np.int64, copy=False)
+        return offsets[rows], offsets[rows + 1]
+
+    def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
+        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`, also for over `most`."""
+        starts = self._starts.get(shard)
+        if starts is None:
+            self.files[shard]  # checks the file, and what the index says of it
+            starts = self._starts[shard] = self.blob(shard).data
+        begin, end = starts[row], starts[row + 1]
+        if end - begin > most:
+            raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
+        return self.files.read(shard, begin, end - begin), begin
+
+
+def text_format(
+    name: str, suffixes: tuple[str, ...], find: Find, store: Callable[..., Any], packed: Iterable[str] = (), **more: Any
+) -> Format:
+    """The format of files of text, in which `find` finds the rows; `packed` are endings of compressed ones."""
+    packings = tuple(f"{end}.{kind}" for end in packed for kind in ("gz", "zst", "xz", "bz2"))
+    settings = {"settings": TABLE_SETTINGS, "packed": packings, "no_rows": bytes(8), **more}
+    return Format(name, suffixes, partial(read_rows, find), store, is_same=is_same_text, **settings)
 
 
 class NamedPart(NamedTuple):
@@ -257,17 +346,6 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://", "s3://", "gs://", "ftp://"))
 
 
-class LinesStore(TableStore):
-    """The lines of JSONL files, as `savable convert` takes them."""
-
-    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
-        """See `TableStore.body`."""
-        line, end, rest = raw.partition(b"\n")
-        if rest.strip():  # but for blank lines there is nothing before the next row
-            raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
-        return without_mark(line + end, begin)
-
-
 def _elements(file: ByteSource) -> tuple[str, FileBlob]:
     """Where each element of the list in a file begins, and the last ends; of one that is no whole list, its fault."""
     data, begins = file.read(), []
@@ -282,12 +360,12 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
     return "", np.array([*begins, end], "<u8")
 
 
-JSON = text_format("json", JSON_FILES, f"{__name__}:JSON", _elements)
-
-
 class JsonArrayStore(TableStore):
     """The elements of lists in JSON files."""
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
         return raw.rstrip().removesuffix(b",").rstrip()
+
+
+JSON = text_format("json", (".json",), _elements, JsonArrayStore)

@@ -24,18 +24,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.wording import counted
+from savable_pipeline.data.shards import tar_format
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import find_part, is_part
+from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
-from savable_pipeline.data.shards.tar_format import TARS as TARS
-from savable_pipeline.data.shards.tar_format import Layout, TarIndex
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -81,7 +83,7 @@ class TarRows:
 
     def __init__(self, found: IndexedFiles) -> None:
         index = found.index
-        assert isinstance(index, TarIndex), index
+        assert isinstance(index, tar_format.TarIndex), index
         self.found, self.index = found, index
         self.first_rows = index.shard_rows[found.numbers]  # int64 (shards,)
         if not found.firsts[-1]:
@@ -103,7 +105,7 @@ class TarRows:
         ends = np.where(ends_shard, self.found.entries.sizes[shards], behind)
         return starts[rows + first].astype(np.int64), ends.astype(np.int64)
 
-    def layout(self, row: int) -> Layout:
+    def layout(self, row: int) -> tar_format.Layout:
         """The layout of a sample. Raises `ShardError` if the index is damaged."""
         try:
             return self.index.layout(row)
@@ -212,7 +214,7 @@ class TarStore:
         self.found, self.address = found, found.address
         self.root: Path | None = found.root
         self.entries: Sequence[ShardEntry] = found.entries
-        self.endings: Sequence[str] = found.form.kind.suffixes
+        self.endings: Sequence[str] = found.form.suffixes
         self._rows = rows = TarRows(found)
         self.files = files = _files_of(found)
         self.rows = files.located(rows.rows)
@@ -299,7 +301,7 @@ def links_warning(address: str, count: int, first: str) -> str:
     )
 
 
-def links_told(address: str, index: TarIndex, numbers: Iterable[int]) -> str:
+def links_told(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
     """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
@@ -308,3 +310,20 @@ def links_told(address: str, index: TarIndex, numbers: Iterable[int]) -> str:
     return links_warning(
         address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
     )
+
+
+TARS = Format(
+    TAR,
+    (TARS_END,),
+    tar_format.read_table,
+    TarStore,
+    is_same=tar_format.is_as_indexed,
+    packed=PACKED_TARS,
+    index=tar_format.TarIndex,
+    whole=True,
+    no_rows=msgspec.msgpack.encode(tar_format.TarColumns(b"")),
+    no_digest=xxh3_64().intdigest(),
+    for_others=".idx",
+    leave_beside=tar_format.write_tar_idx,
+    fault_beside=tar_format.tar_idx_fault,
+)

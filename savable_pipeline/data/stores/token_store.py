@@ -31,11 +31,10 @@ from savable_pipeline.core.files import with_handles
 from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
-from savable_pipeline.data.shards.index import FileFormat, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.data.stores.record_store import FileStore, some_bytes
-from savable_pipeline.data.stores.source import TOKEN_FILES
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
@@ -45,6 +44,7 @@ _parsing = (
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
+_NO_LAYOUT = bytes(48)
 _IDX = ".idx"  # the suffix of what lies beside a .bin
 _LONGEST_HEADER = 1 << 14  # of a .npy
 _SEEN, _BLOCKS = 1 << 12, 64  # bytes that are compared at this many places of a file
@@ -94,7 +94,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     try:
         layout = _layout_in(file)
     except TokenFileError as error:
-        return TOKENS.unreadable(name, file.size, str(error))
+        return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), _NO_LAYOUT)
     entry = ShardEntry(name, file.size, layout.documents, digest_of(file))
     return ShardTable(entry, np.array(layout, "<u8").tobytes())
 
@@ -196,23 +196,12 @@ def _check(idx: str, found: Documents, size: int) -> None:
         raise TokenFileError(f"{idx}: its documents do not cover its {len(found.lengths)} sequences. Write it again")
 
 
-TOKENS = FileFormat(
-    "tokens",
-    TOKEN_FILES,
-    "savable_pipeline.data.stores.token_store:TOKENS",
-    read_table,
-    is_as_indexed,
-    no_rows=bytes(48),
-    beside=(".bin", _IDX),
-)
-
-
 class TokenStore(FileStore):
     """The documents, or windows of `length` tokens, of `.bin` (with `.idx`, or flat) and `.npy` files.
 
     Windows begin every `stride` tokens (None: `length`); a rest too short for one is no sample. `dtype` is the type of
-    the tokens in flat `.bin` files, and in `.npy` files without a header. Raises ValueError for wrong settings,
-    `ShardError`.
+    the tokens in flat `.bin` files, and in `.npy` files without a header. `documents_or` is the `length` where a file
+    has no documents. Raises ValueError for wrong settings, `ShardError`.
     """
 
     unit = "token"
@@ -224,12 +213,15 @@ class TokenStore(FileStore):
         length: int | None = None,
         stride: int | None = None,
         dtype: str | None = None,
+        documents_or: int | None = None,
     ) -> None:
         check_token_settings(length, stride, dtype)
         super().__init__(found)
-        self.length, self.stride = length, stride or length
         self.files.fetch_rows(found.numbers)  # at once: of each file a few numbers
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
+        if length is None and not all(each.what == INDEXED or each.row for each in self._layouts):
+            length = documents_or
+        self.length, self.stride = length, stride or length
         self.entries = ShardList.of([self._entry(shard, found.tolerant) for shard in range(len(self.entries))])
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])
         self._sizes = self.entries.sizes.tolist()
@@ -381,3 +373,16 @@ def check_token_settings(length: int | None, stride: int | None, dtype: str | No
         raise ValueError("TokenReader: stride= needs length=, the tokens of a window")
     if dtype is not None and dtype not in TYPES[1:]:
         raise ValueError(f"TokenReader: dtype must be one of {', '.join(TYPES[1:])}, not {dtype!r}")
+
+
+TOKENS = Format(
+    "tokens",
+    (".bin", ".npy"),
+    read_table,
+    TokenStore,
+    ("length", "stride", "dtype"),
+    {"documents_or": 1024},
+    is_same=is_as_indexed,
+    no_rows=_NO_LAYOUT,
+    beside=(".bin", _IDX),
+)

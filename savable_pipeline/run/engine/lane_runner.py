@@ -26,7 +26,7 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
-from savable_pipeline.run.engine.messages import Delivery, LaneJob, MadeOf, RequestKind
+from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, batch_rows
@@ -103,7 +103,10 @@ class LaneRunner:
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
-        """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
+        """The last stage of a fresh pipeline, and its lane.
+
+        Raises ValueError if the pipeline returns no stage.
+        """
         job, worker = self._job, self._worker if downloads else replace(self._worker, downloads=False)
         built = Lane(lane, job.lanes, job.seed, epoch=epoch, pad=job.pad, facts=facts, worker=worker)
         stage = job.pipeline(built)
@@ -113,7 +116,9 @@ class LaneRunner:
     def deliver(
         self, lane: int, state: bytes | None, want: RequestKind = "batch", avoid: Iterable[tuple[int, int]] = ()
     ) -> Delivery:
-        """The next batch of a lane at the position `state`; None if the lane runs here and is at its position.
+        """The next batch of a lane at the position `state`.
+
+        None if the lane runs here and is at its position.
 
         `avoid`: index and epoch of samples that the lane must leave out from now on. For "again", the batch of the
         `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
@@ -142,10 +147,12 @@ class LaneRunner:
         assert live.state is not None
         dry = batch is _DRY
         batch = None if dry or want == "skip" else batch
-        made_of = MadeOf.of(ref, type(live.stage).__name__) if self._job.refs and want == "batch" else None
-        if made_of is not None and self._made == 1:
-            _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
-        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
+        asks_ref = self._job.refs and want == "batch"
+        rows = row_count(ref, type(live.stage).__name__) if asks_ref else 0
+        if asks_ref and self._made == 1:
+            msgspec.msgpack.encode(ref)  # a ref that no state can have is an error now, not when a state is saved
+        sent = ref if asks_ref else ()
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, sent, rows)
 
     def _made_again(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
         start = time.perf_counter()
@@ -157,8 +164,8 @@ class LaneRunner:
         for stage in stages:
             stage.verify(job.lane.batches * last.lane.count + last.lane.index)
         counts, seconds = take_counts(stages, {}), time.perf_counter() - start
-        made_of = MadeOf.of(ref, type(last).__name__, kept)
-        return Delivery(batch, packed, True, seconds=seconds, counts=counts, samples=ref, made_of=made_of)
+        rows = row_count(ref, type(last).__name__)
+        return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
 
     def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
@@ -168,7 +175,10 @@ class LaneRunner:
         return watched(stages)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
-        """Serve a request of this kind: the batch, its ref, and whether there is another. Saves the lane's state."""
+        """Serve a request of this kind: the batch, its ref, and whether there is another.
+
+        Saves the lane's state.
+        """
         live.lane.skips = want != "batch"
         batch = None if want == "peek" else self._next(live, want)
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
@@ -281,7 +291,10 @@ def _check_last(stage: Any, lane: Lane) -> None:
 
 
 def _check_lane(last: Stage, lane: Lane) -> None:
-    """Raise ValueError unless all stages were made for this very lane: others would give its samples, too."""
+    """Raise ValueError unless all stages were made for this very lane.
+
+    Others would give its samples, too.
+    """
     for stage in upstream(last):
         if stage.info.lane is not lane:
             source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
@@ -300,7 +313,10 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
 
 
 def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch of the rows that are left of it, its ref, and their numbers; a filler if none is."""
+    """The batch of the rows that are left of it, its ref, and their numbers.
+
+    A filler if none is.
+    """
     lane = job.lane
     where = f"batch {lane.batches} of lane {lane.lane} in epoch {lane.epoch}, in flight in the state"
     try:

@@ -55,7 +55,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(NamedTuple):
-    """A worker's current stage, by its depth; sample, by index and epoch; and request. None: not recorded."""
+    """A worker's current stage, sample and request.
+
+    The stage is known by its depth, the sample by index and epoch. None: not recorded.
+    """
 
     depth: int | None
     sample: int | None
@@ -87,7 +90,10 @@ class Failure:
         return cls(own, text, _pickled(described) if cause or type(own) is not type(error) else None)
 
     def raised(self) -> Exception:
-        """The error to raise in the trainer: of the class, and with the cause, that it has without workers."""
+        """The error to raise in the trainer.
+
+        It has the class and the cause that it has without workers.
+        """
         where = f"in a worker:\n{self.text}"
         raised = None if self.pickled is None else _unpickled(self.pickled)
         if raised is None:
@@ -116,42 +122,31 @@ def _unpickled(raw: bytes) -> Exception | None:
     return None
 
 
-class MadeOf(msgspec.Struct, frozen=True):
-    """The ref of a batch, from a worker in MessagePack, and its number of rows.
+def row_count(ref: ItemRef, stage: str) -> int:
+    """The rows of a batch with this ref.
 
-    `kept`: of a batch made again, the rows that are in it, as they were numbered; a filler has none.
+    Raises `SavableError` if the ref does not show them.
     """
-
-    rows: int
-    ref: ItemRef | msgspec.Raw
-    kept: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, ref: ItemRef, stage: str, kept: tuple[int, ...] = ()) -> MadeOf:
-        """Of the ref of a batch that this stage made. Raises `SavableError` if it does not show the batch's rows."""
-        first = len(batch_number(ref))
-        rows = len(ref) - first
-        if rows and not type(ref[first]) is type(ref[-1]) is tuple:
-            raise SavableError(
-                f"acknowledge=True needs the rows of a batch. Set the ref of {stage} to (number of the batch, ref "
-                f"of each row), not {ref!r}."
-            )
-        return cls(rows, ref, kept)
-
-    @property
-    def sent(self) -> MadeOf:
-        """As a worker sends it: bytes pickle fast, nested tuples do not."""
-        return MadeOf(self.rows, msgspec.Raw(msgspec.msgpack.encode(self.ref)), self.kept)
+    first = len(batch_number(ref))
+    rows = len(ref) - first
+    if rows and not type(ref[first]) is type(ref[-1]) is tuple:
+        raise SavableError(
+            f"acknowledge=True needs the rows of a batch. Set the ref of {stage} to (number of the batch, ref of each "
+            f"row), not {ref!r}."
+        )
+    return rows
 
 
 class Delivery(msgspec.Struct, frozen=True):
     """A batch, with the state of its lane after it.
 
     `dry`: the lane had no batch left. `more`: another will come. `seconds`: time to make the batch. `rebuild_s`:
-    estimated time to make the lane's held items again if it moved to another worker. `counts`: the event counters of
-    its stages, by `STAGE/NAME`. `samples`: what the batch was made of, as a ref or, from a worker, as arrays.
-    `timed`: whether the time of each stage is among the counts. `watched`: what was seen of its samples, if they were.
-    `made_of`: the ref itself, if the job asks for it.
+    estimated time to rebuild the lane's buffered items if it moved to another worker. `counts`: the event counters of
+    its stages, by `STAGE/NAME`. `samples`: what the batch was built of, as a ref or, from a worker, as arrays.
+    `timed`: whether the time of each stage is among the counts. `watched`: its samples, if they were watched. `ref`:
+    the batch's ref, from a worker in MessagePack, if the job asks for it, and `rows` their number. `remaining`: of a
+    batch that was rebuilt, the rows that are in it, as they were numbered; a filler has none. `written`: how a worker
+    wrote it, where peers get it too.
     """
 
     batch: Any
@@ -164,4 +159,13 @@ class Delivery(msgspec.Struct, frozen=True):
     samples: ItemRef | BatchSamples = ()
     timed: bool = False
     watched: WatchedSamples | None = None
-    made_of: MadeOf | None = None
+    ref: ItemRef | msgspec.Raw = ()
+    rows: int = 0
+    remaining: tuple[int, ...] = ()
+    written: Any = None
+
+    @property
+    def sent(self) -> Delivery:
+        """As a worker sends it: bytes and arrays pickle fast, nested tuples do not."""
+        ref = msgspec.Raw(msgspec.msgpack.encode(self.ref)) if self.ref else ()
+        return msgspec.structs.replace(self, samples=BatchSamples.of(self.samples), ref=ref)

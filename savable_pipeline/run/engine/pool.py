@@ -86,18 +86,14 @@ class Pool:
     """
 
     def __init__(
-        self,
-        open_host: Callable[[], Host],
-        workers: Workers,
-        find_last_stage: Callable[[], Stage],
-        pinned: PinnedShards,
+        self, open_host: Callable[[], Host], workers: Workers, last_stage: Callable[[], Stage], pinned: PinnedShards
     ) -> None:
         self._open_host = open_host
         self._wanted = workers.count or 0
         self._depth = workers.prefetch
         self._timeout = workers.timeout
         self._max_restarts = workers.max_restarts
-        self._find_last_stage = find_last_stage
+        self._find_last_stage = last_stage
         self._pinned = pinned  # the shards that its workers read
         self._lanes: dict[int, LaneAssignment] = {}
         self._requests: dict[int, PendingRequest] = {}  # not answered yet, by ticket

@@ -23,19 +23,24 @@ _INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the sock
 class AnswerSender:
     """The worker's end: sends small answers through the channel, large ones through shared memory."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | Any = None) -> None:
         self._channel = channel
         self.segments = SegmentWriter()
 
     def send(self, number: int, answer: Answer) -> None:
         """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
+        message, descriptors = self.message(number, answer)
+        self._channel.send(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def message(self, number: int, answer: Any) -> tuple[bytes, list[int]]:
+        """What it sends, and descriptors that the caller closes."""
         try:
             body, fd = self._written(answer)
         except Exception:
             body, fd = self._written(Failure(None, traceback.format_exc()))
-        self._channel.send(pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd])
-        if fd is not None:
-            os.close(fd)
+        return pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd]
 
     def _written(self, answer: Answer) -> tuple[tuple[Any, Any], int | None]:
         """The answer itself, or its part of the shared memory with the segment's descriptor, if that is new."""
@@ -47,10 +52,13 @@ class AnswerSender:
 
 
 class AnswerReader:
-    """The trainer's end."""
+    """The trainer's end.
 
-    def __init__(self) -> None:
-        self.segments = SegmentReader()
+    Another process that gets the same messages has `segments` of its own.
+    """
+
+    def __init__(self, segments: SegmentReader | None = None) -> None:
+        self.segments = segments or SegmentReader()
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Answer]:
         """The number and the answer of a message."""

@@ -24,8 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from msgspec.structs import replace
-
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
 from savable_pipeline.core.lane import PinnedShards
@@ -38,7 +36,6 @@ from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.transport.channel import Channel, InOrder
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
-from savable_pipeline.stages.batch_samples import BatchSamples
 
 T = TypeVar("T")
 _IDLE_S = 1.0  # after which a worker looks at its shards
@@ -53,7 +50,10 @@ class OpenedShards:
     pinned: PinnedShards = field(default_factory=dict)
 
     def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
-        """`shared`; empty if the zygote, which opened before or after the trainer, found other shards."""
+        """The shared values of lanes; empty for other shards.
+
+        That is if the zygote, which opened before or after the trainer, found other shards.
+        """
         same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
         return self.shared if same else {}
 
@@ -97,7 +97,9 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
 
 class LastLook:
-    """In a worker: looks at the shards of its lanes after their batches were given, and reports what is wrong.
+    """Looks at the shards of a worker's lanes, and reports what is wrong.
+
+    It looks after their batches were yielded.
 
     It looks when the worker is idle, at the end of a finite pass, when it is asked to, and before the worker ends; in
     any thread, one at a time.
@@ -147,30 +149,36 @@ class Inbox:
 
 
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
-    """The requested batch, or the error that its stages raised. `Connection.stack` looks for this name in stacks."""
+    """The requested batch, or the error that its stages raised.
+
+    `Connection.stack` looks for this name in stacks.
+    """
     try:
         for lane in request.forget:
             runner.forget(lane)
         if request.facts is not None:
             runner.facts = request.facts
         assert request.state is None or runner.facts.version == request.version
-        found = runner.deliver(request.lane, request.state, request.want, request.avoid)
-        made_of = found.made_of and found.made_of.sent
-        samples = BatchSamples.of(found.samples)  # arrays pickle fast, nested tuples do not
-        return replace(found, samples=samples, made_of=made_of)
+        return runner.deliver(request.lane, request.state, request.want, request.avoid).sent
     except Exception as error:
         return Failure.of(error)
 
 
 def be_quiet() -> None:
-    """Survive signals that are sent to all processes of a job: the trainer may want to save, and ends its workers."""
+    """Survive signals that are sent to all processes of a job.
+
+    The trainer may want to save, and ends its workers.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # an empty handler: child programs would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
 
 
 def be_one_thread() -> None:
-    """Set torch, if it is imported, to one thread: more per worker would be slower, and could change bits of sums."""
+    """Set torch, if it is imported, to one thread.
+
+    More per worker would be slower, and could change bits of sums.
+    """
     torch = imported("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
@@ -192,7 +200,10 @@ def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, Pinne
 
 
 def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook, status: StatusPage) -> None:
-    """Put requests into the queue; end the process when the trainer closes its end or the parent process ends."""
+    """Put requests into the queue.
+
+    End the process when the trainer closes its end or the parent process ends.
+    """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     try:

@@ -18,9 +18,9 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.engine.messages import MadeOf
+from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.receipts import Handed, NextReceipts, receipts_of, rows_of
+from savable_pipeline.run.loader.receipts import IssuedReceipts, next_receipts, receipts_of, rows_of
 from savable_pipeline.run.state.flights import SLOTS, Flight, flights_name, packed_acks, packed_flights
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
@@ -34,7 +34,10 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest; None without any."""
+    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest.
+
+    None without any.
+    """
 
     rows: int
     oldest: tuple[int, int] | None
@@ -49,7 +52,7 @@ class Outstanding(Flight, gc=False):
 
     number: int = -1
     to_come: int = 0
-    handed: Handed | None = None
+    handed: IssuedReceipts | None = None
 
     @property
     def out(self) -> int:
@@ -66,7 +69,10 @@ class _Lane:
 
 
 class Acknowledgements:
-    """The table of a rank. `noting`: whether `noted` keeps what was acknowledged, for a ledger."""
+    """The table of a rank.
+
+    `noting`: whether `noted` keeps what was acknowledged, for a ledger.
+    """
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -75,7 +81,7 @@ class Acknowledgements:
         self._is_awaited = False
         self._counts: Counter[tuple[str, str]] = Counter()  # of rows: what became of them, and why
         self._noted: Noted = {}
-        self._receipts = NextReceipts(ranks.world_size)
+        self._issued: dict[int, IssuedReceipts] = {}  # of the next batches
         self._young: list[Outstanding] = []  # given since receipts were made last
         self.load([], 0)
 
@@ -112,7 +118,10 @@ class Acknowledgements:
         self.waiting += [Outstanding(own, (), 0) for _ in range(coming - len(self.waiting))]
 
     def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
-        """Note which rows of a batch are done, and which are to come. With its last row it leaves the table."""
+        """Note which rows of a batch are done, and which are to come.
+
+        With its last row it leaves the table.
+        """
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
         lane = self._lanes[(batch & SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
@@ -126,7 +135,10 @@ class Acknowledgements:
                 del self._handed[key]
 
     def lose(self, lost: Callable[[Flight], int]) -> None:
-        """Close the open rows that are `lost`, which `lost` says of each batch: they count as dropped."""
+        """Close the open rows that are `lost`, which `lost` says of each batch.
+
+        They count as dropped.
+        """
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
                 self._lose(flight, lost(flight))
@@ -155,7 +167,10 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until this many rows more are at most `most`. Raises `SavableError` after `timeout_s`."""
+        """Wait until this many rows more are at most `most`.
+
+        Raises `SavableError` after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -167,19 +182,19 @@ class Acknowledgements:
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
                     )
 
-    def give(self, number: int, batch: int, made_of: MadeOf, size: int = 0) -> torch.Tensor:
+    def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Note that a new batch, filled up to `size` rows, is given, after `number` others. Returns its receipts."""
-        rows, lane = made_of.rows, self._lanes[(batch & SLOTS) % self._lane_count]
+        rows, lane = delivery.rows, self._lanes[(batch & SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
-            handed = Handed.of(receipts_of(batch, size, (1 << rows) - 1).numpy())
+            handed = IssuedReceipts.of(receipts_of(batch, size, (1 << rows) - 1).numpy()[None])[0]
         else:
-            if not self._receipts.has(batch, rows):
-                self._receipts.make(batch, rows)
+            if batch not in self._issued or len(self._issued[batch].memory) != rows:
+                self._issued = next_receipts(batch, rows, self._ranks.world_size)
                 self._pack_young()
-            handed = self._receipts.take(batch)
-        flight = Outstanding(batch, made_of.ref, rows, 0, size, number, 0, handed)
+            handed = self._issued.pop(batch)
+        flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
         key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
         with self._lock:  # nothing is called here
@@ -188,14 +203,20 @@ class Acknowledgements:
         return handed.tensor
 
     def _pack_young(self) -> None:
-        """Pack what is left of the last batches; let go of all at once, which takes less time than one by one."""
+        """Pack what is left of the last batches.
+
+        Let go of all at once, which takes less time than one by one.
+        """
         for flight in self._young:
             if flight.open:
                 flight.pack()
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Note that the first of the waiting batches is given, with the rows `kept`. Returns its rows that come."""
+        """Note that the first of the waiting batches is given, with the rows `kept`.
+
+        Returns its rows that come.
+        """
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in kept))
@@ -209,7 +230,10 @@ class Acknowledgements:
     # Acknowledging.
 
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
-        """Note what became of the rows with these receipts. Raises ValueError for anything but receipts."""
+        """Note what became of the rows with these receipts.
+
+        Raises ValueError for anything but receipts.
+        """
         whole, odd = self._handed.get(id(receipts)), 0
         if whole is not None and whole.handed.is_unchanged:  # type: ignore[union-attr]
             named = {whole.batch: (1 << whole.rows) - 1}
@@ -245,7 +269,10 @@ class Acknowledgements:
         return rows
 
     def _of_others(self, batch: int, rows: int) -> int:
-        """Note that rows of another rank's batch are acknowledged. Returns those that were not yet."""
+        """Note that rows of another rank's batch are acknowledged.
+
+        Returns those that were not yet.
+        """
         before = self._elsewhere.get(batch, 0)
         if rows & ~before:
             self._elsewhere[batch] = before | rows

@@ -39,11 +39,13 @@ def reconfigure(
     before: Decisions,
     place: int,
     last: Stage,
-    weights: Mapping[str, Weight] | None,
-    exclude: Iterable[Excluded] | None,
-    max_length: int | None,
+    weights: Mapping[str, Weight] | None = None,
+    exclude: Iterable[Excluded] | None = None,
+    max_length: int | None = None,
 ) -> Decisions:
-    """What holds from `place` on in a pipeline with this last stage: without weights or a length, the old ones hold on.
+    """What holds from `place` on in a pipeline with this last stage.
+
+    Without weights or a length, the old ones hold on.
 
     Raises ValueError for what cannot be decided, such as weights that are no numbers of at least 0, or all 0.
     """
@@ -86,7 +88,10 @@ def _packers(last: Stage) -> list[OnlinePacker]:
 
 
 def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
-    """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
+    """Weights by the branch of their Blend.
+
+    "text/web" is the source "web" of the Blend "text".
+    """
     if not blends:
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
@@ -106,7 +111,10 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dic
 
 
 def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
-    """The numbers of the samples with these keys, by the tag of their source. Keys of no sample are a warning."""
+    """The numbers of the samples with these keys, by the tag of their source.
+
+    Keys of no sample are a warning.
+    """
     if isinstance(exclude, str):
         raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
@@ -156,7 +164,9 @@ def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
-    """What `make` returns, which must be the same on all ranks; it is compared where they can communicate.
+    """What `make` returns, which must be the same on all ranks.
+
+    It is compared where they can communicate.
 
     Raises what `make` raises, or ValueError that names two ranks that differ.
     """

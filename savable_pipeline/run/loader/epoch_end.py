@@ -19,14 +19,15 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.observer import Observer
+from savable_pipeline.run.loader.position import History, LanePosition, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.source_losses import SourceLosses
-from savable_pipeline.run.loader.stats import Stats
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +36,17 @@ class EpochEnds:
     """Finds out where the epochs of a run end, where need be by votes, which return what all ranks agree on."""
 
     def __init__(
-        self,
-        settings: LoaderSettings,
-        local: LocalLanes,
-        prefetcher: Prefetcher,
-        stats: Stats,
-        losses: SourceLosses,
+        self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, observers: list[Observer]
     ) -> None:
-        self._settings, self._local, self._prefetcher = settings, local, prefetcher
-        self._stats, self._losses = stats, losses
+        self._settings, self._local, self._prefetcher, self._observers = settings, local, prefetcher, observers
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether a pass of the pipeline ends. Raises ValueError if it does and `epoch_slots` cuts it, too."""
+        """Whether a pass of the pipeline ends.
+
+        Raises ValueError if it does and `epoch_slots` cuts it, too.
+        """
         finite = not self._local.last_stage.info.endless
         if finite and self._settings.epoch_slots is not None:
             raise ValueError("epoch_slots needs an endless pipeline. Remove epochs= from its readers, or epoch_slots=.")
@@ -69,14 +67,17 @@ class EpochEnds:
         self._ends.clear()
 
     def length(self, epoch: int, world_size: int) -> int | None:
-        """How many batches each rank gets in an epoch; None where that cannot be counted beforehand."""
+        """How many batches each rank gets in an epoch.
+
+        None where that cannot be counted beforehand.
+        """
         if self._settings.epoch_slots is not None and not self.is_finite:
             return self._settings.epoch_slots // world_size
         end = self.counted(epoch)
         return None if end is None else self._steps(end, world_size)
 
-    def given(self, at: Position, epoch: int) -> int | None:
-        """How many of an epoch's `length` batches lie before a position, whatever ranks began it.
+    def yielded(self, at: Position, epoch: int) -> int | None:
+        """How many of an epoch's `length` batches are before a position.
 
         None without a length, and in an epoch that was begun with other settings, which cannot be counted.
         """
@@ -84,42 +85,62 @@ class EpochEnds:
         if length is None or at.changed:
             return None
         if slots is not None and not self.is_finite:
-            return length - at.left_of_epoch(slots) // at.step
+            return length - left_of_epoch(at, slots) // at.step
         return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
 
     def epoch_of(self, at: Position) -> int:
-        """The epoch of the batch given last, until StopIteration or the next iterator; then the one that follows."""
-        slots, last = self._settings.epoch_slots, None if at.stop_raised else at.previous
+        """The epoch of the batch yielded last.
+
+        Once StopIteration was raised, or the next iterator started, it is the one that follows.
+        """
+        slots, last = self._settings.epoch_slots, None if at.iterator == "ended" else at.previous
         if slots is None or self._settings.restarts:
             return at.epoch if last is None else last.epoch
-        return at.epoch_of(slots) - (last is not None)
+        return at.slot // slots - (last is not None)
 
     def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
-        """The position after a step whose batch is given, or skipped: of the next epoch if `epoch_slots` are over."""
-        after = at.passed_over(delivery) if want == "skip" else at.advanced(delivery)
+        """The position after a step whose batch is yielded or skipped.
+
+        It is in the next epoch if `epoch_slots` are over.
+        """
+        after = at.skipped(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
-            after = after.begun_with(chunk_sizes(self._local.last_stage, at.epoch))
+            cut = chunk_sizes(self._local.last_stage, at.epoch)
+            after = replace(after, facts=replace(after.facts, chunk_sizes=cut))
         slots = self._settings.epoch_slots
-        if slots is None or after.epoch_of(slots) == at.epoch_of(slots):
+        if slots is None or after.slot // slots == at.slot // slots:
             return after
-        return after.next_epoch(0) if self._settings.restarts else after.rolled_over()
+        if self._settings.restarts:
+            return after.next_epoch(0)
+        return replace(after, history=History(total=after.history.total), previous=replace(after, previous=None))
 
     def _steps(self, slots: int, step: int) -> int:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position after one more thing is known of where the next step is. Raises `SavableError` if none is."""
+        """The position after one more thing is known of where the next step is.
+
+        Raises `SavableError` if none is.
+        """
         if at.is_over:  # loaded there, or with fewer slots left than a step
-            return self.next_epoch(at).begun()
+            return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
-            return at.ending_at(end)
-        if at.unknown_lanes:  # they are asked before any batch of theirs is requested
-            peeks = self._prefetcher.find_more(at)
-            for found in peeks.values():
-                self._stats.count(found.counts)
-                self._losses.note(found.counts)
-            return at.learned(peeks)
-        return at.agreed(vote(proposed_end(at, self._prefetcher)))
+            return replace(at, end=end, final=True)
+        unknown = [] if at.final else [lane for lane, of_lane in at.lanes.items() if of_lane.more is None]
+        if unknown:  # they are asked before any batch of theirs is requested
+            peeks = self._prefetcher.find_more(at, unknown)
+            for observer in self._observers:
+                for found in peeks.values():
+                    observer.on_counts(found.counts)
+            return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
+        return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
+
+    def agreed(self, at: Position, end: int) -> Position:
+        """With the `end` that the ranks have agreed on.
+
+        The epoch ends here unless it is beyond the known one.
+        """
+        return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
         """Where this epoch ends, if that can be known before its first batch."""
@@ -138,25 +159,45 @@ class EpochEnds:
         return min(found.values()) * at.lane_count
 
     def next_epoch(self, over: Position) -> Position:
-        """The position that follows the end of an epoch. Raises `SavableError` if it, or a source, gave nothing."""
-        self._losses.check_epoch(over)
-        warn_unused(over, self._local.last_stage.info.population, self._stats.left_out())
+        """The position that follows the end of an epoch.
+
+        Raises `SavableError` if it, or a source, gave nothing.
+        """
+        for observer in self._observers:
+            observer.on_epoch_end(over)
+        numbers = [item for each in self._observers for item in each.numbers().items()] if over.end == 0 else []
+        skipped = {name: int(n) for name, n in numbers if "/skipped/" in name and not name.startswith("source/")}
+        warn_unused(over, self._local.last_stage.info.population, skipped)
         return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote: the end of the epoch as far as its own lanes know. `position` must vote."""
+    """This rank's vote: the end of the epoch as far as its own lanes know.
+
+    `position` must vote.
+    """
     if position.pad:
-        return max((position.next_slot(lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
+        return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
 
 
 def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
     """How many rounds of the epoch a lane knows that it fills."""
-    slot, more = position.next_slot(lane), position.lanes[lane].more
+    slot, more = _next_slot(position, lane), position.lanes[lane].more
     if slot < position.end:  # of the round before: the next step begins there and reaches beyond it
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
     return slot // position.lane_count + bool(more)
+
+
+def _next_slot(position: Position, lane: int) -> int:
+    """The slot of a lane's next batch."""
+    return position.slot + (lane - position.slot) % position.lane_count
+
+
+def left_of_epoch(position: Position, epoch_slots: int) -> int:
+    """The number of slots in the remaining steps of an epoch of so many."""
+    remaining = epoch_slots - position.slot % epoch_slots
+    return -(-remaining // position.step) * position.step
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:

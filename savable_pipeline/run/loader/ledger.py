@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of, open_store
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, commits_of
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import LedgerSource
@@ -258,14 +258,12 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
 
 def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
     kind = _KINDS[reader]
-    known = {
+    known: dict[str, Any] = {
         name: settings.get(name)
         for name in ("key", "ranges", "length", "stride", "dtype", "key_end", "classes")
-        if name in STORES[kind].settings
+        if name in format_named(kind).settings
     }
-    return dataset_of(
-        lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, pinned=pinned, **known)
-    )
+    return open_any(files, format=kind, pinned=pinned, **known)
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:

@@ -7,15 +7,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from msgspec.structs import replace
 
 from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.ledger.records import (
     FORMAT,
     SUFFIX,
@@ -30,10 +30,13 @@ from savable_pipeline.run.ledger.records import (
     next_number,
     read_records,
 )
-from savable_pipeline.run.loader.acknowledgements import Acknowledgements
+from savable_pipeline.run.loader.acknowledgements import Noted
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.observer import BatchStep, Observer
 from savable_pipeline.run.loader.position import Position
-from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
-from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.states import States
+from savable_pipeline.run.state.flights import mask_bytes
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -46,35 +49,46 @@ _SHARE = 0.01  # of the time since the file began: the longer it is, the rarer t
 _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
 
 
-class LedgerKeeper:
-    """Writes to `folder`; the first batch or skip begins a file, and again the first after `begin_anew`.
+class LedgerKeeper(Observer):
+    """Writes to `folder`.
 
-    Ranks that can communicate begin their files together: if one fails, none does, and each raises that rank's error.
+    The first batch or skip starts a file, and again the first after a load.
+
+    Ranks that can communicate start their files together: if one fails, none does, and each raises that rank's error.
 
     `counters` returns the run's counters and names, which are written at the start and end of a file, and between.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], seed: int, counters: Callable[[], Counters]) -> None:
-        self._folder = Path(folder)
-        self._seed = seed
-        self._counters = counters
+    def __init__(self, settings: LoaderSettings, local: LocalLanes, states: States, counters: Callable[[], Counters]):
+        self._folder = Path(settings.ledger or "")
+        self._seed = settings.seed
+        self._local, self._states, self._counters = local, states, counters
+        self.noted: Callable[[], Noted] = dict  # what the trainer has acknowledged since the last call
         self._writing = Lock()  # other threads save
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
-        self._last = (0, 0)  # epoch and slot given last
+        self._last = (0, 0)  # epoch and slot of the last batch
         self._facts = NO_FACTS  # that the file has noted
         self._fresh = True  # no state has been loaded, nothing skipped
         self._saved: Saved | None = None  # that the run has not gone on after, yet
 
-    def given(self, at: Position, delivery: Delivery, last: Stage, fingerprint: bytes) -> None:
-        """Write that the batch of the position's next slot is given. `last` is the last stage of any lane.
+    def on_batch(self, step: BatchStep) -> None:
+        """Write a batch. Raises `SavableError` if it cannot be written."""
+        if step.repeated is None:
+            self._write(step)
+        elif step.delivery.remaining:
+            epoch, slot = step.epoch_and_slot
+            record = Batch.of(epoch, slot, step.samples.in_rows(step.delivery.remaining))
+            writer = self._open(step.at)
+            with self._writing:
+                writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
+        self._note_acknowledged()
 
-        Raises `SavableError` if it cannot be written; then it must not be given.
-        """
-        now = time.monotonic()
-        writer = self._open(at, last, fingerprint)
+    def _write(self, step: BatchStep) -> None:
+        now, at, counts = time.monotonic(), step.at, step.delivery.counts
+        writer = self._open(at)
         lane = at.own_slot % at.lane_count
-        cost = next((int(delivery.counts[name]) for name in _COSTS if name in delivery.counts), 0)
+        cost = next((int(counts[name]) for name in _COSTS if name in counts), 0)
         self._last = at.epoch, at.own_slot
         if now >= self._due:
             self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
@@ -85,31 +99,28 @@ class LedgerKeeper:
             self._facts = at.facts
             writer.write(Facts(at.facts))
         self._note_saved(writer)
-        samples = BatchSamples.of(delivery.samples)
         with self._writing:
-            writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+            writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
 
-    def given_again(
-        self, at: Position, batch: int, samples: BatchSamples, rows: int, last: Stage, fingerprint: bytes
-    ) -> None:
-        """Write that these rows of a batch that was in flight are given again, at a position that does not move."""
-        record = Batch.of(batch >> EPOCH_SHIFT, batch & SLOTS, samples)
-        writer = self._open(at, last, fingerprint)
-        with self._writing:
-            writer.write(replace(record, again=mask_bytes(rows) or b"\0"))
+    def _note_acknowledged(self) -> None:
+        """Write what was acknowledged since the last call, if there is a file.
 
-    def acknowledged(self, table: Acknowledgements) -> None:
-        """Write what was acknowledged since the last call, if this start of the run has a file. In any thread."""
+        In any thread.
+        """
         if self._writer is not None:
             with self._writing:
-                for (kind, reason), rows in table.noted().items():
+                for (kind, reason), rows in self.noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
                     self._writer.write(Acknowledged(kind, reason, masks))
 
-    def saved(self, at: Position) -> None:
-        """Record, with the next batch, that the state of this position was saved: a run killed meanwhile has none."""
+    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        """Record, with the next batch, that a state was saved.
+
+        A run killed before has none.
+        """
         if (at.epoch, at.slot) > (0, 0):
             self._saved = Saved(at.epoch, at.slot)
+        self._note_acknowledged()
 
     def _note_saved(self, writer: LedgerWriter) -> None:
         if self._saved is not None:
@@ -119,17 +130,19 @@ class LedgerKeeper:
     def _note(self, writer: LedgerWriter) -> None:
         writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
 
-    def skipping(self, at: Position, last: Stage, fingerprint: bytes) -> None:
-        """Record that the run continues from the position's next slot, skipped: earlier records of it no longer count.
+    def on_skip(self, at: Position) -> None:
+        """Record that the run continues after skipped slots.
+
+        Earlier records of them no longer count.
 
         Raises `SavableError` if it cannot be written.
         """
         self._fresh = False
-        self._open(at, last, fingerprint)
+        self._open(at)
 
-    def _open(self, at: Position, last: Stage, fingerprint: bytes) -> LedgerWriter:
+    def _open(self, at: Position) -> LedgerWriter:
         if self._writer is None:
-            self._writer = self._begin_file(at, _sources(last), fingerprint)
+            self._writer = self._begin_file(at, _sources(self._local.last_stage), self._states.packed)
             self._begun = time.monotonic()
             self._due = 0.0  # counters are due before the first batch
         return self._writer
@@ -158,13 +171,17 @@ class LedgerKeeper:
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
     def _writer_of(self, start: Start, *, looks: bool = True) -> LedgerWriter:
-        """This rank's file. Raises `SavableError` where a state was forgotten, if this rank looks for one."""
+        """This rank's file.
+
+        Raises `SavableError` where a state was forgotten, if this rank looks for one.
+        """
         if self._fresh and looks:
             check_not_forgotten(self._folder, start)
         return LedgerWriter(self._folder, start)
 
     def close(self) -> None:
         """Close the file; the next batch continues it, without asking the other ranks."""
+        self._note_acknowledged()
         if self._writer is None:
             return
         try:
@@ -176,8 +193,11 @@ class LedgerKeeper:
         self._writer.close()
         self._due = 0.0
 
-    def begin_anew(self) -> None:
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None]:
         """Close the file: what follows does not continue from its records."""
+        return self._begin_anew
+
+    def _begin_anew(self) -> None:
         self.close()
         self._writer, self._facts, self._fresh = None, NO_FACTS, False
 

@@ -20,7 +20,10 @@ from savable_pipeline.stages.stage import Stage
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """Those of an epoch by the readers' branches; without those of a branch whose readers cut in several ways."""
+    """Those of an epoch by the readers' branches.
+
+    Without those of a branch whose readers cut in several ways.
+    """
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
@@ -32,7 +35,10 @@ def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
 
 
 class LocalLanes:
-    """`runner` runs lanes in this process; `example_lane` is the one built for inspection."""
+    """`runner` runs lanes in this process.
+
+    `example_lane` is the one built for inspection.
+    """
 
     def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
@@ -46,7 +52,9 @@ class LocalLanes:
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane that makes no batches: only its settings and its data path are inspected.
+        """The last stage of a lane that makes no batches.
+
+        Only its settings and its data path are inspected.
 
         Building it opens the shards, and indexes them on first use.
         """
@@ -70,7 +78,10 @@ class LocalLanes:
             return self.runner.build(self._example_lane, 0, facts)[0]
 
     def built_with(self, decisions: Decisions) -> Stage:
-        """The last stage of a lane after these decisions. Raises ValueError if there can be none."""
+        """The last stage of a lane after these decisions.
+
+        Raises ValueError if there can be none.
+        """
         return self._built(replace(self.facts, decisions=decisions))
 
     def learn(self, facts: RunFacts) -> None:
@@ -84,19 +95,28 @@ class LocalLanes:
             self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
-        """From now on read these shards, and of datasets of the Hub these commits; others as they are found."""
+        """From now on read these shards, and of datasets of the Hub these commits.
+
+        Others as they are found.
+        """
         self.close()
         self.pinned.clear()
         self.pinned.update(pinned)
 
     def grown(self, facts: RunFacts) -> Stage:
-        """The last stage of a lane whose data has grown as these facts say: only for inspection."""
+        """The last stage of a lane whose data has grown as these facts say.
+
+        Only for inspection.
+        """
         if facts.growth == self.facts.growth:
             return self.last_stage
         return self.looked_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
 
     def looked_at(self, saved: LaneState, facts: RunFacts) -> Stage:
-        """The last stage of a lane at a saved position, with these facts: only for inspection."""
+        """The last stage of a lane at a saved position, with these facts.
+
+        Only for inspection.
+        """
         with as_in_a_worker(set(KINDS)):
             stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
             if saved.stages is not None:

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class OwnProcess:
-    """The process in which this was made. `ranked`: whether rank and world size were given as numbers there.
+    """The process in which this was made.
+
+    `ranked`: whether rank and world size were given as numbers there.
 
     One thread at a time moves the loader: `thread` holds its "id" meanwhile.
 
@@ -35,7 +37,10 @@ class OwnProcess:
         _known.add(self)
 
     def claim(self) -> None:
-        """Note this thread as the one that moves the loader. Raises `SavableError` if another one does."""
+        """Note this thread as the one that moves the loader.
+
+        Raises `SavableError` if another one does.
+        """
         this = get_ident()
         if self.thread.setdefault("id", this) != this:
             raise SavableError(
@@ -100,7 +105,10 @@ def _torch_worker() -> str:
 
 
 def warn_unloaded() -> None:
-    """Warn if a job that was restarted begins a loader at its first batch: its state was not loaded."""
+    """Warn if a job that was restarted begins a loader at its first batch.
+
+    Its state was not loaded.
+    """
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if (count := os.environ.get(name, "0")) not in ("", "0"):
             log.warning(

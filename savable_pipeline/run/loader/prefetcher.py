@@ -100,12 +100,12 @@ class Prefetcher:
         self._request(position, "batch")
 
     @_stopping_on_error
-    def find_more(self, position: Position) -> dict[int, Delivery]:
+    def find_more(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
         """Ask the lanes for which it is unknown whether they have another batch.
 
         Only before batches of these lanes are requested: a lane that is making one is elsewhere.
         """
-        asked = self._peek_at(position, position.unknown_lanes)
+        asked = self._peek_at(position, lanes)
         return {lane: self._backend.answer(ticket) for lane, ticket in asked.items()}
 
     @_stopping_on_error

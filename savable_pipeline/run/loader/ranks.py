@@ -11,6 +11,7 @@ congruent to it:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,6 +22,7 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.run.peers.meeting import Sharing, find_sharing
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
+ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
+_FLATTEN = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
 _DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
 
 
@@ -56,6 +60,42 @@ class Ranks:
         self.world_size = world_size
         self.group = group
         self.explicit = explicit
+        self.sharing: Sharing | None = None  # the ranks with which it shares batches
+        self.builds = True  # its batches, and does not get them from another process
+        self.name = rank  # in messages: its number among all processes, where some share batches
+
+    @classmethod
+    def of(cls, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, share: ShareLike = None) -> Ranks:
+        """Return the data-parallel rank of processes that share one decode.
+
+        The first process of each sharing group builds the batches, and the others get the same bytes.
+
+        Args:
+            mesh_or_group: A mesh with the dimensions of `share` and at most one other, or the data-parallel group or
+                mesh of this process.
+            share: Names of the dimensions whose processes need the same batches, such as ("tp", "cp"), or their group.
+                None: each process builds its batches.
+
+        Returns:
+            The ranks, for `SavableLoader(..., ranks=)`.
+
+        Raises:
+            ValueError: The mesh has other dimensions, or the processes cannot share.
+
+        Example:
+            >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+            >>> ranks = sp.Ranks.of(mesh, share=("tp",))  # doctest: +SKIP
+            >>> loader = sp.SavableLoader(pipeline, seed=7, ranks=ranks)  # doctest: +SKIP
+        """
+        if share is None:
+            return _ranks_of(mesh_or_group)
+        if isinstance(share, str | tuple | list):
+            found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
+        else:
+            found, members = _ranks_of(mesh_or_group), _members(share)
+        if (sharing := find_sharing(members, () if found.group is None else _members(found.group))) is not None:
+            found.sharing, found.builds, found.name = sharing, sharing.number == 0, sharing.ranks[sharing.number]
+        return found
 
     def lanes(self, lanes: int) -> range:
         """The lanes of this rank.
@@ -132,11 +172,11 @@ class Ranks:
             value: What this rank says.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
-        store = None if find is None else find()
+        store = self.sharing.store if self.sharing else find and find()
         if store is None:
             return value
         try:
-            time = store.add(f"{key}/times of {self.rank}", 1)
+            time = store.add(f"{key}/times of {self.name}", 1)
             return str(store.compare_set(f"{key}/{time}", "", value).decode())
         except RuntimeError as error:  # NotImplementedError is one, too
             if isinstance(error, NotImplementedError) or "not implemented" in str(error).lower():
@@ -229,6 +269,23 @@ def _ranks_of(ranks: object) -> Ranks:
     raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(...), not {ranks!r}")
 
 
+def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
+    """Return the data-parallel rank in a mesh, and the global ranks of its peers."""
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    others = [name for name in names if name not in share]
+    if not set(share) <= set(names) or len(others) > 1:
+        raise ValueError(f"share={share} must name all but one of the dimensions {names} of the mesh. {_FLATTEN}")
+    members = tuple(mesh[tuple(name for name in names if name in share)].mesh.flatten().tolist())
+    return _ranks_of(mesh[others[0]]) if others else Ranks(0, 1), members
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group or of a one-dimensional mesh."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
+
+
 def _found_ranks() -> Ranks:
     if _initialised():
         import torch.distributed as dist
@@ -257,16 +314,16 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     key = _digest([found.fields[name] for name in ("stages", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
-    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards} {seed}")
+    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
     digest, other, there, seed_there = first.split()
     if seed_there != str(seed):
         raise ValueError(
-            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
+            f"rank {ranks.name} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
             "ranks, because it sets their common order."
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.rank} and rank {other} found different shards, exclude= files or media tables. Start all "
+            f"rank {ranks.name} and rank {other} found different shards, exclude= files or media tables. Start all "
             f"ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
         )
 

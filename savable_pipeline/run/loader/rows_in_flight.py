@@ -6,23 +6,25 @@ next ──▶ batches to come again, the same number on each rank after a load 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import msgpack
 
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.lane_runner import Remake
-from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
 from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.observer import BatchStep, Observer
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.trace import Trace, traced_rows
-from savable_pipeline.run.state.flights import ACKNOWLEDGE, EPOCH_SHIFT, SLOTS, Flight
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, SLOTS, Flight, read_acks, read_flights, without_flights
 from savable_pipeline.run.state.lane_state import LaneState, restoring
+from savable_pipeline.run.state.state_dict import check_flat, lane_numbers
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import as_ref, batch_rows
 from savable_pipeline.stages.stage import Stage
@@ -34,97 +36,133 @@ RECEIPTS, VALID = "receipts", "valid"
 Flights: TypeAlias = Mapping[int, list[Flight]]  # by lane
 
 
-class RowsInFlight:
-    """Those of a rank: `table` says which. `is_agreed`: whether the ranks know how many batches come again."""
+class RowsInFlight(Observer):
+    """Those of a rank: `table` says which."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
-        self.is_agreed = True
-        self._forget_given()
-
-    def _forget_given(self) -> None:
+        self._is_agreed = True  # whether the ranks know how many batches are repeated
+        self._loading: Flights = {}
         self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # of the last two batches, with their number
-        self._last_again: tuple[int, int, BatchSamples] | None = None  # of the last one given again
 
     def receipts(self, position: Position) -> torch.Tensor:
-        """Those of the batch given last: int64 (rows, 2)."""
-        given = position.batches
-        number, found = self._receipts.get(given & 1, (0, None))
-        return receipts_of(0, 0) if found is None or number != given else found
+        """Those of the last batch: int64 (rows, 2)."""
+        total = position.history.total
+        number, found = self._receipts.get(total & 1, (0, None))
+        return receipts_of(0, 0) if found is None or number != total else found
 
-    def wait(self, rows: int) -> None:
-        """Wait until this many rows may be given, where the settings bound them. Raises `SavableError`."""
-        if self._settings.max_in_flight is not None:
-            self.table.wait(rows, self._settings.max_in_flight, self._settings.workers.timeout)
+    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
+        """What workers need to build the batches that are repeated.
 
-    def give(self, at: Position, delivery: Delivery, batch: Any) -> Any:
-        """The batch of the next slot with its receipts: it is given now."""
-        made_of = delivery.made_of
-        assert made_of is not None
-        size = _size(batch, made_of.rows) if self._settings.pad else 0
-        receipts = self.table.give(at.batches, at.epoch << EPOCH_SHIFT | at.own_slot, made_of, size)
-        return self._with_receipts(at, batch, receipts)
-
-    def remakes(self, at: Position) -> Iterable[bytes]:
-        """What workers need to make those that come again, in their order."""
+        After a load equally many on each rank.
+        """
+        self.table.settle(at.history.total)
+        if at.iterator == "ended":
+            return None
+        if not self._is_agreed:
+            if vote is not None:
+                own = len(self.table.waiting)
+                self.table.fill_up(abs(vote(own if self._settings.pad else -own)))
+            self._is_agreed = True
+        if not self.table.waiting:
+            return None
         return (self._remake(at, flight) for flight in list(self.table.waiting))
 
+    def on_batch(self, step: BatchStep) -> None:
+        """Wait until the rows may be yielded, where the settings bound them, and add receipts to the batch."""
+        delivery, at, table, bound = step.delivery, step.at, self.table, self._settings.max_in_flight
+        if step.repeated is not None:
+            first = table.waiting[0]
+            step.number, rows = first.batch, (first.to_come & first.open).bit_count()
+        else:
+            rows = delivery.rows
+        if bound is not None:
+            table.wait(rows, bound, self._settings.workers.timeout)
+        size = _size(step.batch, delivery.rows) if self._settings.pad else 0
+        if step.repeated is None:
+            receipts = table.give(at.history.total, step.number, delivery, size)
+        else:
+            receipts = self._repeat(step, first, size or delivery.rows)
+        self._add_receipts(step, receipts)
+
+    def _repeat(self, step: BatchStep, flight: Outstanding, size: int) -> torch.Tensor:
+        """Note the first of the waiting batches.
+
+        The rows of one without any are not valid.
+        """
+        kept = step.delivery.remaining
+        if not kept:
+            step.samples = BatchSamples.of(())
+            if isinstance(step.batch, dict):
+                step.batch = {VALID: _none_of(size), **step.batch}  # unless it has such a key, of the encoder
+        step.repeated = self.table.give_again(step.at.history.total, kept)
+        return receipts_of(flight.batch, size, step.repeated, kept)
+
+    def _add_receipts(self, step: BatchStep, found: torch.Tensor) -> None:
+        total = step.at.history.total + 1
+        self._receipts[total & 1] = total, found
+        if isinstance(step.batch, dict):
+            if RECEIPTS in step.batch:
+                raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
+            step.batch = {**step.batch, RECEIPTS: found}
+
     def _remake(self, at: Position, flight: Outstanding) -> bytes:
-        """What a worker needs to make a batch again; for a filler, of the lane that comes next."""
+        """What a worker needs to make a batch again.
+
+        For a filler, of the lane that comes next.
+        """
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
-    def give_again(self, at: Position, delivery: Delivery, batch: Any) -> tuple[Any, int]:
-        """The first of the waiting batches with its receipts, and its rows that come: it is given now.
+    def on_reconfigure(self, at: Position) -> None:
+        """Close the rows of which all is excluded."""
+        self.table.settle(at.history.total)
+        self.table.lose(partial(open_rows_lost, self._local.last_stage))
 
-        The rows of one without any are not valid.
-        """
-        flight, made_of = self.table.waiting[0], delivery.made_of
-        assert made_of is not None
-        kept = made_of.kept
-        size = _size(batch, made_of.rows) if self._settings.pad else made_of.rows
-        if not kept and isinstance(batch, dict):
-            batch = {VALID: _none_of(size), **batch}  # unless it has such a key, of the encoder
-        rows = self.table.give_again(at.batches, kept)
-        self._last_again = at.batches + 1, flight.batch, BatchSamples.of(delivery.samples if kept else ())
-        return self._with_receipts(at, batch, receipts_of(flight.batch, size, rows, kept)), rows
+    def numbers(self) -> dict[str, int]:
+        """Counters of rows."""
+        return self.table.numbers()
 
-    def _with_receipts(self, at: Position, batch: Any, found: torch.Tensor) -> Any:
-        """The batch with its receipts, which become those of the batch given last."""
-        given = at.batches + 1
-        self._receipts[given & 1] = given, found
-        if not isinstance(batch, dict):
-            return batch
-        if RECEIPTS in batch:
-            raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
-        return {**batch, RECEIPTS: found}
+    # Saving and restoring.
 
-    # Saving, restoring and looking back.
+    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        """Add what is in flight."""
+        if lag:
+            raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
+        state.update(self.table.state(at.history.total, at.next_batch, state), **{ACKNOWLEDGE: 1})
 
-    def entries(self, at: Position, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a flat state dict of this position, which has its lanes."""
-        return {ACKNOWLEDGE: 1, **self.table.state(at.batches, at.next_batch, state)}
+    def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+        """Drop what other ranks have acknowledged."""
+        if self._ranks.world_size > 1:
+            self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
-    def load(self, at: Position, flights: Flights, lost: Mapping[int, int], *, whole: bool) -> None:
-        """Begin with what was in flight in a state, without the rows that are `lost`. `whole`: it has all lanes."""
-        counts = [0] * self._ranks.world_size
-        for lane, of_lane in flights.items():
-            counts[lane % self._ranks.world_size] += sum(each.open != lost[each.batch] for each in of_lane)
-        own = [flight for lane in at.lanes for flight in flights.get(lane, ())]
-        self._forget_given()
-        self.is_agreed = whole
-        self.table.load(sorted(own, key=_batch_of), max(counts) if whole else 0, lost)
+    def without_entries(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read what is in flight."""
+        check_flat(state)
+        self._loading = read_flights(state)
+        return without_flights(state)
 
-    def traced(self, at: Position) -> Trace | None:
-        """The trace of the batch given last if it was one that came again."""
-        if self._last_again is None or self._last_again[0] != at.batches:
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Find the rows in flight of which nothing is available any more, and start with the others."""
+        if state is None:
             return None
-        _, number, samples = self._last_again
-        slot = number & SLOTS
-        return Trace(slot, slot % self._settings.lanes, traced_rows(self._local.last_stage, samples))
+        flights, world_size = self._loading, self._ranks.world_size
+        lost = rows_lost(self._local.last_stage, flights) if flights else {}
+        counts = [0] * world_size
+        for lane, of_lane in flights.items():
+            counts[lane % world_size] += sum(each.open != lost[each.batch] for each in of_lane)
+        own = [flight for lane in at.lanes for flight in flights.get(lane, ())]
+        whole = len(lane_numbers(state)) == self._settings.lanes
+
+        def adopt() -> None:
+            self._receipts = {}
+            self._is_agreed = whole
+            self.table.load(sorted(own, key=attrgetter("batch")), max(counts) if whole else 0, lost)
+
+        return adopt
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
@@ -134,7 +172,10 @@ def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """The open rows of a batch in flight of which nothing is left: it is excluded, or its source is gone."""
+    """The open rows of a batch in flight of which nothing is left.
+
+    It is excluded, or its source is gone.
+    """
     left_of = last.info.left_of
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if left_of(ref) is None) & flight.open
@@ -149,7 +190,3 @@ def _none_of(size: int) -> torch.Tensor:
     import torch
 
     return torch.zeros(size, dtype=torch.bool)
-
-
-def _batch_of(flight: Flight) -> int:
-    return flight.batch

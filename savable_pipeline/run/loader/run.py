@@ -7,50 +7,47 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.named_object import refuse_while_importing
-from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.decided import Excluded, agreed, check_decided, reconfigure
-from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end
-from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
+from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
+from savable_pipeline.run.loader.epoch_end import EpochEnds, left_of_epoch, proposed_end
 from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.observer import BatchStep, Observer
+from savable_pipeline.run.loader.observers import new_observers
 from savable_pipeline.run.loader.own_process import OwnProcess, warn_unloaded
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.position import History, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
-from savable_pipeline.run.loader.rows_in_flight import Flights, RowsInFlight, open_rows_lost, rows_lost
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.states import States
-from savable_pipeline.run.loader.stats import Stats
-from savable_pipeline.run.loader.trace import SampleIds, Trace, source_names, traced_rows
-from savable_pipeline.run.state.flights import read_acks, read_flights, without_flights
-from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
+from savable_pipeline.run.loader.trace import Trace, traced_rows
+from savable_pipeline.run.peers.peer_backend import PeerBackend
+from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-from collections.abc import Sequence
 
-from savable_pipeline.core.containers import with_parts_changed
+T = TypeVar("T", bound=Observer)
 
 
 class Run:
-    """An iterator over this rank's batches. Only `position` changes, by one assignment a step.
+    """An iterator over this rank's batches. Only `position` changes, once a step.
 
     `agree`, which may be exchanged, takes this rank's vote and returns the smallest or largest of all ranks'; None asks
-    the others. `rows` are those that the trainer acknowledges, None without `acknowledge=True`. `pinned` are the shards
-    that it must read; by default those that it finds. `backend` builds the batches; by default that of the settings.
-    Raises ValueError for ranks that do not divide the lanes, or a pipeline that cannot be sent to workers.
+    the others. `pinned` are the shards that it must read; by default those that it finds. `backend` builds the batches;
+    by default that of the settings. `observers` keep the books. Raises ValueError for ranks that do not divide the
+    lanes, or a pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -65,20 +62,20 @@ class Run:
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
-        self.stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
         self.agree = agree
         self.states = States(settings, self.ranks, local)
-        self._losses = SourceLosses(local)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
+        self.observers = new_observers(settings, self.ranks, local, self.states, self.prefetcher)
+        self._ends = EpochEnds(settings, local, self.prefetcher, self.observers)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
-        self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
-        self.rows = RowsInFlight(settings, self.ranks, local) if settings.acknowledge else None
-        if self.rows is not None:
-            self.stats.others = self.rows.table.numbers
-        self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
+        self._last_repeat: BatchStep | None = None
+        self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
         self._was_loaded = False
         self.begin_epoch(0)
         self.backend.open()
+
+    def observer(self, kind: type[T]) -> T | None:
+        """The observer of a kind, if there is one."""
+        return next((each for each in self.observers if isinstance(each, kind)), None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
@@ -87,147 +84,108 @@ class Run:
         )
 
     def end_epoch(self) -> None:
-        """Go to the place where StopIteration has been raised: the next iterator continues there."""
-        self.position = self.position.ended()
+        """Go to where StopIteration has been raised: the next iterator continues there."""
+        at = self.position
+        self.position = replace(at, previous=at.previous or at, iterator="ended")
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch given last, until StopIteration or the next iterator; then the one that follows."""
+        """The epoch of the last batch; once the next iterator has started, its own."""
         return self._ends.epoch_of(self.position)
 
     def epoch_at(self, position: Position) -> int:
-        """The same where this run was."""
+        """The same at a position where this run was."""
         return self._ends.epoch_of(position)
 
     def length(self) -> int | None:
-        """How many batches this rank gets in the epoch; None where that cannot be counted beforehand."""
+        """How many batches this rank gets in the epoch; None if that is not known."""
         return self._ends.length(self.epoch, self.ranks.world_size)
 
-    def given_of_epoch(self) -> int | None:
-        """How many of an epoch's `length` batches lie before this place; see `EpochEnds.given`."""
-        return self._ends.given(self.position, self.epoch)
+    def yielded_of_epoch(self) -> int | None:
+        """How many of an epoch's `length` batches were yielded; see `EpochEnds`."""
+        return self._ends.yielded(self.position, self.epoch)
 
-    # Going on.
+    # Iterating.
 
     def __iter__(self) -> Run:
         refuse_while_importing()
         at = self.position
-        if self.settings.restarts and not at.loaded and (at.history or at.previous is not None or at.slot):
+        was_used = at.history.batches or at.previous is not None or at.slot
+        if self.settings.restarts and at.iterator != "loaded" and was_used:
             self.prefetcher.restart()
             self.begin_epoch(0)
         else:
-            self.position = at.begun()
+            self.position = _iterated(at)
         return self
 
     def __next__(self) -> Any:
         try:
             self._process.claim()
             started = time.perf_counter()
-            if self.rows is not None and self._comes_again(self.rows):
-                batch, after = self._take_again(self.rows, started)
-            else:
+            found = self._next_repeat(started)
+            if found is None:
                 if self.position.previous is not None:
                     self._stop()
-                delivery, after = self._step("batch", 1)
-                batch = self._prepare(delivery, after, started)
+                found = self._next_slot(started)
+            after, batch = found.after, found.batch
         except BaseException:
             self._process.release()
             raise
-        # from here to the trainer nothing is called: Python delivers signals at calls, so that none comes between
+        # Make no calls below: Python runs signal handlers at calls, and Ctrl-C after the assignment would lose it
         del self._process.thread["id"]
         self.position = after
         return batch
 
     def _stop(self) -> NoReturn:
-        if self._ends.is_finite and not self.position.stop_raised:
+        if self._ends.is_finite and self.position.iterator != "ended":
             self.prefetcher.look()
         self.end_epoch()
         raise StopIteration
 
-    def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
-        """The batch as the trainer gets it, at the position `after`: record it, and request the next ones."""
-        rows = self.rows
-        if rows is not None:
-            try:
-                rows.wait(delivery.made_of.rows if delivery.made_of else 0)
-            except BaseException:
-                self.prefetcher.put_back(self.position, delivery)
-                raise
-        self._losses.check(delivery.counts, after)
-        if self.settings.sample_ids or self._ledger is not None:
-            delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
-        batch = self._finished(delivery)
-        if after.previous is None or after.slot:  # an endless run continues where its epoch is over
-            self.prefetcher.prefetch(after)
-        if self._ledger is not None:
-            self._ledger.given(self.position, delivery, self.local.last_stage, self.states.packed)
-        self.stats.add(time.perf_counter() - started, delivery)
-        if rows is not None:
-            batch = rows.give(self.position, delivery, batch)
-            self._note_acknowledged()
-        return batch
+    def _next_slot(self, started: float) -> BatchStep:
+        """The batch of the next slot."""
+        delivery, after = self._step("batch", 1)
+        at = self.position
+        try:
+            if after.previous is None or after.slot:  # an endless run continues where its epoch is over
+                self.prefetcher.prefetch(after)
+            step = BatchStep(at, after, delivery, delivery.batch, started, at.epoch << EPOCH_SHIFT | at.own_slot)
+            self._observe(step)
+        except BaseException:
+            self.prefetcher.put_back(at, delivery)
+            raise
+        return step
 
-    def _finished(self, delivery: Delivery) -> Any:
-        """The batch with the ids of its samples, and in page-locked memory, where the settings say so."""
-        batch = delivery.batch
-        if self.settings.sample_ids:
-            batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
-        return in_pinned_memory(batch) if self.settings.pin_memory else batch
+    def _next_repeat(self, started: float) -> BatchStep | None:
+        """The next batch that an observer asks for again: it takes no slot."""
+        at, vote = self.position, self._vote if self.agree is not None or self.ranks.can_talk else None
+        for observer in self.observers:
+            if (remakes := observer.repeats(at, vote)) is not None:
+                self._check_once()
+                self.local.verify_excluded()
+                delivery = self.prefetcher.again(at, remakes)
+                after = replace(at, history=replace(at.history, total=at.history.total + 1))
+                step = BatchStep(at, after, delivery, delivery.batch, started, 0, 0)
+                self._observe(step)
+                self._last_repeat = step
+                return step
+        return None
 
-    # Batches that come again, and take no slot.
-
-    def _comes_again(self, rows: RowsInFlight) -> bool:
-        """Whether the next batch is one that comes again: of them the ranks give equally many after a load."""
-        rows.table.settle(self.position.batches)
-        if self.position.stop_raised:
-            return False
-        if not rows.is_agreed:
-            if self.agree is not None or self.ranks.can_talk:
-                own = len(rows.table.waiting)
-                rows.table.fill_up(abs(self._vote(own if self.settings.pad else -own)))
-            rows.is_agreed = True
-        return bool(rows.table.waiting)
-
-    def _take_again(self, rows: RowsInFlight, started: float) -> tuple[Any, Position]:
-        """The first of the batches that come again, as the trainer gets it, and the position after it."""
-        self._check_once()
-        self.local.verify_excluded()
-        at, flight = self.position, rows.table.waiting[0]
-        delivery = self.prefetcher.again(at, rows.remakes(at))
-        rows.wait((flight.to_come & flight.open).bit_count())
-        samples = BatchSamples.of(delivery.samples)
-        batch, given = rows.give_again(at, delivery, self._finished(delivery))
-        if self._ledger is not None and flight.rows:
-            kept = delivery.made_of.kept if delivery.made_of else ()
-            last = self.local.last_stage
-            self._ledger.given_again(at, flight.batch, samples.in_rows(kept), given, last, self.states.packed)
-        self._note_acknowledged()
-        self.stats.add(time.perf_counter() - started, replace(delivery, samples=()))
-        return batch, at.given_again()
-
-    def _note_acknowledged(self) -> None:
-        """Write to the ledger what was acknowledged, if it has a file open."""
-        if self.rows is not None and self._ledger is not None:
-            self._ledger.acknowledged(self.rows.table)
-
-    @cached_property
-    def _sample_ids(self) -> SampleIds:
-        return SampleIds(self.local.last_stage, pad=self.settings.pad)
-
-    def counters(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Counters without rates, and names: what the ledger notes from time to time."""
-        return {**self.stats.totals(), **self.prefetcher.numbers()}, self.stats.names()
+    def _observe(self, step: BatchStep) -> None:
+        for observer in self.observers:
+            observer.on_batch(step)
 
     def skip(self, slots: int) -> None:
         """See `SavableLoader.skip`."""
         self.check_whole_steps(slots)
-        if self.position.stop_raised:
-            self.position = self.position.begun()
-        if slots and self._ledger is not None:
-            self._ledger.skipping(self.position, self.local.last_stage, self.states.packed)
+        if self.position.iterator == "ended":
+            self.position = _iterated(self.position)
+        if slots:
+            for observer in self.observers:
+                observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
-            slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
-        over = self.position.previous  # the epoch whose last batch was given, but whose iterator has not ended yet
+            slots = min(slots, left_of_epoch(self.position, self.settings.epoch_slots))
+        over = self.position.previous  # the epoch whose last batch was yielded, but whose iterator has not ended yet
         while slots and self.position.previous is over:
             with self._process.moving():
                 _, self.position = self._step("skip", slots)
@@ -240,13 +198,15 @@ class Run:
 
     def _vote(self, vote: int) -> int:
         """The smallest or largest of all ranks' votes."""
-        return self.ranks.agree(vote, smallest=not self.settings.pad) if self.agree is None else self.agree(vote)
+        ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
+        return self.backend.agree(partial(ask, vote)) if isinstance(self.backend, PeerBackend) else ask(vote)
 
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
-        """This rank's batch of the next step, and the position after it; the next `slots` will be requested likewise.
+        """This rank's batch of the next step, and the position after it.
 
-        Whether the epoch continues after the step is determined before its batch is given, and stored at once: if the
-        rest of the step fails and it is taken again, the ranks do not vote again.
+        The next `slots` will be requested likewise. Whether the epoch continues after the step is determined before its
+        batch is yielded, and stored at once: if the rest of the step fails and it is taken again, the ranks do not vote
+        again.
         """
         self._check_once()
         at = self.position
@@ -262,25 +222,25 @@ class Run:
                 if want == "batch":
                     self.prefetcher.put_back(self.position, delivery)
                 raise
-            self.position = self.position.agreed(end)
+            self.position = self._ends.agreed(self.position, end)
             after = self._ends.after(self.position, want, delivery)
         return delivery, self._ends.next_epoch(after) if after.is_over else after
 
     def _check_once(self) -> None:
-        """Raise ValueError or `SavableError` where this rank must not iterate, or not with the data that it has."""
+        """Raise ValueError or `SavableError` where this rank must not iterate."""
         if self._process.checked:
             return
         refuse_while_importing()
         self._process.check()
         self.ranks.check_world()
-        if self.agree is None and self.ranks.can_talk:
+        if self.agree is None and (self.ranks.can_talk or self.ranks.sharing):
             check_same_data(self.ranks, self.states.fingerprint)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()
         self._process.checked = True
 
     def _advance(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
-        """This rank's batch of the next step, which is in the epoch, and the position after it."""
+        """This rank's batch of the next step of the epoch, and the position after it."""
         self.local.verify_excluded()
         position = self.position
         delivery = self.prefetcher.next(position, want, position.slot + slots - 1)
@@ -292,9 +252,8 @@ class Run:
 
     def close(self) -> None:
         """See `SavableLoader.close`."""
-        self._note_acknowledged()
-        if self._ledger is not None:
-            self._ledger.close()
+        for observer in self.observers:
+            observer.close()
         fault = self.prefetcher.close()
         self.local.close()
         self.states.close()
@@ -314,86 +273,74 @@ class Run:
         return self.state_at(self.position, lag)
 
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
-        """The state dict at a position where this run was, or `lag` batches before, with what is in flight."""
-        if lag and self.rows is not None:
-            raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
+        """The state at a position where this run was, or `lag` batches before."""
         before = position.before(lag)
         self.backend.verify_delivered()
-        if self._ledger is not None:
-            self._ledger.saved(before)
         state = self.states.flat(before)
-        if self.rows is None:
-            return state
-        self._note_acknowledged()
-        return state | self.rows.entries(before, state)
+        for observer in self.observers:
+            observer.on_save(before, state, lag)
+        return state
 
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
     ) -> dict[str, Any]:
-        """The state with the lanes of all ranks, on each of them, here or at `position` as `state_at`. Collective."""
+        """The state of all ranks, here or at a position where this run was. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
         own = self.state_at(self.position if position is None else position, lag)
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of all ranks, of which this one has just saved `own`; it learns what the others acknowledged."""
+        """The state of all ranks, of which this one has just saved `own`."""
         merged = merge_states(states)
-        if self.rows is not None and self.ranks.world_size > 1:
-            self.rows.table.agree(read_flights(own), read_flights(merged), read_acks(own))
+        for observer in self.observers:
+            observer.on_merge(own, merged)
         return merged
 
     def return_to(self, position: Position) -> None:
-        """Stand at a position where this run was: what was given or passed over since then comes again."""
+        """Return to a position where this run was: what was yielded or skipped since then is repeated."""
         with self._process.moving():
             self.prefetcher.restart()
-            if self._ledger is not None:
-                self._ledger.begin_anew()
+            self._adopt(position, None)
             self.local.learn(position.facts)
             self.position = position
 
-    def check_nothing_held(self) -> None:
+    def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
+        """Have all observers check what they are to continue from, and then adopt it."""
+        adopting = [observer.on_load(position, state) for observer in self.observers]
+        for adopt in filter(None, adopting):
+            adopt()
+
+    def check_not_ahead(self) -> None:
         """Raise `SavableError` if this run is ahead of its trainer."""
-        if self.held_ahead():
+        if self.is_ahead():
             raise SavableError(
                 "OnDevice has fetched a batch ahead of the trainer. Save, load and skip through the OnDevice "
                 "instead of the loader."
             )
 
     def take_back(self, before: Position) -> None:
-        """Return to `before` if a batch has been handed out since that its taker did not receive."""
-        now, then = self.position.last_given, before.last_given
-        if now is not None and now is not then:
+        """Return to `before` if a batch was yielded since that its taker did not get."""
+        now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
+        if now and not (then and now[0] is then[0]):
             self.return_to(before)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
         with self._process.moving():
-            flights: Flights = {}
-            if self.rows is not None:
-                check_flat(state)
-                flights, state = read_flights(state), without_flights(state)
-            loaded = self.states.loaded(state, allow)
-            lost = rows_lost(self.local.last_stage, flights) if flights else {}
-            self._note_acknowledged()
+            bare = state
+            for observer in self.observers:
+                bare = observer.without_entries(bare)
+            loaded = self.states.loaded(bare, allow)
+            self._adopt(loaded, state)
             self.prefetcher.begin_anew()
             self._ends.forget()
-            self._losses.load(state)
-            if self._ledger is not None:
-                self._ledger.begin_anew()
-            self.position, self._was_loaded = loaded, True
-            if self.rows is not None:
-                self.rows.load(loaded, flights, lost, whole=len(lane_numbers(state)) == self.settings.lanes)
+            self.position, self._was_loaded, self._last_repeat = loaded, True, None
 
-    def reconfigure(
-        self,
-        weights: Mapping[str, Weight] | None = None,
-        exclude: Iterable[Excluded] | None = None,
-        max_length: int | None = None,
-    ) -> int:
+    def reconfigure(self, **wanted: Any) -> int:
         """See `SavableLoader.reconfigure`: as if it had been stopped and resumed.
 
-            given   0  1  2  3 │ made ahead: 4 5 6      decide: 4, 5, 6 are thrown away, the lanes stand before 4 again,
-                               │                        with the decision in their states; 4 is made anew
+            yielded  0  1  2  3 │ built ahead: 4 5 6    reconfigure: 4, 5, 6 are dropped, the lanes are before 4 again,
+                                │                       with the decision in their states; 4 is built again
 
         Rows in flight of which all is excluded are closed.
         """
@@ -401,30 +348,46 @@ class Run:
             raise ValueError("reconfigure does not apply to on_iter='restart'. Create a loader with other settings.")
         with self._process.moving():
             at, last = self.position, self.local.last_stage
-            arguments = (at.facts.decisions, at.next_batch, last, weights, exclude, max_length)
-            decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments)))
+            arguments = at.facts.decisions, at.next_batch, last
+            decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **wanted)))
             after = at.decided(decisions)
             self.local.learn(after.facts)
             self.prefetcher.restart()
             self._ends.forget()
             self.position = after
-            if self.rows is not None:
-                self.rows.table.settle(after.batches)
-                self.rows.table.lose(partial(open_rows_lost, self.local.last_stage))
+            for observer in self.observers:
+                observer.on_reconfigure(after)
         return at.next_batch
+
+    def numbers(self) -> dict[str, int | float]:
+        """Counters, and rates since the last call."""
+        found = {name: number for each in self.observers for name, number in each.numbers().items()}
+        return {**found, **self.prefetcher.numbers()}
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""
-        if self.rows is not None and not lag and (again := self.rows.traced(self.position)) is not None:
-            return again
-        given = self.position.given(lag)
-        rows = traced_rows(self.local.last_stage, BatchSamples.of(given.samples))
-        return Trace(self.ranks.slot(given.step), given.lane, rows)
+        repeat = self._last_repeat
+        if repeat is not None and not lag and repeat.after.history.total == self.position.history.total:
+            slot, samples = repeat.epoch_and_slot[1], repeat.samples
+            return Trace(slot, slot % self.settings.lanes, traced_rows(self.local.last_stage, samples))
+        batch = history_of(self.position).lagged(lag)
+        rows = traced_rows(self.local.last_stage, BatchSamples.of(batch.samples))
+        return Trace(self.ranks.slot(batch.step), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:
-        """The slot and the lane of this rank's last batch. Raises ValueError if none has been given."""
-        given = self.position.given()
-        return self.ranks.slot(given.step), given.lane
+        """The slot and the lane of the last batch. Raises ValueError without one."""
+        batch = history_of(self.position).lagged()
+        return self.ranks.slot(batch.step), batch.lane
+
+
+def history_of(position: Position) -> History:
+    """The batches of the epoch of the last one."""
+    return (position.previous or position).history
+
+
+def _iterated(position: Position) -> Position:
+    """The position of an iterator that continues there."""
+    return replace(position, previous=None, iterator="started")
 
 
 class _Asked(Exception):
@@ -459,20 +422,3 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
         if taken:
             return taken
         agreed = [max(votes) if runs[0].settings.pad else min(votes)]
-
-
-def in_pinned_memory(batch: Any) -> Any:
-    """The batch with its tensors in page-locked memory, so that copies to a GPU do not wait; itself without a GPU.
-
-    Through torch's own caching allocator, which reuses a block only once copies from it, as by
-    `tensor.to("cuda", non_blocking=True)`, are done.
-    """
-    import torch
-
-    return _pinned(batch, torch.Tensor) if torch.cuda.is_available() else batch
-
-
-def _pinned(value: Any, tensor: type) -> Any:
-    if isinstance(value, tensor):
-        return value.pin_memory()  # type: ignore[attr-defined]
-    return with_parts_changed(value, lambda part: _pinned(part, tensor))

@@ -10,6 +10,7 @@ from savable_pipeline.core.on_error import shortened
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.worker_settings import Workers
+from savable_pipeline.run.loader import trainer_calls
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.decided import Excluded
 from savable_pipeline.run.loader.ranks import RanksLike
@@ -17,14 +18,6 @@ from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
-from savable_pipeline.run.loader.trainer_calls import (
-    caller,
-    refuse_dataset,
-    refuse_items,
-    refuse_samplers,
-    refuse_trainer,
-    warn_unsaved,
-)
 from savable_pipeline.stages.advice import advise
 from savable_pipeline.stages.pipeline import PipelineFunction
 
@@ -137,7 +130,7 @@ class SavableLoader:
     # Iterating.
 
     def __iter__(self) -> SavableLoader:
-        warn_unsaved(caller(), self._run)
+        trainer_calls.warn_unsaved(trainer_calls.caller(), self._run)
         iter(self._run)
         return self
 
@@ -157,7 +150,7 @@ class SavableLoader:
         """
         length = self._run.length()
         if length is None:
-            refuse_samplers(caller(), caller(up=1))
+            trainer_calls.refuse_samplers(trainer_calls.caller(), trainer_calls.caller(up=1))
             raise TypeError(
                 "the length of this loader is not known. Set epoch_slots=, or use epochs=1 without packing and "
                 "encoders with one_to_one = True."
@@ -165,7 +158,7 @@ class SavableLoader:
         return length
 
     def __getitem__(self, index: object) -> NoReturn:
-        refuse_items()
+        trainer_calls.refuse_items()
 
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
@@ -174,7 +167,7 @@ class SavableLoader:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "dataset":
-                refuse_dataset()
+                trainer_calls.refuse_dataset()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
@@ -193,7 +186,7 @@ class SavableLoader:
         Raises:
             ValueError: A step of all ranks would be cut.
         """
-        self._run.check_nothing_held()
+        self._run.check_not_ahead()
         self._run.skip(slots)
 
     def close(self) -> None:
@@ -235,8 +228,8 @@ class SavableLoader:
             ShardError: A shard was overwritten while batches read from it were given. Without workers the shards are
                 looked at; with workers it is what they have reported.
         """
-        refuse_trainer(caller(), caller(up=1), self._run.ranks.world_size)
-        self._run.check_nothing_held()
+        trainer_calls.refuse_trainer(trainer_calls.caller(), trainer_calls.caller(up=1), self._run.ranks.world_size)
+        self._run.check_not_ahead()
         return self._run.state_dict(lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
@@ -255,13 +248,12 @@ class SavableLoader:
             CheckpointMismatchError: Another field differs, or a lane is missing.
             StateError: The state is damaged.
         """
-        self._run.check_nothing_held()
+        self._run.check_not_ahead()
         self._run.load_state_dict(state, allow)
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
-        self._run.check_nothing_held()
-        return self._run.state_dict(0)
+        return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """The same as `load_state_dict(state)`.
@@ -278,7 +270,7 @@ class SavableLoader:
             group: The process group of the data-parallel ranks. None: that of the loader.
             lag: As for `state_dict`.
         """
-        self._run.check_nothing_held()
+        self._run.check_not_ahead()
         return self._run.global_state(group, lag=lag)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -331,14 +323,15 @@ class SavableLoader:
             >>> [sample.shard for _ in range(8) for sample in next(loader)].count("0.tar")
             24
         """
-        self._run.check_nothing_held()
-        return self._run.reconfigure(weights, exclude, max_length)
+        self._run.check_not_ahead()
+        return self._run.reconfigure(weights=weights, exclude=exclude, max_length=max_length)
 
     @property
     def _rows(self) -> RowsInFlight:
-        if self._run.rows is None:
+        rows = self._run.observer(RowsInFlight)
+        if rows is None:
             raise ValueError("receipts need acknowledge=True. Pass it to SavableLoader.")
-        return self._run.rows
+        return rows
 
     def receipts(self) -> torch.Tensor:
         """Return the receipts of the rows of the batch given last; a batch that is a dict has them as "receipts" too.
@@ -432,7 +425,7 @@ class SavableLoader:
         `STAGE/skipped/REASON` the samples left out, `source/NAME/samples` those used from a source of a `Blend`. The
         page on operations lists all.
         """
-        return {**self._run.stats.numbers(), **self._run.prefetcher.numbers()}
+        return self._run.numbers()
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return the slot and lane of the last batch given to this rank, and shard, key and ref of each of its samples.

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from savable_pipeline.core.lane import PinnedShards
@@ -16,6 +17,7 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks, RanksLike, find_ranks
+from savable_pipeline.run.peers.peer_backend import PeerBackend, open_passing
 from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 from savable_pipeline.stages.stage import Stage
 
@@ -84,6 +86,8 @@ class LoaderSettings:
             raise ValueError("ledger= does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and self.restarts:
             raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
+        if self.acknowledge and isinstance(self.ranks, Ranks) and self.ranks.sharing:
+            raise ValueError("acknowledge= does not apply to ranks that share batches. Remove share= of Ranks.of.")
 
     def _check_workers(self) -> None:
         """One number of workers, that of `num_workers`."""
@@ -123,17 +127,20 @@ class LoaderSettings:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
         return find_ranks(self.ranks, self.lanes)
 
-    def new_backend(self, runner: LaneRunner, find_last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
-        """Return what builds the batches: `runner` in this process, or workers."""
-        if not self.num_workers:
-            return InProcess(runner)
-        ranks = self.find_ranks()
-        own_lanes = self.lanes // ranks.world_size
-        if self.num_workers > own_lanes:
-            log.warning(
-                "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more.",
-                *(self.num_workers, own_lanes, self.num_workers * ranks.world_size),
-            )
-        workers = replace(self.workers, count=self.num_workers)
-        share = ranks.rank, ranks.world_size
-        return Pool(lambda: workers.host(self.job, share), workers, find_last_stage, pinned)
+    def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
+        """Return what builds the batches, or gets them from a peer.
+
+        `runner` builds in this process.
+        """
+        ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
+        backend: Backend = InProcess(runner)
+        if self.num_workers and ranks.builds:
+            own_lanes = self.lanes // ranks.world_size
+            if self.num_workers > own_lanes:
+                log.warning(
+                    "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more.",
+                    *(self.num_workers, own_lanes, self.num_workers * ranks.world_size),
+                )
+            host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
+            backend = Pool(partial(open_passing, host) if ranks.sharing else host, workers, last_stage, pinned)
+        return backend if ranks.sharing is None else PeerBackend(ranks.sharing, workers, backend)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.observer import BatchStep, Observer
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
@@ -38,7 +39,7 @@ _CURES = {
 }
 
 
-class SourceLosses:
+class SourceLosses(Observer):
     """What each stage keeps and leaves out of each source, on the lanes of this rank, since it was made.
 
     What an `exclude=`, a decision or a filter leaves out does not count; nor does what a setting says to leave out.
@@ -60,19 +61,28 @@ class SourceLosses:
         return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
 
     def _source(self, key: str) -> tuple[str, int]:
-        """The name and the number of samples of a stage's source; none of a source that was removed."""
+        """The name and the number of samples of a stage's source.
+
+        None of a source that was removed.
+        """
         return self._sources.get(key.rpartition("/")[2], ("", 0))
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Begin anew at a state, in which lanes of other ranks, too, may have been given something of a source."""
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Start again at a state, whose lanes of other ranks may have got something of a source, too."""
+        return None if state is None else partial(self._load, state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._kept, self._left, self._due = Counter(), {}, Counter()
         for number in lane_numbers(state):
             with suppress(SavableError):  # of a lane that this rank does not need
                 in_vain = read_lanes(state, [number])[number].in_vain or {}
                 self._kept.update((key, "items") for key, found in in_vain.items() if not found)
 
-    def note(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Count what the counters of a batch say. Returns the stages and sources of which something was left out."""
+    def on_counts(self, counts: Mapping[str, int | float]) -> set[str]:
+        """Count what the counters of a batch say.
+
+        Returns the stages and sources of which something was left out.
+        """
         touched = set()
         for name, number in counts.items():
             of = OfSource.of(name) if "/source/" in name else None
@@ -83,12 +93,12 @@ class SourceLosses:
                 self._kept[of.key, of.what] += int(number)
         return touched
 
-    def check(self, counts: Mapping[str, int | float], after: Position) -> None:
-        """Count what the counters of a batch say, after which the lanes are at this position.
-
-        Raises `EncodeError` for a source that has given nothing yet.
-        """
-        for key in self.note(counts):
+    def on_batch(self, step: BatchStep) -> None:
+        """Count a batch. Raises `EncodeError` for a source that has given nothing yet."""
+        if step.repeated is not None:
+            return
+        after = step.after
+        for key in self.on_counts(step.delivery.counts):
             population, left = self._source(key)[1], self._left[key].total()
             own = population * len(after.lanes) // after.lane_count  # of an epoch, on the lanes of this rank
             if population and not self._kept[key, "items"] and left >= self._due[key]:
@@ -102,7 +112,7 @@ class SourceLosses:
                 self._due[key] = left + max(1, missing)
             self._warn_of_share(key, min(_ENOUGH, own))
 
-    def check_epoch(self, over: Position) -> None:
+    def on_epoch_end(self, over: Position) -> None:
         """The same at the end of an epoch, of which the lanes must have had enough of a source."""
         states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in over.lanes.items()]
         for key in dict.fromkeys(key for state in states for key in state.in_vain or {}):
@@ -114,7 +124,10 @@ class SourceLosses:
             self._warn_of_share(key, 1)
 
     def _in_vain(self, key: str, at: Position) -> Counter[str]:
-        """What was in vain of a stage's source on all lanes, by their states; nothing once it has given something."""
+        """What was in vain of a stage's source on all lanes, by their states.
+
+        Nothing once it has given something.
+        """
         found: Counter[str] = Counter()
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")

@@ -20,13 +20,14 @@ from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import Growth, RunFacts
+from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.data.dataset.shard_digests import Summary, begin_with, count
 from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.loader.decided import applicable
 from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.position import LanePosition, Position
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.fingerprint import (
@@ -40,7 +41,7 @@ from savable_pipeline.run.state.fingerprint import (
     stage_field,
     unpack_fingerprint,
 )
-from savable_pipeline.run.state.flights import refuse_flights
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, refuse_flights
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, with_facts
 from savable_pipeline.run.state.state_dict import (
     FACTS,
@@ -90,10 +91,23 @@ class States:
 
     def flat(self, position: Position) -> dict[str, Any]:
         """The state dict of a position."""
-        return position.flat(self._packed_changed if position.changed else self.packed)
+        return {
+            "order": ORDER,
+            "state": STATE,
+            "lanes": position.lane_count,
+            "epoch": position.epoch,
+            "slot": position.slot,
+            "fingerprint": self._packed_changed if position.changed else self.packed,
+            FACTS: pack_state(position.facts),
+            ACKNOWLEDGE: 0,
+            **{lane_name(lane): position.lanes[lane].state for lane in sorted(position.lanes)},
+        }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
-        """The position in a state. `SavableLoader.load_state_dict` says what is raised; then nothing has changed."""
+        """The position in a state.
+
+        `SavableLoader.load_state_dict` says what is raised; then nothing has changed.
+        """
         check_flat(state)
         refuse_spans(state)
         refuse_flights(state)
@@ -148,9 +162,11 @@ class States:
             state = {**state, **{name: with_facts(state[name], facts) for name in map(lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
         differs = bool(differing) or changed or _may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
-        loaded = Position.saved(state, lanes, facts, self._ranks, self._settings.lanes, pad=self._settings.pad)
-        # with larger batches, say, a lane of which some was left may have no batch
-        return loaded.with_changes() if differs and state["slot"] else loaded
+        slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
+        changed = differs and slot > 0  # with larger batches, say, a lane that had another batch may have none
+        at = {n: LanePosition(state[lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()}
+        facts_and_more: Any = {"iterator": "loaded", "facts": facts, "changed": changed}
+        return Position(self._ranks, count, pad, state["epoch"], slot, at, slot, **facts_and_more)
 
 
 def _may_be_cut_otherwise(facts: RunFacts, last: Stage, epoch: int) -> bool:
@@ -187,7 +203,10 @@ class NewShards:
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`state` with the epochs at which they join. Raises `CheckpointMismatchError` if it lacks lanes."""
+        """`state` with the epochs at which they join.
+
+        Raises `CheckpointMismatchError` if it lacks lanes.
+        """
         if not self._shards:
             return state
         lanes, facts = _all_lanes(state), read_facts(state)
@@ -216,7 +235,10 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 
 
 def _has_grown(field: str, saved: Summary, here: ShardList) -> bool:
-    """Whether shards were added and all others are the same. Raises `CheckpointMismatchError` for one between them."""
+    """Whether shards were added and all others are the same.
+
+    Raises `CheckpointMismatchError` for one between them.
+    """
     if begin_with(here, saved):
         return len(here) > count(saved)
     if not isinstance(saved, list):  # hashes do not tell a shard between the old ones from one that is gone

@@ -1,7 +1,7 @@
 """`Stats`: a loader's counters, as flat names and numbers; and a warning when the trainer waits too much for data.
 
-They are sums; percentiles of the last times (`Recent`); the slowest sample and shard of the timed batches (`Slowest`);
-and the samples that batches were made of, by source (`GivenSamples`).
+They are sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
+(`Slowest`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
-from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef, batch_rows
+from savable_pipeline.run.loader.observer import BatchStep, Observer
+from savable_pipeline.stages.item_ref import batch_rows
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _NOT_SHOWN = {"items", "first", "tokens", "skipped_tokens"}  # of a source: for 
 _STARVING = 0.25  # the share of a window above which waiting for data is a warning
 
 
-class Stats:
+class Stats(Observer):
     """Counters of one loader, since it was made.
 
     `find_sources` returns the name of each source ("" without a `Blend`) by its tag; it is called once a batch has been
@@ -37,9 +37,8 @@ class Stats:
 
     def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
         self._num_workers = num_workers
-        self.others: Callable[[], Mapping[str, int]] = dict  # counters that other threads change too
-        self._find_sources = find_sources
-        self._given: GivenSamples | None = None  # before the first batch
+        self._sources = cache(find_sources)
+        self._samples: Counter[int] = Counter()  # by the tag of their source
         self._waits, self._makings = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
@@ -52,21 +51,17 @@ class Stats:
         self._read = (now, 0, 0)  # when `numbers` was called last, and the batches and items by then
         self._window = (now, 0.0)  # when it began, and the seconds waited by then
 
-    @cached_property
-    def _sources(self) -> dict[int, str]:
-        return self._find_sources()
-
-    def add(self, waited_s: float, delivery: Delivery) -> None:
+    def on_batch(self, step: BatchStep) -> None:
         """Count a batch, and the seconds that the trainer waited for it."""
+        delivery, waited_s = step.delivery, time.perf_counter() - step.started
         self._batches += 1
         self._wait_s += waited_s
         made_s, counts = delivery.seconds, delivery.counts
         self._work_s += made_s
         self._waits.add(waited_s)
         self._makings.add(made_s)
-        if self._given is None:
-            self._given = GivenSamples(list(self._sources))
-        self._given.add(delivery.samples)
+        if step.repeated is None:
+            self._count_samples(step)
         own = self._counts
         for name, number in counts.items():
             own[name] += number  # type: ignore[assignment]
@@ -77,6 +72,20 @@ class Stats:
         if now - begun > _WINDOW_S:
             self._warn_starving(now - begun, self._wait_s - before)
             self._window = now, self._wait_s
+
+    def _count_samples(self, step: BatchStep) -> None:
+        """Count the samples of a batch; of a single source without a look at the refs."""
+        samples = step.delivery.samples
+        if len(self._sources()) != 1:
+            tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
+            self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
+            return
+        last = samples[-1] if type(samples) is tuple and samples else None
+        if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
+            count = len(batch_rows(samples)[1])  # type: ignore[arg-type]
+        else:
+            count = len(step.samples.refs)
+        self._samples[next(iter(self._sources()))] += count
 
     def _time(self, delivery: Delivery) -> None:
         """Count the measurements of a timed batch."""
@@ -90,7 +99,7 @@ class Stats:
             if name.endswith("/ns"):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
 
-    def count(self, counts: Mapping[str, int | float]) -> None:
+    def on_counts(self, counts: Mapping[str, int | float]) -> None:
         """Add counters of stages."""
         self._counts.update(counts)
 
@@ -126,11 +135,6 @@ class Stats:
             "items_per_s": (items - items_then) / seconds,
         }
 
-    def left_out(self) -> dict[str, int]:
-        """How many samples were left out so far, by stage and reason."""
-        counts = self._counts.items()
-        return {name: int(number) for name, number in counts if "/skipped/" in name and "/source/" not in name}
-
     def totals(self) -> dict[str, int | float]:
         """All counters by name, and percentiles."""
         counts = {name: number for name, number in self._counts.items() if not name.endswith("/ns")}
@@ -138,7 +142,7 @@ class Stats:
         tokens = counts.get("OnlinePacker/tokens")
         return {
             "batches": self._batches,
-            "samples": sum(self._samples_by_tag().values()),
+            "samples": self._samples.total(),
             **({} if tokens is None else {"tokens": tokens}),
             **({"bytes": self._bytes_read()} if self._seen[1] else {}),
             "wait_s": self._wait_s,
@@ -150,11 +154,7 @@ class Stats:
             **self._of_sources(),
             **self._percentiles(),
             **{name: seconds for name, (seconds, _) in self._slow().items()},
-            **self.others(),
         }
-
-    def _samples_by_tag(self) -> dict[int, int]:
-        return {} if self._given is None else self._given.by_tag()
 
     def _bytes_read(self) -> int:
         """The bytes that were read, as those of the batches that were watched are of their items."""
@@ -162,17 +162,20 @@ class Stats:
         return int(seen * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
-        """Counts by source of a `Blend`: samples in batches; drawn and skipped ones, from the stages' counters."""
-        if not any(self._sources.values() if self._batches else ()):
+        """Counts by source of a `Blend`: samples in batches.
+
+        Drawn and skipped ones, from the stages' counters.
+        """
+        if not any(self._sources().values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
-        for tag, name in self._sources.items():
-            found[f"source/{name}/samples"] += self._samples_by_tag()[tag]
+        for tag, name in self._sources().items():
+            found[f"source/{name}/samples"] += self._samples[tag]
         for counter, number in self._counts.items():
             _, _, of_source = counter.partition("/source/")
             numeral, _, what = of_source.partition("/")
             if of_source and what not in _NOT_SHOWN:
-                found[f"source/{self._sources.get(int(numeral), numeral)}/{what}"] += int(number)
+                found[f"source/{self._sources().get(int(numeral), numeral)}/{what}"] += int(number)
         return dict(found)
 
     def _percentiles(self) -> dict[str, float]:
@@ -216,7 +219,10 @@ class Recent:
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
-        """`NAME/p50`, `/p90` and `/p99`: the least number that 50, 90 or 99 % do not exceed. None without numbers."""
+        """`NAME/p50`, `/p90` and `/p99`.
+
+        The least number that 50, 90 or 99 % do not exceed. None without numbers.
+        """
         ordered = sorted(self._numbers)
         if ordered:
             for percent in _PERCENTS:
@@ -228,7 +234,10 @@ _MOST = 4096  # shards that are kept
 
 
 class SlowSample(NamedTuple):
-    """A sample: its shard, its number with the tag of its source, and the nanoseconds that its encoder took."""
+    """A sample.
+
+    Its shard, its number with the tag of its source, and the nanoseconds that its encoder took.
+    """
 
     shard: str
     number: int
@@ -259,32 +268,9 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """The shard whose samples took longest on average, and that mean in s; None while few have been timed."""
+        """The shard whose samples took longest on average, and that mean in s.
+
+        None while few have been timed.
+        """
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
-
-
-class GivenSamples:
-    """Counts by the tag of the source: `tags` are those of the run. With one source it does not look at the refs."""
-
-    def __init__(self, tags: list[int]) -> None:
-        self._tags = tags
-        self._one = len(tags) == 1
-        self._total = 0  # with one source
-        self._by_tag: Counter[int] = Counter()  # with several
-
-    def add(self, samples: ItemRef | BatchSamples) -> None:
-        """Count the samples of a batch."""
-        if self._one:
-            last = samples[-1] if type(samples) is tuple and samples else None
-            if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
-                self._total += len(batch_rows(samples)[1])  # type: ignore[arg-type]
-            else:
-                self._total += len(BatchSamples.of(samples).refs)
-            return
-        tags, counts = np.unique(BatchSamples.of(samples).refs[:, 0] >> TAG_SHIFT, return_counts=True)
-        self._by_tag.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
-
-    def by_tag(self) -> dict[int, int]:
-        """The number of samples of each source."""
-        return {tag: self._total if self._one else self._by_tag[tag] for tag in self._tags}

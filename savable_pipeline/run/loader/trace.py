@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.observer import BatchStep, Observer
 from savable_pipeline.stages.batch_samples import BatchSamples, Integers
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import upstream
@@ -42,7 +45,10 @@ class Trace(NamedTuple):
 
 
 def traced_rows(last: Stage, samples: BatchSamples) -> list[list[TracedSample]]:
-    """The samples of a batch, in order, by row. `last` is the last stage of any lane; no batch is made."""
+    """The samples of a batch, in order, by row.
+
+    `last` is the last stage of any lane; no batch is made.
+    """
     return [[_sample(last, ref) for ref in row] for row in samples.by_row()]
 
 
@@ -58,17 +64,24 @@ def source_names(last: Stage) -> dict[int, str]:
     return {tag: stage.info.branch for stage in upstream(last) if not stage.sources for tag in stage.info.tags}
 
 
-class SampleIds:
-    """Adds to batches which samples they were made of. `last` is the last stage of any lane of the pipeline.
+class SampleIds(Observer):
+    """Adds to batches which samples they were built of.
 
-    `pad`: whether its batches are filled up, with a key "valid"; else such a key is the encoder's own.
+    `pad`: whether the batches are padded, with a key "valid"; else such a key is the encoder's own.
     """
 
-    def __init__(self, last: Stage, *, pad: bool) -> None:
-        self._pad = pad
-        tags = np.array(list(source_names(last)), dtype=np.int64)
-        self._numbers = np.argsort(tags)  # of the sources, in the order of their tags
-        self._tags = tags[self._numbers]
+    def __init__(self, local: LocalLanes, *, pad: bool) -> None:
+        self._local, self._pad = local, pad
+
+    @cached_property
+    def _sources(self) -> tuple[Integers, Integers]:
+        """The tags of the sources, ascending, and their numbers."""
+        tags = np.array(list(source_names(self._local.last_stage)), dtype=np.int64)
+        return np.sort(tags), np.argsort(tags)
+
+    def on_batch(self, step: BatchStep) -> None:
+        """Replace the batch."""
+        step.batch = self.added(step.batch, step.samples)
 
     def added(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
         """The batch with the keys "sample_ids" and, where rows hold several samples, "sample_rows".
@@ -96,6 +109,6 @@ class SampleIds:
         """Source, index and part: int64 (items, 3)."""
         ids = refs.take((0, 0, 2), axis=1)
         ids[:, 1] &= _UNTAGGED
-        one = len(self._tags) == 1
-        ids[:, 0] = 0 if one else self._numbers[np.searchsorted(self._tags, refs[:, 0] >> TAG_SHIFT)]
+        tags, numbers = self._sources
+        ids[:, 0] = 0 if len(tags) == 1 else numbers[np.searchsorted(tags, refs[:, 0] >> TAG_SHIFT)]
         return ids

@@ -83,7 +83,8 @@ def warn_unsaved(caller: str, run: Run) -> None:
     """
     refuse_fit(caller)
     at = run.position
-    if at.loaded or at.epoch or at.slot or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
+    is_resumed = at.iterator == "loaded" or at.epoch or at.slot
+    if is_resumed or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
         _warn(
@@ -107,7 +108,10 @@ def _warn(what: str, cure: str) -> None:
 
 
 def refuse_dataset() -> NoReturn:
-    """Raise AttributeError: code that looks for a loader's dataset wants to skip batches of a resumed run."""
+    """Raise AttributeError.
+
+    Code that looks for a loader's dataset wants to skip batches of a resumed run.
+    """
     raise AttributeError(
         "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
         "Face: ignore_data_skip=True)."
@@ -115,7 +119,10 @@ def refuse_dataset() -> NoReturn:
 
 
 def refuse_items() -> NoReturn:
-    """Raise TypeError: code that takes a loader's items by number takes it for a dataset."""
+    """Raise TypeError.
+
+    Code that takes a loader's items by number takes it for a dataset.
+    """
     raise TypeError(
         "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
         "torchdata."

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from savable_pipeline.run.nodes.wire import WIRE_MAGIC, Secret
 
-FOR_SESSION, FOR_WORKER = 1, 2
+FOR_SESSION, FOR_WORKER, FOR_PEER = 1, 2, 3
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
@@ -93,13 +93,13 @@ def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
 
     It waits as long as the socket does. Raises ConnectionError if the other side has another key.
     """
-    hello = _exactly(end, HELLO_BYTES)
+    hello = read_exactly(end, HELLO_BYTES)
     if hello[: len(WIRE_MAGIC)] != WIRE_MAGIC:
         raise ConnectionError("no agent of this version answers. Check the port and the version.")
     transcript = hello + _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
     whole = transcript + _proof(key, b"trainer", transcript)
     end.sendall(whole[len(hello) :])
-    if not hmac.compare_digest(_proof(key, b"agent", whole), _exactly(end, _PROOF_BYTES)):
+    if not hmac.compare_digest(_proof(key, b"agent", whole), read_exactly(end, _PROOF_BYTES)):
         raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
     return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
 
@@ -112,7 +112,8 @@ def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, direction + b"\0" + transcript, "sha512")
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def read_exactly(end: socket.socket, size: int) -> bytes:
+    """Read so many bytes, for which it waits as long as the socket does."""
     found = b""
     while len(found) < size:
         more = end.recv(size - len(found))

@@ -63,6 +63,8 @@ BEGIN, REQUEST, LOOK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
 ANSWER, FAULT, LOOKED, STATUS, ENDED = 20, 21, 22, 23, 24
 # A ping of the trainer, and the session's answer.
 PING, PONG = 30, 31
+# Between two ranks that share batches: a note, before the answer that it announces.
+PEER = 40
 
 
 class WireError(ConnectionError):

@@ -1,6 +1,6 @@
 """Shared memory that carries batches from a worker to the trainer, one a segment.
 
-    segment   state u8: free 0, in use 1, retired 2 │ padding to 64 │ buffer │ padding to 64 │ buffer │ …
+    segment   flags u8 (64,), one a reader: free 0, in use 1, retired 2 │ buffer │ padding to 64 │ buffer │ …
 
 Segments are anonymous (memfd) and passed by descriptor, so nothing remains in the system when a process dies.
 
@@ -13,6 +13,9 @@ The worker reuses the free segment that it used last, whose pages are in the pro
 is free. `batch_memory` allocates in the segment of the next batch, so tensors from there need no copy. A trainer that
 views 8 batches of a worker gets copies of further ones. A segment that was viewed when the trainer forked is retired,
 because the child may still view it. It is never reused.
+
+Ranks that share batches read one segment, each with its own flag. The worker reuses it once all flags are free. Each
+rank maps it privately: the system copies the pages that a rank writes to, and drops the copies with the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -32,10 +35,11 @@ from savable_pipeline.run.transport.status_page import anonymous_file
 
 Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
-ALIGN = 64
+ALIGN = 64  # bytes, and readers of a segment
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
 _ROUND = 1 << 16
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
+_ALL_FREE = bytes(ALIGN)
 
 
 class WrittenBatch(NamedTuple):
@@ -171,7 +175,7 @@ class SegmentWriter:
 
     def _take(self, size: int) -> _NextBatch:
         """Mark a free segment of at least this size as in use, or create one."""
-        retired = [number for number, segment in self._segments.items() if segment[0] == _RETIRED]
+        retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:ALIGN]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
         fits = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
@@ -195,7 +199,7 @@ class SegmentWriter:
         return _NextBatch(number, fd, tuple(dropped), self._view(number).ctypes.data)
 
     def _is_free(self, number: int, segment: mmap.mmap) -> bool:
-        return segment[0] == _FREE and self._views.get(number, _nothing)() is None
+        return segment[:ALIGN] == _ALL_FREE and self._views.get(number, _nothing)() is None
 
 
 def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
@@ -222,22 +226,42 @@ def _nothing() -> None:
 
 
 class SegmentReader:
-    """The trainer's views of one worker's segments."""
+    """A process's views of one worker's segments.
 
-    def __init__(self) -> None:
-        self._segments: dict[int, mmap.mmap] = {}
+    `flag` is the number of its flag. With `private`, what it writes to them stays its own.
+    """
+
+    def __init__(self, flag: int = 0, *, private: bool = False) -> None:
+        self._flag, self._private = flag, private
+        self._segments: dict[int, _MappedSegment] = {}
         self._viewed = [0]
 
     def add(self, number: int, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
         try:
-            self._segments[number] = _mapped(fd, 0)
+            flags = mmap.mmap(fd, ALIGN) if self._private else _mapped(fd, 0)
+            data = mmap.mmap(fd, 0, mmap.MAP_PRIVATE) if self._private else flags
+            self._segments[number] = _MappedSegment(flags, data)
         finally:
             os.close(fd)
 
     def drop(self, number: int) -> None:
         """Drop a segment, which is unmapped once no tensor views it."""
         del self._segments[number]
+
+    def lend(self, number: int, flags: Iterable[int]) -> None:
+        """Mark a segment as in use by other readers, too, before they know of it."""
+        for flag in flags:
+            self._segments[number].flags[flag] = _IN_USE
+
+    def release(self, flag: int, number: int | None = None) -> None:
+        """Mark a segment, or all, as free for a reader that has ended.
+
+        A segment that a child of the reader may view stays retired.
+        """
+        for each, segment in self._segments.items():
+            if number in (None, each) and segment.flags[flag] == _IN_USE:
+                segment.flags[flag] = _FREE
 
     def read(self, number: int, spans: list[Span]) -> list[memoryview]:
         """Return the bytes at some spans of a segment.
@@ -246,19 +270,29 @@ class SegmentReader:
         """
         segment = self._segments[number]
         if self._viewed[0] >= MOST_VIEWED:
-            view = memoryview(bytearray(segment[: sum(spans[-1])]))
-            segment[0] = _FREE
+            view = memoryview(bytearray(segment.data[: sum(spans[-1])]))
+            segment.flags[self._flag] = _FREE
         else:
-            whole = np.frombuffer(segment, np.uint8)
+            whole = np.frombuffer(segment.data, np.uint8)
             self._viewed[0] += 1
-            _free_after(whole, segment, self._viewed)
+            _free_after(whole, segment, self._flag, self._viewed)
             view = memoryview(whole)  # type: ignore[arg-type]
         return [view[offset : offset + length] for offset, length in spans]
 
     @property
     def viewed(self) -> int:
-        """Number of batches that the trainer views."""
+        """Number of batches that this process views."""
         return self._viewed[0]
+
+
+class _MappedSegment(NamedTuple):
+    """A segment in a reader.
+
+    `flags` and `data` are one mapping unless `data` is private.
+    """
+
+    flags: mmap.mmap
+    data: mmap.mmap
 
 
 _views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
@@ -272,7 +306,7 @@ def _count_fork() -> None:
 os.register_at_fork(before=_count_fork)
 
 
-def _free_after(whole: NDArray[np.uint8], segment: mmap.mmap, viewed: list[int]) -> None:
+def _free_after(whole: NDArray[np.uint8], segment: _MappedSegment, flag: int, viewed: list[int]) -> None:
     """Mark the segment as free when its last view is gone.
 
     It is marked as retired if the process has forked in the meantime.
@@ -281,8 +315,11 @@ def _free_after(whole: NDArray[np.uint8], segment: mmap.mmap, viewed: list[int])
 
     def gone(_: object) -> None:
         del _views[key]
-        if os.getpid() == owner:
-            viewed[0] -= 1
-            segment[0] = _FREE if forks == _forks[0] else _RETIRED
+        if os.getpid() != owner:
+            return
+        viewed[0] -= 1
+        if segment.data is not segment.flags and forks == _forks[0]:
+            segment.data.madvise(mmap.MADV_DONTNEED)  # private copies of pages would hide the next batch
+        segment.flags[flag] = _FREE if forks == _forks[0] else _RETIRED
 
     _views[key] = weakref.ref(whole, gone)

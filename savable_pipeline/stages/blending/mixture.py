@@ -154,7 +154,7 @@ class _Building:
             name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
         }
         options = {**self.shared, **{name: value for name, value in own.items() if value is not None}}
-        if source_at(as_names(entry.path), "", self.lane, self.cache).kind.name == TAR:
+        if source_at(as_names(entry.path), "", self.lane, self.cache).format.name == TAR:
             options |= zip(("cache", "cache_bytes"), self.cache, strict=True)
         if entry.repetitions is not None:
             options["epochs"] = entry.repetitions or 1  # 0: off, by its weight in the Blend

@@ -19,15 +19,14 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error
 from savable_pipeline.core.state_numbers import EpochNumber, SavedCount
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of, open_source
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, TAGS, Ref, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.dataset.shard_digests import pin, summary
-from savable_pipeline.data.shards.paths import Unlistable
 from savable_pipeline.data.shards.selection import Selection, Subset, check_subset
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.opening import Cache, Source, at_commit, find_source
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import Cache, Source, at_commit, recognize
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.item_ref import ItemRef
@@ -94,13 +93,13 @@ class ReaderData:
     ) -> ReaderData:
         """The data of files of a kind, whose store has these settings; of the Hub at the commit that the run pins."""
 
-        def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+        def opened(**how: Any) -> Dataset:
             source = source_at(files, kind, lane, cache)
             if source.session is not None:  # the run may have another commit of the Hub pinned since
                 source = replace(source, files=at_commit(files, lane.worker.pinned, source.session))
-            return open_source(source, tolerant, unlistable, **settings)
+            return open_any(source, **how, **settings)
 
-        return cls(kind, files, partial(dataset_of, opened), options)
+        return cls(kind, files, opened, options)
 
     @classmethod
     def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:
@@ -112,7 +111,7 @@ class ReaderData:
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None)) -> Source:
     """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
     known = "source", files, kind, cache
-    return lane.shared(known, lambda: recognize(files, kind=kind, pinned=lane.worker.pinned, cache=cache))
+    return lane.shared(known, lambda: find_source(files, format=kind, pinned=lane.worker.pinned, cache=cache))
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, TypeAlias, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.paths import Shards, as_names
-from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.data.stores.grouped_store import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.ranges import RangeColumns
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import Classes
-from savable_pipeline.data.stores.source import STORES, RangeColumns
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
@@ -42,14 +42,12 @@ class FileReader(RecordReader):
     def __init__(self, files: Shards, lane: Lane, options: dict[str, Any], common: ReaderSettings) -> None:
         self.files = as_names(files)
         self.options = _checked(type(self).__name__, self.kind, options)
-        known = STORES[self.kind].settings
+        known = format_named(self.kind).settings
         most: Any = options.get("cache_bytes")
         given = {name: value for name, value in self.options.items() if name in known and value is not None}
         cache = options.get("cache"), most
         if "blocks" in known:
             cache, given["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
-        if "unpacked_bytes" in known:
-            given["unpacked_bytes"] = common.get("unpacked_bytes", UNPACKED_BYTES)
         named = tuple((name, repr(value)) for name, value in self.options.items())
         super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **given), lane, **common)
 
@@ -583,8 +581,9 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
     names, cache = as_names(path), options.get("cache")
     where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
     source = source_at(names, "", lane, where)
-    kind = source.kind.name
-    reader: Any = next(each for name, each in READERS.items() if kind in (name, STORES[name].also))
+    kind = source.format.name
+    reader: Any = READERS[source.format.reader or kind]
+    options = {**source.settings, **options}
     # the listing that told the kind is used to open them
     lane.shared(("source", names, reader.kind, where), lambda: source)
     made: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))

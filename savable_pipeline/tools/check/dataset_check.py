@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,20 @@ import msgspec
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED
-from savable_pipeline.data.dataset.opening import with_settings
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import describe_url
-from savable_pipeline.data.shards.index import FileFormat
-from savable_pipeline.data.shards.indexing import is_folder, known_files
+from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.indexing import files_of, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
-from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
+from savable_pipeline.data.shards.paths import ALL, ListedFiles, Shards, is_remote, list_files
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.source import Source, recognize
+from savable_pipeline.data.stores.opening import Source, find_source, with_settings
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.check import file_check
 from savable_pipeline.tools.check.file_check import NOT_DECODED, ONE_KEYFRAME, Checking, Problem, ShardReport
-
-_CHECK = "savable_pipeline.tools.check.file_check:check_file"
-_CHECK_REMOTE = "savable_pipeline.tools.check.file_check:check_remote_file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +75,11 @@ def check(
     """
     if not 0 <= decode <= 1:
         raise ValueError(f"decode must be a share of the audio and video, 0.0 to 1.0, not {decode}")
-    source = recognize(shards)
-    kind, given = with_settings(source, settings)
-    dataset = _find(shards, source, kind.form)
-    how = Checking(kind.name, decode, given)
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    source = find_source(shards, settings=chosen)
+    form = with_settings(source, chosen)
+    dataset = _find(source, form)
+    how = Checking(form, decode, {**source.settings, **chosen})
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
@@ -120,21 +119,18 @@ def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[P
     return CheckReport(root, shards, samples, size, problems, warnings, counts[ALPHA], dict(empty), dict(nulls))
 
 
-def _find(shards: Shards, source: Source, form: FileFormat) -> _Dataset:
+def _find(source: Source, form: Format) -> _Dataset:
     if source.session is not None:
         found, metadata, indexed = describe_url(source.files, form, source.session)
         whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
         return _Dataset(found.root, list(found.names), whole, metadata, indexed)
-    problems: list[Problem] = []
-    root, names = find_shards(
-        source.read,
-        form.kind,
-        missing_too=True,
-        unlistable=lambda error: problems.append(Problem(error.reason, str(error))),
-    )
+    listed = source.listed or list_files(source.files)
+    problems = [Problem(error.reason, str(error)) for error in listed.unlistable]
+    found_files = ListedFiles(listed.root, [ALL]) if form.scan_folder else files_of(listed, form, missing_too=True)
+    root = found_files.root
     if text := unfinished(root):
         problems.append(Problem("unfinished", text))
-    return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
+    return _Dataset(str(root), found_files.names, listed.whole, root, known_files(root, form), problems)
 
 
 def _media_warnings(counts: Counter[str]) -> Iterator[str]:
@@ -159,14 +155,14 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
 
 
 def _answers(dataset: _Dataset, names: list[str], processes: int, how: Checking) -> Iterator[Answer]:
-    options = (msgspec.json.encode(how).decode(),)
     if not is_remote(dataset.root):
-        yield from each_shard(_CHECK, Path(dataset.root), names, processes, options=options)
+        yield from each_shard(partial(file_check.check_file, how=how), Path(dataset.root), names, processes)
         return
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root, options=options)
+        task = partial(file_check.check_remote_file, url=dataset.root, how=how)
+        yield from each_shard(task, Path(folder), names, processes)
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.decoding import image_doubts
-from savable_pipeline.data.dataset.opening import seen
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.shards.index import IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.part_types import (
     AUDIO_PARTS,
@@ -31,14 +31,17 @@ from savable_pipeline.data.shards.part_types import (
     part_type,
     utf8_error,
 )
-from savable_pipeline.data.shards.paths import TAR_FILES, is_inside
+from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.folder_store import FolderStore
+from savable_pipeline.data.stores.formats import FORMATS
 from savable_pipeline.data.stores.grouped_store import GroupedStore
+from savable_pipeline.data.stores.lerobot import INFO, EpisodeRange
+from savable_pipeline.data.stores.opening import store_of
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.source import LEROBOT_INFO, STORES
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
@@ -75,52 +78,51 @@ class ShardReport(msgspec.Struct):
     counts: dict[str, int] = {}  # images and media of which there is something to say
 
 
-class Checking(msgspec.Struct, frozen=True):
-    """How files are checked: their kind, the share of audio and video to decode, and the settings of their store."""
+@dataclass(frozen=True, slots=True)
+class Checking:
+    """How files are checked: their format, the share of audio and video to decode, and the settings of their store."""
 
-    kind: str = "tar"
+    form: Format = TARS
     share: float = 1.0
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-def check_file(root: Path, name: str, how: str = "{}") -> ShardReport:
-    """Read all of a file, as `how` says: a `Checking`, as JSON. Its content is dropped; faults become problems."""
-    checking = msgspec.json.decode(how, type=Checking)
-    form = STORES[checking.kind].form
+def check_file(root: Path, name: str, how: Checking) -> ShardReport:
+    """Read all of a file. Its content is dropped; faults become problems."""
+    form = how.form
     table = form.scan(root, name)
-    entry, found = table.entry, _Found(checking.share)
+    entry, found = table.entry, _Found(how.share)
     problems: list[Problem] = []
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
     elif fault := form.fault_beside(root / name, table):
-        problems.append(Problem(f"wrong {form.kind.suffixes[0]}{form.for_others}", fault, name))
+        problems.append(Problem(f"wrong {form.suffixes[0]}{form.for_others}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
-                problems += _problems_in(_store(checking, [table], root, Path(aside) / "index"), name, found)
-                if checking.kind == "lerobot" and (root / LEROBOT_INFO).exists():
-                    tables = [table, form.scan(root, LEROBOT_INFO)]
-                    store = _store(checking, tables, root, Path(aside) / "episodes")
+                problems += _problems_in(_store(how, [table], root, Path(aside) / "index"), name, found)
+                if form.name == "lerobot" and (root / INFO).exists():
+                    tables = [table, form.scan(root, INFO)]
+                    store = _store(how, tables, root, Path(aside) / "episodes")
                     problems += _lacking_frames(store, root, name, found)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
     report.parts, report.most_parts, report.counts = dict(found.parts), found.most, dict(found.counts)
     report.empty, report.nulls = dict(found.empty), dict(found.nulls)
-    if form.kind is TAR_FILES:
+    if form.name == TAR:
         report.dotted, report.links = sorted(found.dotted), TarColumns.of(table).links
     return report
 
 
-def _store(checking: Checking, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
+def _store(how: Checking, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
     """The store of these files, with an index aside: nothing is changed beside them."""
-    kind = STORES[checking.kind]
-    write_index(path, tables, kind.form)
-    files = IndexedFiles(kind.form, kind.form.index_at(path), path, None, root, tolerant=True)
-    return seen(files, kind, partial=True, **checking.settings)
+    write_index(path, tables, how.form)
+    files = IndexedFiles(how.form, how.form.index_at(path), path, None, root, tolerant=True)
+    return store_of(files, inspect=True, **how.settings)
 
 
 def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
@@ -147,10 +149,6 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
 
 def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:
     """A problem for each video of an episode that has fewer frames than its row lists; nothing is decoded."""
-    if type(store).__name__ != "LeRobotStore":
-        return
-    from savable_pipeline.data.stores.ranges import EpisodeRange  # imports pyarrow, which other files do not need
-
     times: dict[str, NDArray[np.float64]] = {}  # of the frames of each file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
@@ -190,9 +188,9 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
-def check_remote_file(url: str, folder: Path, name: str, how: str = "{}") -> ShardReport:
+def check_remote_file(folder: Path, name: str, url: str, how: Checking) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
+    beside = {each for form in FORMATS for each in form.names_beside(name)}
     session = Session.of()
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # what lies beside it lies beside those of others too
         own = Path(aside)

@@ -172,8 +172,8 @@ def index(
     Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
     """
     from savable_pipeline.data.dataset.media_indexing import refuse_remote
-    from savable_pipeline.data.dataset.opening import index_any
     from savable_pipeline.data.shards.metadata import unfinished
+    from savable_pipeline.data.stores.opening import index_any
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():

@@ -27,10 +27,9 @@ from savable_pipeline.data.shards.byte_source import RecordError
 from savable_pipeline.data.stores.csv_table import CsvStore, file_columns
 from savable_pipeline.data.stores.decompressed import MORE, DamagedError
 from savable_pipeline.data.stores.folder_store import FolderStore, tar_key
-from savable_pipeline.data.stores.jsonl import without_mark
 from savable_pipeline.data.stores.record_files import Blob, Value, parts_of
 from savable_pipeline.data.stores.sample_names import Reject, parts_fault, printable
-from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore
+from savable_pipeline.data.stores.table_store import A_URL, FILE_FIELDS, TableStore, without_mark
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.model import Files, Input, Options, Part
 from savable_pipeline.tools.convert.plan import RECORDS, WORK, source_id
@@ -149,9 +148,12 @@ _NO_FILES = "Download them first, for example with img2dataset, or pass --no-fil
 
 def read_folder(root: Path, options: Options, work: Path) -> Input:
     """The samples of a folder and those below it, sorted by key."""
-    kind = f"folder{'-outside' if options.allow_outside else ''}{'-last' if options.key_end == 'last' else ''}"
-    settings = {"key_end": options.key_end or "first", "classes": options.classes}
-    store, found = raw_input(root, kind, settings, work)
+    settings = {
+        "key_end": options.key_end or "first",
+        "classes": options.classes,
+        "allow_outside": options.allow_outside,
+    }
+    store, found = raw_input(root, "folder", settings, work)
     assert isinstance(store, FolderStore)
     if options.key_end is None and (fault := store.table.fault(str(root), "--key-end {}")):
         raise ValueError(fault)
@@ -213,7 +215,7 @@ def read_table(
     settings: dict[str, Any] = {"files_from": folder, "allow_outside": options.allow_outside, "pinned": False}
     named = () if kind == "csv" else FILE_FIELDS
     settings["file_fields"] = named if options.file_fields is None else tuple(options.file_fields)
-    store, found = raw_input(path, "jsonl-files" if kind == "jsonl" else kind, settings, work)
+    store, found = raw_input(path, kind, settings, work)
     assert isinstance(store, TableStore)
     if kind != "jsonl" and (fault := store.entries[0].fault):  # of lines, one that cannot be read is a reject
         raise ValueError(fault.replace(store.entries[0].name, name, 1))

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.tar_format import TARS, TarIndex
+from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.sample_names import TAR_ENDINGS, Reject, is_tar, printable
-from savable_pipeline.data.stores.tar_store import links_told
+from savable_pipeline.data.stores.tar_store import TARS, links_told
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.describe import describe, describe_tables

@@ -20,9 +20,10 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.session import Bucket
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.tar_format import TARS, write_tar_idx
+from savable_pipeline.data.shards.tar_format import write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.data.stores.sample_names import Reject
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.model import Files, SampleReader
 from savable_pipeline.tools.convert.part_data import Parts, data_fault

@@ -31,10 +31,11 @@ from savable_pipeline.data.shards.metadata import OPEN, WRITTEN
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.shards.tar_format import TARS, TarIndex
+from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
 from savable_pipeline.data.stores.record_files import npy
 from savable_pipeline.data.stores.sample_names import name_fault
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.plan import MANIFEST

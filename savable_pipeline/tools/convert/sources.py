@@ -22,6 +22,7 @@ and arrow; what lies below one is told by the names that a bucket lists, or by t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -31,34 +32,21 @@ from pathlib import Path
 
 from savable_pipeline.core.file_heads import text_error
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.remote.lookup import names_behind
-from savable_pipeline.data.remote.session import job_session
+from savable_pipeline.data.remote.session import Session, job_session
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import expand_braces, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.jsonl import MARK
+from savable_pipeline.data.stores.opening import at_commit
+from savable_pipeline.data.stores.recognizer import CONTAINERS, OTHER
+from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
-from savable_pipeline.data.stores.source import CONTAINERS, INDEX, OTHER, at_commit, kind_behind, kind_in
+from savable_pipeline.data.stores.table_store import MARK
 from savable_pipeline.tools.convert import WORDS
 from savable_pipeline.tools.convert.plan import CLASSES
 from savable_pipeline.tools.convert.source_file import ENDINGS, close_objects, is_compressed, is_url, name_of, opened
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
-_BESIDE_TABLES = (
-    ".json",
-    ".jsonl",
-    ".idx",
-    ".csv",
-    ".txt",
-    ".log",
-    ".sqlite",
-    ".md",
-    ".py",
-    ".yaml",
-    ".yml",
-    ".lock",
-    ".crc",
-)
+_BESIDE_TABLES = (*_COMPANIONS, ".md", ".py", ".yaml", ".yml", ".lock", ".crc")
 _OF_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 
 
@@ -90,6 +78,23 @@ class FolderMarks:
         """Whether files with this end are tables beside tars of the same names."""
         tars = {name.partition(".")[0] for name in self.names if is_tar(name)}
         return all(name.partition(".")[0] in tars for name in self.names if name.lower().endswith(suffix))
+
+
+def kind_in(folder: Path) -> str:
+    """The kind that the index.json in a folder says, if one is there; else ""."""
+    with contextlib.suppress(OSError):
+        return index_format({INDEX: (folder / INDEX).read_bytes()})
+    return ""
+
+
+def kind_behind(url: str, session: Session) -> str:
+    """The kind that the index.json below a URL says, or "". Raises `RemoteError`."""
+    return index_format({INDEX: session.read(url, INDEX) or b"{}"})
+
+
+def object_names(url: str, index_names: list[str], session: Session) -> list[str]:
+    """The names of the objects below a URL; of a web server those of these indexes."""
+    return [*(session.stats(url, index_names) if url.startswith("http") else session.listing(url).texts())]
 
 
 def look_into(folder: Path) -> FolderMarks:
@@ -215,7 +220,7 @@ def _below_url(url: str) -> str:
         return _of_file(expand_braces(url)[0])
     marks = FolderMarks()
     session = job_session()
-    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES], session)
+    names = object_names(url.rstrip("/"), [INDEX, *_INDEXES], session)
     form = kind_behind(url.rstrip("/"), session) if INDEX in names else ""
     if form:
         return _of_index(url, form)

@@ -75,7 +75,7 @@ class StoreReader:
         """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
         if not self.stamps:
             return self
-        from savable_pipeline.data.stores.source import recognize
+        from savable_pipeline.data.stores.opening import find_source
 
         dataset = self.dataset()
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
@@ -89,7 +89,7 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, self.kind or recognize(self.path).kind.name, tuple(files), self.settings)
+        return PartReader(dataset.address, self.kind or find_source(self.path).format.name, tuple(files), self.settings)
 
     def read(self, sample: Files) -> dict[str, PartData]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
@@ -159,7 +159,7 @@ def _opened(path: str, kind: str, settings: Settings, index: Path, stamps: tuple
     from savable_pipeline.data.dataset.opening import open_any
 
     raw = open_raw(path, kind, settings, index, *stamps) if kind else None
-    dataset = open_any(path, partial=True, **dict(settings)) if raw is None else Dataset(raw)
+    dataset = open_any(path, inspect=True, **dict(settings)) if raw is None else Dataset(raw)
     return dataset, _digest(dataset.entries)
 
 
@@ -170,11 +170,13 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
     """
     from savable_pipeline.data.shards.index import IndexedFiles
     from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+    from savable_pipeline.data.stores.formats import format_named
+    from savable_pipeline.data.stores.opening import store_of
     from savable_pipeline.data.stores.shard_files import StoreFile
-    from savable_pipeline.data.stores.source import STORES
 
-    form, remote = STORES[kind].form, None
-    root, name = (Path(path), ALL) if kind.startswith("folder") else (Path(path).parent, Path(path).name)
+    form, remote, chosen = format_named(kind), None, dict(settings)
+    form = form.by_settings(form, chosen)
+    root, name = (Path(path), ALL) if kind == "folder" else (Path(path).parent, Path(path).name)
     scan = functools.partial(form.scan, root, name)
     if "://" in path:
         remote, _ = place_of_object(path, job_session())
@@ -186,7 +188,7 @@ def open_raw(path: str, kind: str, settings: Settings, index: Path, stamp: str =
             index = index if index.parent.exists() else Path(aside, "index")
             write_index(index, [scan()], form)
         found = IndexedFiles(form, form.index_at(index), index, None, root, remote, tolerant=True)
-        return STORES[kind].store(found, **dict(settings))
+        return store_of(found, **chosen)
 
 
 def _stamp(url: str) -> str:
@@ -399,20 +401,19 @@ def close_part() -> None:
 
 def _dataset(reader: PartReader, folder: Path, session: Session) -> Dataset:
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
-    from savable_pipeline.data.dataset.opening import seen
     from savable_pipeline.data.shards.index import IndexedFiles
-    from savable_pipeline.data.stores.source import STORES
+    from savable_pipeline.data.stores.formats import format_named
+    from savable_pipeline.data.stores.opening import store_of
 
     found = stamps_of(reader.url, [file.name for file in reader.files], session)
     for file in reader.files:
         check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
-    kind, version = STORES[reader.form], folder / "version"
-    form = kind.form
+    form, version = format_named(reader.form), folder / "version"
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
     write_index(version / "index", tables, form)
     remote = RemoteFolder(reader.url, held(version), session)
     files = IndexedFiles(form, remote.index, remote.index_path, None, folder, remote)
     given = dict(reader.settings)
     unpacked_bytes = given.get("unpacked_bytes", UNPACKED_BYTES)
-    known = {name: value for name, value in given.items() if name in kind.settings}
-    return Dataset(seen(files, kind, partial=True, **known), unpacked_bytes=unpacked_bytes)
+    known = {name: value for name, value in given.items() if name in form.settings}
+    return Dataset(store_of(files, inspect=True, **known), unpacked_bytes=unpacked_bytes)

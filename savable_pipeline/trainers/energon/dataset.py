@@ -1,9 +1,9 @@
-"""`get_train_dataset`, `get_val_dataset`, `get_val_datasets` and what wraps them, with Megatron-Energon's arguments.
+"""`get_train_dataset`, `get_val_dataset` and more, as in Megatron-Energon.
 
-`begin_at_share` continues a run that Energon began at the same share of an epoch. Energon's state names places in the
-shares of its workers, buffers and generators: none of them is here. What carries over is how many samples have been
-used. The two orders differ, so of an epoch of N samples, of which a share s was used, about N·s·(1 - s) come a second
-time in it, and as many not at all. The epochs after it are whole.
+`begin_at_share` resumes a run of Energon at the same fraction of an epoch. Energon's state has positions in its
+workers' parts of the data, buffers and generators, and none of these exist in our runs. Only the number of used samples
+carries over. The two orders differ. So of an epoch of N samples, of which a fraction s was used, about N·s·(1 - s) are
+repeated in it, and as many are skipped. Later epochs are complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class DatasetSettings(TypedDict, total=False):
-    """The arguments that all functions here share; those after `video_decode_audio` are ours."""
+    """Arguments that all functions of this module share.
+
+    Those after `video_decode_audio` are ours.
+    """
 
     sample_type: type | None
     dataset_config: str | None
@@ -51,15 +54,15 @@ _UNUSED = ("parallel_shard_iters", "handler")
 
 @dataclass(frozen=True)
 class EnergonDataset:
-    """What `get_train_dataset` and its kind return, for `get_savable_loader` and `get_loader`.
+    """Result of `get_train_dataset` and similar, for `get_savable_loader`.
 
     Args:
-        pipeline: Builds the stages of a lane: also for an `sp.SavableLoader` of your own.
-        worker_config: Energon's.
+        pipeline: Builds the stages of a lane, also for an `sp.SavableLoader` of your own.
+        worker_config: Energon's worker configuration.
         seed: The seed of the run.
-        lanes: The lanes of the run. None: 96, or for one pass as many as there are ranks.
-        length: Batches of each rank in a (virtual) epoch. None: as many as there are, or without end.
-        restarts: Whether each iterator begins at the start.
+        lanes: The number of lanes. None (default): 96, or for a single epoch the number of ranks.
+        length: Batches of each rank in a (virtual) epoch. None (default): as many as there are, or endless.
+        restarts: Whether each iterator starts at the beginning.
     """
 
     pipeline: EnergonPipeline
@@ -70,19 +73,22 @@ class EnergonDataset:
     restarts: bool = False
 
     def __len__(self) -> int:
-        """The batches of each rank in a (virtual) epoch, as Energon counts them: as if no sample were skipped."""
+        """The batches of each rank in a (virtual) epoch, as Energon counts them.
+
+        Skipped samples count too.
+        """
         if self.length is None:
             return self._counted
         return min(self.length, self._counted) if self.restarts and self.is_finite else self.length
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is one pass over the data."""
+        """Whether the run is a single epoch."""
         return not self.pipeline.encoder.sources.repeat
 
     @property
     def run_lanes(self) -> int:
-        """The lanes of the run.
+        """The number of lanes.
 
         Raises ValueError if the ranks do not divide them.
         """
@@ -101,22 +107,25 @@ class EnergonDataset:
         return self.pipeline.batches(self.run_lanes, self.seed, self.worker_config.world_size)
 
     def config(self) -> dict[str, Any]:
-        """Return what defines the data and its order, as Energon's datasets do, to compare or to log it."""
-        made, sources = self.pipeline, self.pipeline.encoder.sources
+        """Return the settings that define the data and its order, to compare or log them.
+
+        Energon's datasets have this method too.
+        """
+        pipeline, sources = self.pipeline, self.pipeline.encoder.sources
         return {
             "type": type(self).__qualname__,
             "seed": self.seed,
             "lanes": self.run_lanes,
             "length": self.length,
-            "batch_size": made.batch_size,
-            "drop_last": made.drop_last,
-            "packing_buffer_size": made.packing_buffer_size,
-            "shuffle_buffer_size": made.shuffle_buffer_size,
+            "batch_size": pipeline.batch_size,
+            "drop_last": pipeline.drop_last,
+            "packing_buffer_size": pipeline.packing_buffer_size,
+            "shuffle_buffer_size": pipeline.shuffle_buffer_size,
             "max_samples_per_sequence": sources.block_size,
-            "skip_samples": made.skip_samples,
+            "skip_samples": pipeline.skip_samples,
             "repeat": sources.repeat,
             "shuffle": sources.shuffle,
-            "encoder": made.encoder.settings(),
+            "encoder": pipeline.encoder.settings(),
             "worker_config": self.worker_config.config(),
             "datasets": {name: leaf.factory.config() for name, leaf in sources.leaves.items()},
         }
@@ -143,24 +152,26 @@ def get_train_dataset(
     Args:
         path: A prepared dataset, a prepared file of JSON lines, or a metadataset.
         split_part: The split to read.
-        worker_config: Rank, world size, workers and group; `seed_offset` is the seed, unless `seed=` is given.
+        worker_config: Rank, world size, workers and group. `seed_offset` is the seed, unless `seed=` is passed.
         batch_size: Samples or packs of a batch. None: no batches, or those of `batch_group_criterion`.
-        batch_drop_last: Drop a last batch that is smaller.
-        packing_buffer_size: Samples among which `select_samples_to_pack` chooses, in each lane. None: no packing.
-        shuffle_buffer_size: Samples of the shuffle buffer, in each lane. None: none.
+        batch_drop_last: Whether to drop a last batch that is smaller (default False).
+        packing_buffer_size: Samples among which `select_samples_to_pack` chooses, in each lane. None (default): no
+            packing.
+        shuffle_buffer_size: Samples of the shuffle buffer, in each lane. None: no buffer.
         max_samples_per_sequence: Samples that stay together when the order is shuffled. None: 8.
-        virtual_epoch_length: Batches of each rank in an epoch; 0: without end.
-        shuffle_over_epochs_multiplier: None: not shuffled. Other numbers are as 1: each sample comes once an epoch.
-        task_encoder: Energon's `TaskEncoder`.
-        repeat: Without end; else one epoch.
+        virtual_epoch_length: Batches of each rank in an epoch. 0 (default): endless.
+        shuffle_over_epochs_multiplier: None: no shuffling. All numbers are treated as 1 (default): each sample occurs
+            once per epoch.
+        task_encoder: Energon's `TaskEncoder`. None (default): Energon's default one.
+        repeat: Whether the run is endless (default). Otherwise it is one epoch.
         **settings: Energon's `sample_type`, `dataset_config`, `split_config` (files of `.nv-meta`), `auto_decode`,
             `image_decode`, `av_decode`, `video_decode_audio`; `parallel_shard_iters` and `handler` are not used. Ours:
             `seed`; `lanes`, the logical workers, fixed for the run and a multiple of each number of ranks that it may
-            have; `trust`, to run code that the dataset names and unpickle its parts; `skip_samples`, of all lanes, to
-            begin after.
+            have; `trust`, to run code that the dataset names and unpickle its parts; `skip_samples`, the number of
+            samples of all lanes to skip at the start.
 
     Raises:
-        TypeError: What is asked for cannot be resumed exactly; it says what to do.
+        TypeError: The settings cannot be resumed exactly. The message says what to do.
         ValueError: A setting is wrong.
 
     Example:
@@ -202,10 +213,10 @@ def get_val_dataset(
     task_encoder: Any = None,
     **settings: Unpack[DatasetSettings],
 ) -> EnergonDataset:
-    """Return the data to evaluate on, one pass without shuffling, as Energon's function of this name.
+    """Return the data to evaluate on, as Energon's function of this name.
 
-    A pass ends before the first round of all lanes that is not full: with one lane, the only one that a single rank has
-    unless `lanes` is given, all samples come. With N ranks, up to N - 1 batches are left out, and counted.
+    It is one epoch without shuffling, and ends before the first round that is not full. A single rank has one lane
+    unless `lanes` is passed, and yields all samples. With N ranks, up to N - 1 batches are skipped, and counted.
 
     Args:
         path: As for `get_train_dataset`.
@@ -214,7 +225,7 @@ def get_val_dataset(
         batch_size: As for `get_train_dataset`.
         batch_drop_last: As for `get_train_dataset`.
         packing_buffer_size: As for `get_train_dataset`.
-        limit: Most batches of each rank.
+        limit: The most batches of each rank. None (default): no limit.
         task_encoder: Energon's `TaskEncoder`.
         **settings: As for `get_train_dataset`.
 
@@ -229,7 +240,9 @@ def get_val_dataset(
 
 
 def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tuple[EnergonDataset, Any]]:
-    """Return each dataset of a path to evaluate on by itself, with Energon's dataset that it is made of.
+    """Return each dataset of a path to evaluate on by itself.
+
+    Each comes with the dataset of Energon that it is built from.
 
     Args:
         path: As for `get_val_dataset`.
@@ -249,11 +262,11 @@ def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tup
 
 
 def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:
-    """Return a dataset without end.
+    """Return an endless dataset.
 
     Args:
-        dataset: What is read again and again.
-        worker_config: Not used: it is the dataset's.
+        dataset: The dataset to repeat.
+        worker_config: Not used. The dataset has one.
     """
     encoder = checked(dataset).pipeline.encoder
     endless = encoder.reading(replace(encoder.sources, repeat=True))
@@ -265,19 +278,19 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
 def LimitDataset(
     dataset: EnergonDataset, length: int, *, worker_config: Any = None, reset_after_epoch: bool = False
 ) -> EnergonDataset:
-    """Return a dataset whose epoch has at most some batches.
+    """Return a dataset whose epoch has at most `length` batches.
 
     Args:
-        dataset: What is cut.
+        dataset: The dataset to limit.
         length: Batches of each rank.
-        worker_config: Not used: it is the dataset's.
-        reset_after_epoch: Each iterator begins at the start.
+        worker_config: Not used. The dataset has one.
+        reset_after_epoch: Whether each iterator starts at the beginning (default False).
     """
     return replace(checked(dataset), length=length, restarts=reset_after_epoch)
 
 
 def checked(dataset: Any) -> EnergonDataset:
-    """A dataset of ours. Raises TypeError for one that Energon built."""
+    """Return a dataset of ours, or raise TypeError for one of Energon."""
     if isinstance(dataset, EnergonDataset):
         return dataset
     raise TypeError(
@@ -296,12 +309,12 @@ def _sources(
         if name in _UNUSED:
             log.info("%s is not used: it changes nothing that is promised", name)
     own = {name: settings[name] for name in _FILES if settings.get(name) is not None}  # type: ignore[literal-required]
-    given: dict[str, Any] = {"split_part": split_part, "training": training, **own}
-    return Sources(path, given, _decoder(encoder, settings), settings.get("trust", False))
+    arguments: dict[str, Any] = {"split_part": split_part, "training": training, **own}
+    return Sources(path, arguments, _decoder(encoder, settings), settings.get("trust", False))
 
 
 def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
-    """The decoder of samples: the encoder's, or one of the arguments that Energon deprecates."""
+    """Return the encoder's decoder, or one of the arguments that Energon deprecates."""
     if not settings.get("auto_decode", True):
         return None
     own = {name: settings[name] for name in _DECODING if name in settings}  # type: ignore[literal-required]
@@ -342,16 +355,16 @@ def _dataset(
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)
 
 
-_DRAWN, _HELD = "_sample_count", "_restore_keys"  # in Energon's states: of a reader, and of a buffer
+_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states: of a reader, and of a buffer
 
 
 class AtShare(NamedTuple):
-    """A dataset that begins within an epoch.
+    """Dataset that starts within an epoch.
 
     Attributes:
-        dataset: What to make the loader of; a resume of its run needs the same `skip_samples`.
-        skip_samples: The samples of all ranks that are passed over.
-        again: About how many samples of the epoch come a second time, and how many not at all.
+        dataset: The dataset for the loader. A resume of its run needs the same `skip_samples`.
+        skip_samples: The number of samples of all ranks that are skipped.
+        again: About how many samples of the epoch are repeated, and how many are skipped.
     """
 
     dataset: EnergonDataset
@@ -360,14 +373,14 @@ class AtShare(NamedTuple):
 
 
 def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
-    """Return a dataset that begins where a run of Energon's stopped, as near as that can be.
+    """Return a dataset that starts about where a run of Energon stopped.
 
     Args:
-        dataset: What `get_train_dataset` returned, not begun yet.
-        states: What Energon's `save_state_rank` returned on each rank.
+        dataset: A result of `get_train_dataset` that no loader has used.
+        states: The results of Energon's `save_state_rank`, one per rank.
 
     Raises:
-        ValueError: These are no states of Energon's.
+        ValueError: These are not states of Energon.
 
     Example:
         ```python
@@ -386,7 +399,7 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     used = sum(_used(state) for state in states)
     population = dataset.pipeline.encoder.samples(Lane()).info.population
     if len(dataset.pipeline.encoder.sources.leaves) == 1:
-        used %= population  # whole epochs have nothing left to pass over
+        used %= population  # of whole epochs, nothing is skipped
     share = used % population / population
     again = round(population * share * (1 - share))
     log.warning(
@@ -402,14 +415,17 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
 
 
 def _used(state: Any) -> int:
-    """The samples that a rank has used: those drawn and not held, and the batches since the state was taken."""
-    drawn = sum(_counts(state.worker_states, _DRAWN)) - sum(_counts(state.worker_states, _HELD))
+    """Return the samples that a rank has used.
+
+    These are those drawn and not in a buffer, and those of the batches since the state was saved.
+    """
+    drawn = sum(_counts(state.worker_states, _DRAWN)) - sum(_counts(state.worker_states, _BUFFERED))
     since = sum(getattr(worker, "offset", None) or 0 for worker in state.worker_states)
     return max(0, drawn) + since * (state.micro_batch_size or 1)
 
 
 def _counts(node: Any, key: str) -> Iterator[int]:
-    """The numbers under a key, or the lengths of lists, anywhere in a state."""
+    """Yield the numbers under a key, or the lengths of lists, anywhere in a state."""
     if is_dataclass(node):
         node = {each.name: getattr(node, each.name) for each in fields(node)}
     if isinstance(node, Mapping):

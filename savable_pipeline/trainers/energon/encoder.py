@@ -1,10 +1,10 @@
-"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`; and `restored`: what it made.
+"""`FromEnergon`: an unchanged `TaskEncoder` of Megatron-Energon for our stages.
 
-A sample, a pack and a batch have a `__restore_key__`:
+A sample, a pack and a batch have a `__restore_key__`, from which `restored` rebuilds them:
 
-sample   ("Ref", source, epoch, index, part)                where it comes from, as `custom.Ref`
-pack     ("pack", key, number, key of each item, …)         the key of its random numbers, and its number in the lane
-batch    ("batch", key, number, key of each item or pack, …)
+    sample   ("Ref", source, epoch, index, part)                its origin, as `custom.Ref`
+    pack     ("pack", key, number, key of each item, …)         the key of its random numbers, its number in the lane
+    batch    ("batch", key, number, key of each item or pack, …)
 """
 
 from __future__ import annotations
@@ -39,25 +39,29 @@ _SKIPPED = "SkipSample"
 
 
 class FromEnergon(TaskEncoder):
-    """Calls the methods of Energon's `TaskEncoder` where ours are called, each with random numbers of its own.
+    """Calls the methods of Energon's `TaskEncoder` as an `sp.TaskEncoder`.
 
-    Cookers, `encode_sample` or `preencode_sample` make items; `select` is for `ItemPacker`; `postencode_sample` and
-    `pack_selected_samples` make packs; `batch` and `encode_batch` make batches. `SkipSample` is a `sp.Skip`; in `batch`
-    too, so that the stage after the batcher must drop it. A sample's `__restore_key__` is its ref.
+    Each call gets random numbers of its own.
+
+    Cookers, `encode_sample` or `preencode_sample` build items. `select` is for `ItemPacker`. `postencode_sample` and
+    `pack_selected_samples` build packs. `batch` and `encode_batch` build batches. `SkipSample` becomes an `sp.Skip`, in
+    `batch` too, so the stage after the batcher must drop it. A sample's `__restore_key__` is its ref.
 
     Args:
         task_encoder: Energon's encoder.
         datasets: A prepared dataset or a metadataset: sample types, subflavors, aux. Its `samples(lane)` are read by
             `FromEnergon.samples`.
         split_part: The split to read.
-        packing: Whether samples are packed: `postencode_sample` then waits for the pack.
-        batching: Whether `batch` and `encode_batch` are called; else a batch is one item, unless the encoder groups.
-        trust: Run the code that the dataset names, and unpickle its parts.
-        error_handler: Is called with each error that is left out, what it is about, and the sources of that, as the
-            `global_error_handler` of Energon's `WorkerConfig`; what it raises ends the run. None: they are counted.
+        packing: Whether samples are packed (default False). `postencode_sample` is then called with the pack.
+        batching: Whether `batch` and `encode_batch` are called (default). Otherwise a batch is one item, unless the
+            encoder groups.
+        trust: Whether to run the code that the dataset names, and unpickle its parts (default False).
+        error_handler: A function that is called with each skipped error, its sample or samples, and their sources, as
+            the `global_error_handler` of Energon's `WorkerConfig`. If it raises, the run ends. None (default): errors
+            are only counted.
 
     Raises:
-        TypeError: The encoder cannot be resumed exactly, or the dataset names code; it says what to do.
+        TypeError: The encoder cannot be resumed exactly, or the dataset names code. The message says what to do.
 
     Example:
         ```python
@@ -106,13 +110,13 @@ class FromEnergon(TaskEncoder):
         return partial(FromEnergon, **how), (self.task_encoder, self.sources)
 
     def reading(self, sources: Sources) -> FromEnergon:
-        """Return the same encoder, of other sources.
+        """Return the same encoder for other sources.
 
         Args:
             sources: The datasets.
         """
-        made, (task_encoder, _) = self.__reduce__()
-        return made(task_encoder, sources)  # type: ignore[no-any-return]
+        build, (task_encoder, _) = self.__reduce__()
+        return build(task_encoder, sources)  # type: ignore[no-any-return]
 
     def samples(self, lane: Any) -> Any:
         """Return the first stage of a pipeline: the samples of the datasets.
@@ -123,18 +127,18 @@ class FromEnergon(TaskEncoder):
         return self.sources.samples(lane)
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Return what the encoder makes of a sample, an iterator where it yields several."""
+        """Return the encoder's item of a sample, or an iterator if it yields several."""
         key = ("Ref", *sample.ref)
         try:
             with self._active.at(rng.key):
-                made = loaded = self._loaded(sample)
+                item = loaded = self._loaded(sample)
                 if type(loaded) is not Skip and self._first is not None:
-                    made = self._methods.call(self._first, loaded, rng, seeded=True)
+                    item = self._methods.call(self._first, loaded, rng, seeded=True)
         except SkipSample:
             return Skip(_SKIPPED)
-        if isgenerator(made):
-            return self._parts(made, loaded, key, rng)
-        return made if type(made) is Skip else self._finished(made, key, rng)
+        if isgenerator(item):
+            return self._parts(item, loaded, key, rng)
+        return item if type(item) is Skip else self._finished(item, key, rng)
 
     def _loaded(self, sample: Sample) -> Any:
         leaf = self.sources.leaf_of(sample)
@@ -142,12 +146,15 @@ class FromEnergon(TaskEncoder):
         with about(raw):
             return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
 
-    def _parts(self, made: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
-        """The items that a generator of the encoder yields; our stage sets the random numbers before each."""
+    def _parts(self, items: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
+        """Yield the items of a generator of the encoder.
+
+        Our stage sets the random numbers before each.
+        """
         while True:
             try:
                 with self._active.at(rng.key), about(sample):
-                    item = next(made)
+                    item = next(items)
             except StopIteration:
                 return
             except SkipSample:
@@ -156,7 +163,10 @@ class FromEnergon(TaskEncoder):
             yield self._finished(item, (*key[:-1], rng.parts[-1]), rng)
 
     def _finished(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
-        """An item with its key, of no pack post-encoded; a `Skip` if the encoder leaves it out of every batch."""
+        """Return an item with its key, or a `Skip` if the encoder skips it.
+
+        It is post-encoded here unless it goes into a pack.
+        """
         if self.packing or not (self._posts or self.groups):
             return _with_restore_key(item, *key)
         try:
@@ -168,7 +178,7 @@ class FromEnergon(TaskEncoder):
             return Skip(_SKIPPED)
 
     def _grouped(self, item: Any) -> Any:
-        """The item, once it is known to have a group: the encoder may raise SkipSample there."""
+        """Return the item if it has a group. The encoder may raise SkipSample."""
         if self.groups:
             self.task_encoder.batch_group_criterion(item)
         return item
@@ -186,7 +196,7 @@ class FromEnergon(TaskEncoder):
             return []
 
     def pack(self, items: list[Any], rng: Rng) -> Any:
-        """Return a pack of items, post-encoded before."""
+        """Return a pack of items, after post-encoding them."""
         try:
             with self._active.at(rng.key):
                 return self._packed(items, rng)
@@ -198,7 +208,7 @@ class FromEnergon(TaskEncoder):
     def _packed(self, items: list[Any], rng: Rng) -> Any:
         keys = _restore_keys(items)
         if self._posts:
-            items = [made for item in items if type(made := self._post_encoded(item, rng)) is not Skip]
+            items = [post for item in items if type(post := self._post_encoded(item, rng)) is not Skip]
         if not items:
             return Skip("a pack of nothing")
         pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._posts)
@@ -211,15 +221,18 @@ class FromEnergon(TaskEncoder):
             return Skip(_SKIPPED)
 
     def group(self, item: Any) -> Any:
-        """Return the group of an item and the size of its batches, for `custom.BucketBatcher`."""
+        """Return the group of an item and its batch size, for `custom.BucketBatcher`."""
         with self._active.at(0):
             key, size = self.task_encoder.batch_group_criterion(item)
         return _plain(key), size
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Return a batch, encoded, its arrays as tensors, as torch's loader has them; a `Skip` if it is left out."""
+        """Return an encoded batch with arrays as tensors, or a `Skip`.
+
+        torch's loader converts arrays to tensors too.
+        """
         if not self.batching:
-            return as_torch_gives(items[0])
+            return as_torch_converts(items[0])
         try:
             with self._active.at(rng.key, rng.parts[0]):
                 keys = _restore_keys(items)
@@ -232,24 +245,24 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch must return one batch, not a generator")
-        return as_torch_gives(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
+        return as_torch_converts(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
 
     def _tolerated(self, error: Exception) -> Skip:
-        """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
-        if not self._is_left_out(error):
+        """Return the `Skip` of a pack or batch that raised; raise if it is not tolerated."""
+        if not self._is_skipped(error):
             raise error
         return Skip(type(error).__name__)
 
     def is_skipped(self, error: SavableError) -> bool:
-        """Return whether a sample whose encoding raised is left out, as Energon does: for the `on_error` of a stage.
+        """Return whether Energon would skip a sample with this error; for `on_error`.
 
         Args:
-            error: What the stage would raise.
+            error: The error that the stage would raise.
         """
-        return self._is_left_out(error.__cause__)
+        return self._is_skipped(error.__cause__)
 
-    def _is_left_out(self, error: BaseException | None) -> bool:
-        """Whether Energon goes on after an error; its handler has been called then."""
+    def _is_skipped(self, error: BaseException | None) -> bool:
+        """Return whether Energon continues after an error, and call its handler if so."""
         if not is_tolerated(error):
             return False
         if self.error_handler is not None:
@@ -259,7 +272,10 @@ class FromEnergon(TaskEncoder):
 
     @property
     def max_errors(self) -> float:
-        """Most samples whose encoding may fail, as a share: Energon stops at a number in a row."""
+        """Largest fraction of samples that may fail.
+
+        Energon stops at a number of errors in a row instead.
+        """
         return 0.9 if self._methods.tolerance else 1.0
 
     def settings(self) -> dict[str, Any]:
@@ -271,14 +287,17 @@ class FromEnergon(TaskEncoder):
 
 
 def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
-    """Whether Energon goes on after this error of an encoder, and we may: it is the data's fault, or the encoder's."""
+    """Return whether Energon continues after this error, and we may.
+
+    It must be an error of the data or of the encoder.
+    """
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
     return not is_environment_error(error)
 
 
 def _sources_of(subject: Any) -> list[SourceInfo] | None:
-    """The sources of a sample, or of each of a list."""
+    """Return the sources of a sample, or of all samples of a list."""
     samples = subject if isinstance(subject, list) else [subject]
     return [source for sample in samples for source in get_source_info(sample) or ()] or None
 
@@ -292,35 +311,35 @@ def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def _with_restore_key(made: Any, *key: Any) -> Any:
-    """An item, a pack or a batch with this `__restore_key__`, where it has such a field."""
-    if isinstance(made, dict):
-        if "__restore_key__" in made:
-            made["__restore_key__"] = key
-    elif getattr(made, "__restore_key__", key) != key:
-        made.__restore_key__ = key
-    return made
+def _with_restore_key(value: Any, *key: Any) -> Any:
+    """Set the `__restore_key__` of an item, pack or batch, if it has such a field."""
+    if isinstance(value, dict):
+        if "__restore_key__" in value:
+            value["__restore_key__"] = key
+    elif getattr(value, "__restore_key__", key) != key:
+        value.__restore_key__ = key
+    return value
 
 
 def _plain(key: Any) -> Any:
-    """A group's key of whole numbers and texts, as a state holds it."""
+    """Return a group's key of integers and strings, as a state stores it."""
     if isinstance(key, tuple):
         return tuple([_plain(each) for each in key])
     return key.hex() if isinstance(key, float) else key
 
 
-_KEPT = {int, float, bool, str, bytes, type(None), torch.Tensor}
+_UNCHANGED = {int, float, bool, str, bytes, type(None), torch.Tensor}
 
 
-def as_torch_gives(value: Any) -> Any:
-    """What `default_convert` makes of a value, without a call for each number of a list."""
+def as_torch_converts(value: Any) -> Any:
+    """Convert a value as `default_convert` does, without a call per number of a list."""
     kind = type(value)
-    if kind in _KEPT or (kind in (list, tuple) and set(map(type, value)) <= _KEPT):
+    if kind in _UNCHANGED or (kind in (list, tuple) and set(map(type, value)) <= _UNCHANGED):
         return value
     if kind is dict:
-        return {name: as_torch_gives(each) for name, each in value.items()}
+        return {name: as_torch_converts(each) for name, each in value.items()}
     if kind in (list, tuple):
-        return kind([as_torch_gives(each) for each in value])
+        return kind([as_torch_converts(each) for each in value])
     converted: Any = default_convert(value)  # type: ignore[no-untyped-call]
     return converted
 
@@ -329,33 +348,36 @@ _seed: Any = seeder(True)
 
 
 def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
-    """What a run with this seed made, as its loader gave it; the trainer's random generators stay as they are.
+    """Rebuild a sample, pack or batch of a run with this seed.
+
+    The trainer's random generators stay as they are. Raises ValueError for an invalid key, and EncodeError if the
+    sample is skipped this time.
 
     Raises ValueError for what is no key, and EncodeError where nothing is made of a sample this time.
     """
     with as_in_a_worker(set(KINDS)):
-        return as_torch_gives(_made(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))
+        return as_torch_converts(_rebuilt(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))
 
 
-def _made(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
+def _rebuilt(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
     kind: Any
     parts: list[Any]
     kind, *parts = key if isinstance(key, Sequence) and len(key) > 2 else [None]
     if kind == "Ref":
-        made = samples.fetch(Ref(*parts))
+        value = samples.fetch(Ref(*parts))
     elif kind in ("pack", "batch"):
         key, number, *inner = parts
-        items = [_made(encoder, samples, each) for each in inner]
+        items = [_rebuilt(encoder, samples, each) for each in inner]
         rng = Rng(0, (number, 0, 0), 0, key)
         _seed(key)
-        made = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
+        value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
         raise ValueError(
             f"{key!r} is no __restore_key__ of this dataset. Derive your sample class from the sample that it is "
             "made of."
         )
-    if type(made) is Skip:
+    if type(value) is Skip:
         raise EncodeError(
-            f"{kind} {tuple(parts)} was skipped now ({made.reason!r}), but not in the saved run. Use its encoder."
+            f"{kind} {tuple(parts)} was skipped now ({value.reason!r}), but not in the saved run. Use its encoder."
         )
-    return made
+    return value

@@ -1,4 +1,4 @@
-"""`get_savable_loader`, `get_loader`, and `EnergonLoader`: a `SavableLoader` with Energon's methods for states."""
+"""`get_savable_loader`, and `EnergonLoader` with Energon's methods for states."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ _UNUSED = (
 
 
 class EnergonLoader(SavableLoader):
-    """The batches of an `EnergonDataset`, with states by Energon's names too. Its epochs may be virtual.
+    """Batches of an `EnergonDataset`, whose epochs may be virtual.
+
+    States have Energon's method names too.
 
     Args:
-        dataset: What `get_train_dataset` or `get_val_dataset` returned.
-        prefetch: Batches that a worker may be ahead.
+        dataset: A result of `get_train_dataset` or `get_val_dataset`.
+        prefetch: How many batches a worker may be ahead (default 2).
 
     Raises:
-        TypeError: The dataset is one that Energon built.
+        TypeError: Energon built the dataset.
         ValueError: A setting is wrong, or the ranks do not divide the lanes.
 
     Example:
@@ -65,17 +67,17 @@ class EnergonLoader(SavableLoader):
         self.worker_config = config
         self._dataset, self._prefetch = dataset, prefetch
         self._length = dataset.length
-        self._stop: int | None = None  # the number of given batches at which the virtual epoch ends
+        self._stop: int | None = None  # the number of yielded batches at which the virtual epoch ends
 
-    def _given(self) -> int:
-        """The batches of this rank that have been given since the run, or its last restart, began."""
+    def _yielded(self) -> int:
+        """Return how many batches this rank has yielded since the run or its last restart started."""
         position = run_of(self).position
         return position.slot // position.step
 
     @property
     def epoch(self) -> int:
-        """The number of the (virtual) epoch of the batch given last."""
-        return super().epoch if self._length is None else max(self._given() - 1, 0) // self._length
+        """Index of the (virtual) epoch of the last batch."""
+        return super().epoch if self._length is None else max(self._yielded() - 1, 0) // self._length
 
     def __iter__(self) -> EnergonLoader:
         super().__iter__()
@@ -84,19 +86,25 @@ class EnergonLoader(SavableLoader):
 
     def __next__(self) -> Any:
         if self._length is not None:
-            given = self._given()
+            yielded = self._yielded()
             if self._stop is None:
-                self._stop = (given // self._length + 1) * self._length
-            if given >= self._stop:
+                self._stop = (yielded // self._length + 1) * self._length
+            if yielded >= self._stop:
                 raise StopIteration
         return super().__next__()
 
     def __len__(self) -> int:
-        """The batches of this rank in a (virtual) epoch, as Energon counts them: as if no sample were skipped."""
+        """The batches of this rank in a (virtual) epoch, as Energon counts them.
+
+        Skipped samples count too.
+        """
         return len(self._dataset)
 
     def config(self) -> dict[str, Any]:
-        """Return what defines the batches, as Energon's loaders do, to compare or to log it."""
+        """Return the settings that define the batches, to compare or log them.
+
+        Energon's loaders have this method too.
+        """
         workers = self.worker_config.num_workers
         return {
             "type": type(self).__qualname__,
@@ -108,26 +116,26 @@ class EnergonLoader(SavableLoader):
         }
 
     def can_restore_sample(self) -> bool:
-        """Return True: what an encoder makes depends on the sample alone here."""
+        """Return True, because an item depends only on the sample."""
         return True
 
     def restore_sample(self, restore_key: Any) -> Any:
-        """Return the sample, pack or batch of a run with this seed that has a key, made again in this process.
+        """Rebuild the sample, pack or batch with a key, in this process.
 
         Args:
             restore_key: Its `__restore_key__`.
 
         Raises:
             ValueError: It is no key of this dataset's.
-            EncodeError: Nothing is made of it this time.
+            EncodeError: The encoder skips it this time.
         """
         return restored(self._dataset.pipeline.encoder, restore_key, seed=self._dataset.seed)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Continue from a saved state, as `sp.SavableLoader.load_state_dict`.
+        """Resume from a saved state, as `sp.SavableLoader.load_state_dict`.
 
         Args:
-            state: A state of ours that holds this rank's lanes.
+            state: A state of an `EnergonLoader` that has this rank's lanes.
             allow: Names of fields that may differ.
 
         Raises:
@@ -146,10 +154,10 @@ class EnergonLoader(SavableLoader):
         return self.save_state()
 
     def restore_state_rank(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the state of a rank.
+        """Resume from the state of a rank.
 
         Args:
-            state: What `save_state_rank` returned. None: the start.
+            state: The result of `save_state_rank`. None: start at the beginning.
         """
         if state is not None:
             self.load_state_dict(state)
@@ -164,11 +172,11 @@ class EnergonLoader(SavableLoader):
         return state if (dist.get_rank() if dist.is_initialized() else 0) == global_dst_rank else None
 
     def restore_state_global(self, state: Mapping[str, Any] | None, *, src_rank: int | None = None) -> None:
-        """Continue from the state of all ranks.
+        """Resume from the state of all ranks.
 
         Args:
-            state: What `save_state_global` returned. None: the start, or what another rank has.
-            src_rank: The rank that has it, if not all have; collective then.
+            state: The result of `save_state_global`. None: start at the beginning, or use the state of `src_rank`.
+            src_rank: The rank that has the state, if not all have it. The call is collective then.
         """
         if src_rank is not None and dist.is_initialized():
             sent = [state]
@@ -183,11 +191,11 @@ def get_savable_loader(
     """Return the loader of a dataset, as Energon's function of this name.
 
     Args:
-        dataset: What `get_train_dataset` or `get_val_dataset` returned.
-        worker_config: Not used: it is the dataset's.
-        prefetch_factor: Batches that a worker may be ahead.
-        **unused: Energon's arguments for checkpoints in between, garbage collection, caching and watching: not used,
-            since nothing here needs them.
+        dataset: A result of `get_train_dataset` or `get_val_dataset`.
+        worker_config: Not used. The dataset has one.
+        prefetch_factor: How many batches a worker may be ahead (default 2).
+        **unused: Energon's arguments for intermediate checkpoints, garbage collection, caching and watchdogs. They are
+            not needed.
 
     Raises:
         TypeError: An argument is unknown.

@@ -1,8 +1,9 @@
-"""`Methods`: the methods of an Energon `TaskEncoder` that its author has written, called with our random numbers.
+"""`Methods`: the methods of an Energon `TaskEncoder` with our random numbers.
 
 `@stateless(restore_seeds=True)` wraps a method in one that seeds Python, NumPy and torch from the worker and a count,
-185 µs a call. Here the method under it is called, after the three have been seeded from the key of the sample, pack or
-batch. Python, NumPy and torch are seeded for methods without it too: an encoder that forgot it is exact all the same.
+which takes 185 µs a call. Here the wrapped method is called, after the three have been seeded from the key of the
+sample, pack or batch. They are seeded for methods without the decorator too, so an encoder that lacks it is exact
+nevertheless.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _INDEX_BITS = 31  # of `current_sample_index`, so that it seeds any generator
 
 
 class _NoBatchIndex:
-    """The batch index where none is known yet: any use of it raises EncodeError."""
+    """Unknown batch index. Any use of it raises EncodeError."""
 
     def __mul__(self, _: Any) -> NoReturn:
         raise EncodeError(
@@ -32,7 +33,7 @@ class _NoBatchIndex:
 
 
 class _AnywhereConfig(WorkerConfig):  # type: ignore[misc]
-    """The only worker of the only rank, whatever process it is asked in."""
+    """Configuration of the only worker of the only rank, in any process."""
 
     __slots__ = ()
 
@@ -41,9 +42,10 @@ class _AnywhereConfig(WorkerConfig):  # type: ignore[misc]
 
 
 class Active:
-    """Within it, Energon's encoder sees `current_sample_index` and, in `batch`, `current_batch_index`.
+    """Context in which Energon's encoder sees `current_sample_index`.
 
-    One for each encoder: `with active.at(key):`. Not to be nested, as Energon's own loader is not.
+    In `batch`, it sees `current_batch_index` too. Each encoder has one: `with active.at(key):`. Contexts must not be
+    nested, as in Energon's own loader.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ _BUILD = (
     "build_val_datasets",
     "_load_dataset",
 )
-_KEPT = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
+_CHECKED = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
 _ONE = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
 _BATCHING = ("batch", "encode_batch")
 _THEIRS = "megatron.energon"
@@ -87,7 +89,9 @@ _SUBJECT = "energon_subject"
 
 
 class Methods:
-    """The written methods of an encoder by name, without the wrapper that seeds.
+    """The methods that an encoder's author wrote, by name, without seeding wrappers.
+
+    Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
 
     Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
     """
@@ -98,8 +102,8 @@ class Methods:
         self._encoder = encoder
         self._seed = seeder(True)
         self._check(packing=packing)
-        self.written = {name for name in (*_KEPT, *_ONE) if self._has(name)}
-        self._bare = {name: _bare(getattr(encoder, name)) for name in (*_KEPT, *_ONE)}
+        self.written = {name for name in (*_CHECKED, *_ONE) if self._has(name)}
+        self._bare = {name: _bare(getattr(encoder, name)) for name in (*_CHECKED, *_ONE)}
         self._reseeds = {name for name in self._bare if _restores_seeds(getattr(encoder, name))}
 
     def _has(self, name: str) -> bool:
@@ -114,7 +118,7 @@ class Methods:
                     f"{name}.{method} is not supported. Delete it, and write it as a stage after "
                     "FromEnergon(task_encoder)."
                 )
-        for method in _KEPT:
+        for method in _CHECKED:
             if self._has(method) and self._remembers(method):
                 raise TypeError(
                     f"{name}.{method} is not @stateless and writes to self. Keep no state in the encoder, or mark "
@@ -138,7 +142,7 @@ class Methods:
             )
 
     def _remembers(self, method: str) -> bool:
-        """Whether a method that its author has not marked assigns to attributes of the encoder."""
+        """Return whether an unmarked method assigns to attributes of the encoder."""
         function = getattr(self._encoder, method)
         code = getattr(_bare(function), "__code__", None)
         if get_stateless(function) or code is None or not code.co_varnames:
@@ -161,7 +165,10 @@ class Methods:
                 yield name
 
     def call(self, name: str, argument: Any, rng: Rng, *, seeded: bool) -> Any:
-        """Call a method; one that restores seeds gets new ones unless the generators are freshly `seeded`."""
+        """Call a method.
+
+        A method that restores seeds gets new ones unless the generators are freshly `seeded`.
+        """
         if not seeded and name in self._reseeds and self._seed is not None:
             self._seed(rng.bits())
         with about(argument):
@@ -169,14 +176,14 @@ class Methods:
 
     @property
     def tolerance(self) -> int:
-        """How many errors in a row Energon tolerates while it encodes; 0 sets no bound."""
+        """Number of errors in a row that Energon tolerates in encoding; 0: no limit."""
         name = "preencode_sample" if "preencode_sample" in self.written else "encode_sample"
         default = type(self._encoder).__default_failure_tolerance__
         return int(get_failure_tolerance(getattr(self._encoder, name), default))
 
 
-class about:  # a class, since a generator would cost three times as much at each call
-    """Within it, an error notes what it is about, unless it has noted that: `subject_of(error)`."""
+class about:  # a class, because a generator would take three times as long per call
+    """Context that records in an error what it is about, for `subject_of(error)`."""
 
     def __init__(self, subject: Any) -> None:
         self._subject = subject
@@ -190,7 +197,10 @@ class about:  # a class, since a generator would cost three times as much at eac
 
 
 def subject_of(error: BaseException) -> Any:
-    """What an error is about, as Energon's handlers of errors get it: a sample, or the list of a pack or a batch."""
+    """Return what an error is about: a sample, or the list of a pack or a batch.
+
+    Energon's error handlers get this.
+    """
     return getattr(error, _SUBJECT, None)
 
 
@@ -199,7 +209,7 @@ def _restores_seeds(method: Any) -> bool:
 
 
 def _bare(method: Any) -> Callable[..., Any]:
-    """A method without the wrapper that restores seeds, bound as it was."""
+    """Return a method without the wrapper that restores seeds, bound as it was."""
     if not _restores_seeds(method):
         return method  # type: ignore[no-any-return]
     inner, owner = method.__wrapped__, getattr(method, "__self__", None)

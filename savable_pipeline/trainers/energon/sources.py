@@ -1,10 +1,10 @@
-"""`Sources`: the datasets that a path of Energon's names, how each is read here, and what it makes of a sample.
+"""`Sources`: the datasets of a path of Energon, their readers and sample types.
 
-path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
-lane ── a reader for each, in a Blend where there are several ──▶ sp.Sample
-sp.Sample ── the parts as Energon would hand them on ──▶ its sample type, or the first cooker that matches
+    path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
+    lane ── a reader for each, in a Blend if there are several ──▶ sp.Sample
+    sp.Sample ── the parts as Energon would pass them on ──▶ its sample type, or the first cooker that matches
 
-Settings are loaded without running a dataset's code: a class, a module or a pickled part needs `trust=True`.
+Settings are loaded without running a dataset's code. A class, a module or a pickled part needs `trust=True`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.methods import about
 
 _RESOLVE, _LOAD = "_resolve_object", "get_function"
-_PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # the last word of a part that their decoder unpickles
-_CURE = "Pass trust=True only if you trust its author, because it runs code"
+_PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # extensions of parts that Energon's decoder unpickles
+_ADVICE = "Pass trust=True only if you trust its author, because it runs code"
 _lock = threading.Lock()
 
 
 @contextmanager
 def only_energons_classes() -> Iterator[None]:
-    """Within it, loading settings that name other code than classes of Energon raises TypeError."""
+    """Let loading settings raise TypeError if they name code other than Energon's."""
     resolve, load = getattr(JsonParser, _RESOLVE), getattr(ModuleLoader, _LOAD)
 
     def resolve_theirs(parser: Any, module_name: str, object_name: str, *rest: Any) -> Any:
@@ -58,11 +58,11 @@ def only_energons_classes() -> Iterator[None]:
         if module_name.partition(".")[0] == "megatron" and module_name.split(".")[1:2] == ["energon"]:
             found = resolve(parser, module_name, object_name, *rest)
         if not isinstance(found, type) or not found.__module__.startswith("megatron.energon"):
-            raise TypeError(f"the dataset names {module_name}.{object_name}. {_CURE}.")
+            raise TypeError(f"the dataset names {module_name}.{object_name}. {_ADVICE}.")
         return found
 
     def load_none(_: Any, function: str, *rest: Any, **__: Any) -> None:
-        raise TypeError(f"the dataset names the function {function}. {_CURE}.")
+        raise TypeError(f"the dataset names the function {function}. {_ADVICE}.")
 
     with _lock:
         setattr(JsonParser, _RESOLVE, resolve_theirs)
@@ -85,7 +85,10 @@ def check_not_pickled(names: Iterable[str], key: str) -> None:
 
 
 class DatasetFiles:
-    """The shards of a split, or a file of JSON lines; `unpickles=False`: a part that would be is an error."""
+    """Shards of a split, or a file of JSON lines.
+
+    With `unpickles=False`, a part that would be unpickled is an error.
+    """
 
     def __init__(self, factory: Any, *, unpickles: bool) -> None:
         self._factory = factory
@@ -93,7 +96,7 @@ class DatasetFiles:
         self.root = str(factory.path)
         self.is_tar = isinstance(factory, BaseWebdatasetFactory)
         self.paths: list[str] | str = self.root
-        self._folder = ""  # of the shards' names here, below the root
+        self._folder = ""  # the common folder of the shards, below the root
         self._excluded: set[str] = set()
         if self.is_tar:
             self.paths = [str(shard.path) for shard in factory.shards]
@@ -102,21 +105,24 @@ class DatasetFiles:
             self._folder = "" if common in ("", ".") else f"{common}/"
 
     def reader(self, lane: Lane, **settings: Any) -> RecordReader:
-        """The reader of these files."""
+        """Return the reader of these files."""
         kind: Any = TarShardReader if self.is_tar else JsonlReader
         reader: RecordReader = kind(self.paths, lane, **settings)
         return reader
 
-    def leaves_out(self, sample: Sample) -> bool:
-        """Whether the split excludes this sample."""
+    def excludes(self, sample: Sample) -> bool:
+        """Return whether the split excludes this sample."""
         return bool(self._excluded) and f"{self._folder}{sample.shard}/{sample.key}" in self._excluded
 
     def raw(self, sample: Sample, *, head: str = "") -> dict[str, Any]:
-        """The parts that Energon would read; those whose names begin with `head`, without it."""
+        """Return the parts that Energon would read, of those with the prefix `head`.
+
+        The prefix is removed.
+        """
         ref = sample.ref
-        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
+        matches, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
         names = [name[len(head) :] for name in sample if name.startswith(head)] if self.is_tar else ["json"]
-        names = [name for name in names if keep is None or keep(name)]
+        names = [name for name in names if matches is None or matches(name)]
         if not self._unpickles:
             check_not_pickled(names, key)
         info = SourceInfo(
@@ -135,7 +141,10 @@ class DatasetFiles:
 
 
 class KeyedStore(FileStore):  # type: ignore[misc]
-    """The parts of a dataset by `key.extension`, for cookers: Energon's `aux` datasets, and the primary one."""
+    """Parts of a dataset by `key.extension`, for cookers.
+
+    These are Energon's `aux` datasets and the primary one.
+    """
 
     def __init__(self, paths: list[str] | str, root: str, *, unpickles: bool) -> None:
         self._paths, self._root = paths, root
@@ -167,7 +176,10 @@ class KeyedStore(FileStore):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Sources:
-    """The datasets of a path, loaded once in each process. `settings` are Energon's own, such as `split_part`."""
+    """Datasets of a path, loaded once in each process.
+
+    `settings` are Energon's own, such as `split_part`.
+    """
 
     path: Any
     settings: dict[str, Any]
@@ -185,7 +197,7 @@ class Sources:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Each dataset, by a name of its own."""
+        """Each dataset, by a unique name."""
         if not self._loaded:
             self._loaded.update(self._load())
         return self._loaded if self.only is None else {self.only: self._loaded[self.only]}
@@ -206,20 +218,22 @@ class Sources:
         return leaves
 
     def samples(self, lane: Lane) -> SampleStage:
-        """The first stage of a lane: the samples of all datasets, blended as Energon does."""
+        """Return the first stage of a lane: the samples of all datasets, blended."""
         stages = {name: leaf.reader(lane) for name, leaf in self.leaves.items()}
         if len(stages) == 1:
             return next(iter(stages.values()))
         return Blend(stages, weights={name: leaf.weight(stages[name]) for name, leaf in self.leaves.items()})
 
     def leaf_of(self, sample: Sample) -> Leaf:
-        """The dataset of a sample."""
+        """Return the dataset of a sample."""
         leaves = self.leaves
         return leaves[sample.source] if sample.source in leaves else next(iter(leaves.values()))
 
 
 class Leaf:
-    """One dataset, as Energon has loaded its settings; `nonmatch`: of each dataset that is joined, the first included.
+    """Dataset whose settings Energon has loaded.
+
+    `nonmatch` is that of each joined dataset, the first included.
 
     Attributes:
         factory: Energon's dataset.
@@ -242,16 +256,16 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The last part of the dataset's path, without its ending."""
+        """Last component of the dataset's path, without its extension."""
         return PurePosixPath(self._files[0].root).name.partition(".")[0]
 
     @property
     def samples(self) -> int:
-        """The samples of all repetitions, without those that the split excludes, as Energon counts them."""
+        """Number of samples in all repetitions, without excluded ones, as in Energon."""
         return int(len(self.factory) * (1 if self._repetitions is None else self._repetitions))
 
     def reader(self, lane: Lane) -> SampleStage:
-        """The samples of this dataset, with the parts of those that are joined to it."""
+        """Return the samples of this dataset, with the parts of joined datasets."""
         own, epochs = self._sources, None if self._sources.repeat else self._repetitions or 1
         shuffle = own.shuffle and self.factory.shuffle_over_epochs is not None
         stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=shuffle, block_size=own.block_size)
@@ -261,15 +275,18 @@ class Leaf:
         return stage
 
     def weight(self, stage: SampleStage) -> int | float:
-        """The share in the blend: the weight, or the samples of all repetitions."""
+        """Return the weight in the blend, or the number of samples in all repetitions."""
         if self._mode is DatasetBlendMode.DATASET_WEIGHT:
             return 1.0 if self._weight is None else float(self._weight)
         return stage.info.population * (1 if self._repetitions is None else self._repetitions)
 
     def load(self, sample: Sample) -> Any:
-        """What Energon's loader would hand to the encoder, or to a cooker; a `Skip` for a sample that it leaves out."""
+        """Return the input of the encoder or of a cooker, or a `Skip`.
+
+        It is what Energon's loader would pass on.
+        """
         first, *others = self._files
-        if first.leaves_out(sample):
+        if first.excludes(sample):
             return Skip("excluded")
         raw = first.raw(sample)
         if self._nonmatch:
@@ -291,7 +308,7 @@ class Leaf:
         return None
 
     def cook(self, raw: Any, encoder: Any) -> Any:
-        """What the first cooker that matches the subflavors makes of a crude sample."""
+        """Cook a crude sample by the first cooker that matches the subflavors."""
         cooker = next((each for each in encoder.cookers if each.is_match(self.subflavors)), None)
         if cooker is None:
             raise TypeError(f"{type(encoder).__name__} has no cooker for the subflavors {self.subflavors}. Add one.")
@@ -300,7 +317,7 @@ class Leaf:
 
     @cached_property
     def _aux_stores(self) -> dict[str, Any]:
-        """The auxiliary datasets by name, decoded as samples are."""
+        """Auxiliary datasets by name, decoded as samples are."""
         return {name: self._decoded(self._opened(store)) for name, store in self._aux.items()}
 
     @cached_property
@@ -319,7 +336,7 @@ class Leaf:
 
 
 def _joins(node: Any, split: str) -> Iterator[list[str]]:
-    """The `nonmatch` of each dataset of every join in a metadataset, in Energon's order."""
+    """Yield the `nonmatch` settings of every join of a metadataset in Energon's order."""
     if isinstance(node, JoinDatasetLoader):
         datasets = node.datasets.values() if isinstance(node.datasets, dict) else node.datasets
         yield [each.nonmatch for each in datasets]

@@ -1,6 +1,8 @@
-"""The stages of a dataset of Energon's in one lane; `After` and `WithoutSkipped` are for it alone.
+"""Stages of a dataset of Energon in one lane.
 
-readers ─ After ─ ShuffleBuffer ─ Encode ─ ItemPacker ─ Batcher or BucketBatcher ─ WithoutSkipped
+    readers ─ After ─ ShuffleBuffer ─ Encode ─ ItemPacker ─ Batcher or BucketBatcher ─ WithoutSkipped
+
+`After` and `WithoutSkipped` are used only here.
 """
 
 from __future__ import annotations
@@ -43,31 +45,34 @@ class WithoutSkipped(PassThrough, BatchStage):
 
 
 class After(ChunkedStage, SampleStage):
-    """The samples after the first ones, whose refs alone are taken: `samples` counts those of all lanes."""
+    """Samples after the first ones, which are skipped.
+
+    `samples` counts the skipped ones of all lanes. Only their refs are computed.
+    """
 
     def __init__(self, source: SampleStage, *, samples: int) -> None:
         super().__init__(source)
         self.samples = samples
         each, more = divmod(samples, self.lane.count)
-        self._left = each + (self.lane.index < more)
+        self._remaining = each + (self.lane.index < more)
 
     def take(self, n: int) -> Any:
-        while self._left and n:
-            taken = len(self.source.take(min(self._left, _AT_ONCE)))
+        while self._remaining and n:
+            taken = len(self.source.take(min(self._remaining, _AT_ONCE)))
             if not taken:
                 break
-            self._left -= taken
+            self._remaining -= taken
         return self.source.take(n)
 
     def fetch(self, ref: Any) -> Any:
         return self.source.fetch(ref)
 
     def save_state(self) -> State:
-        return {"left": self._left, **super().save_state()}
+        return {"left": self._remaining, **super().save_state()}
 
     def restore_state(self, state: State) -> None:
         super().restore_state(state)
-        self._left = state["left"]
+        self._remaining = state["left"]
 
     def settings(self) -> dict[str, Any]:
         return {"samples": self.samples}
@@ -75,7 +80,7 @@ class After(ChunkedStage, SampleStage):
 
 @dataclass(frozen=True)
 class EnergonPipeline:
-    """Builds the stages of a lane: what `get_train_dataset` was asked for."""
+    """Builds the stages of a lane for the arguments of `get_train_dataset`."""
 
     encoder: FromEnergon
     batch_size: int | None
@@ -104,9 +109,9 @@ class EnergonPipeline:
         return BucketBatcher(items, group="group", size=size, drop_last=self.drop_last)
 
     def batches(self, lanes: int, seed: int, world_size: int) -> int:
-        """The batches of each rank in a pass over the samples, as Energon counts: as if each sample made one item.
+        """Return the batches of each rank in an epoch, as Energon counts them.
 
-        A pack counts as a sample, and where there are groups a batch does.
+        Each sample counts as one item, and a pack counts as a sample. If there are groups, so does a batch.
         """
         size = 1 if self.encoder.groups else self.batch_size or 1
         samples = _first_of(self(Lane(count=lanes, seed=seed, worker=WorkerContext(downloads=False))))
@@ -119,18 +124,21 @@ class EnergonPipeline:
 
 
 def _first_of(stage: Stage) -> Stage:
-    """The stage of all samples below a lane's last one, which cuts the shares of lanes by what it knows of batches."""
+    """Return the stage of all samples below a lane's last stage.
+
+    The last stage would divide samples among lanes by what it knows of batches.
+    """
     while len(stage.sources) == 1 and not isinstance(stage, Join):
         stage = stage.source
     return stage
 
 
 def _samples_of(stage: Stage, lane: int) -> int | None:
-    """The samples of a lane in a pass; None where there is no end, or a join leaves samples out."""
+    """Return the samples of a lane in an epoch; None if endless or with a join."""
     counts = [each.count_of(lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
     return None if None in counts else sum(count or 0 for count in counts)
 
 
 def size_in_group(group: tuple[Any, int]) -> int:
-    """The size of the batches of a group, which it brings with it."""
+    """Return the batch size of a group, which is a part of its key."""
     return group[1]

@@ -14,12 +14,12 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of, open_any, open_store
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores import shard_files
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.dataset_check import check
 from tests.conftest import write_tar
@@ -84,7 +84,7 @@ def test_a_subset_of_the_shards_is_a_dataset_of_its_own(shards: Path) -> None:
 
 def test_the_source_is_a_hash_of_the_name_of_the_source_not_of_its_place(shards: Path) -> None:
     def of_source(name: str) -> Dataset:
-        return dataset_of(lambda *how: open_store("tar", shards, *how), source=name)
+        return open_any(shards, source=name)
 
     assert open_any(shards).source == open_any(shards / "c.tar").source == of_source("").source
     assert of_source("web").source != open_any(shards).source

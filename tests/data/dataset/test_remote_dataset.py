@@ -28,10 +28,10 @@ from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.session import Downloader, Session
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores import cached_samples
 from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.data.stores.remote_indexing import index_remote
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.toy_server import ToyServer, serving, use_as_s3

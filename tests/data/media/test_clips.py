@@ -56,7 +56,7 @@ class Lasting:
         assert all(0 <= time <= self.duration_s for time in times_s)
         return np.zeros((len(times_s), 3, 1, 1), np.uint8)
 
-    def begin_anew(self, time_s: float) -> None:
+    def restart_at(self, time_s: float) -> None:
         pass
 
     def keyframe_at(self, time_s: float) -> float:

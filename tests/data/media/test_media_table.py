@@ -256,7 +256,7 @@ def test_a_shard_that_cannot_be_read_is_listed_and_the_others_are_in_the_table(
 
 def as_indexed(root: Path) -> Any:
     """`open_files` for a folder whose shards change right after they were looked at."""
-    found = media_indexing.open_files(root, media_indexing.recognize(root).kind.form)
+    found = media_indexing.open_files(root, media_indexing.find_source(root).format)
     return lambda *_, **__: found
 
 

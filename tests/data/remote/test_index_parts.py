@@ -14,16 +14,16 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_any, open_indexed
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote import cache_layout, lookup
-from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.data.stores.jsonl import JsonlStore
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.opening import find_source, open_indexed
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_tar
@@ -180,8 +180,8 @@ def others_beside(tmp_path: Path, kind: str) -> str:
     """Files of another kind below the server's folder, with their index; gives its path there."""
     (tmp_path / kind).mkdir()
     WRITERS[kind](tmp_path / kind)
-    index_files(tmp_path / kind, STORES[kind].form)
-    return STORES[kind].form.index_name
+    index_files(tmp_path / kind, format_named(kind))
+    return format_named(kind).index_name
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_
 def test_an_index_of_twenty_thousand_files_is_opened_in_a_few_requests_and_little_memory(
     parts_server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, lines, form = 20_000, 40, STORES["jsonl"].form
+    files, lines, form = 20_000, 40, format_named("jsonl")
     places = np.arange(0, 250 * (lines + 1), 250, dtype="<u8").tobytes()
     entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
     index = tmp_path / "many" / form.index_name
@@ -225,7 +225,7 @@ def test_an_index_of_twenty_thousand_files_is_opened_in_a_few_requests_and_littl
     monkeypatch.setattr(lookup, "PIECE", 8 << 20)
     tracemalloc.start()
     try:
-        store = JsonlStore(open_indexed(f"{parts_server.url}/many/", form, Session.of()))
+        store = JsonlStore(open_indexed(find_source(f"{parts_server.url}/many/", format="jsonl"), form))
         requests, sent, most = parts_server.requests, parts_server.sent(".index"), tracemalloc.get_traced_memory()[1]
         assert store.offset(17_777, 3) == 750
     finally:

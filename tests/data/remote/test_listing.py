@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import index_any, open_any
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote import listing as listing_file
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.listing import Listing, shared_answer
 from savable_pipeline.data.remote.object_store import ObjectStore
+from savable_pipeline.data.stores.opening import index_any
 from tests.conftest import write_tar
 from tests.support import toy_server
 from tests.support.toy_server import ToyServer, serving, use_as_s3

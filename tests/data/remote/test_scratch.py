@@ -14,8 +14,9 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.formats import format_named
+from savable_pipeline.data.stores.opening import find_source
 from savable_pipeline.data.stores.remote_indexing import RemoteScan, index_remote, scan_there
-from savable_pipeline.data.stores.source import STORES, recognize
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
@@ -43,7 +44,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
         told = list[tuple[int, int]]()
-        form = recognize(url).kind.form
+        form = find_source(url).format
         note = lambda done, total: told.append((done, total))  # noqa: E731
         place, faults = index_remote(url, form, Session.of(), note, engine)
         assert told[0][0] <= told[-1][0] == told[-1][1]
@@ -125,7 +126,7 @@ def test_a_file_that_grows_meanwhile_and_one_that_fails_are_told_by_name(
 ) -> None:
     for kind, name in (("jsonl", "0001.jsonl"), ("tar", "000001.tar")):
         with pytest.raises(sp.ShardError, match=rf"{name}: \d+ bytes, but 5 when"):
-            scan_there(RemoteScan(STORES[kind].form, f"s3://{kind}", name, 5))
+            scan_there(RemoteScan(format_named(kind), f"s3://{kind}", name, 5))
     close_scratch()
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
     server.fault = lambda path, number: "503" if path.endswith("000002.tar") else None

@@ -13,10 +13,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core import child_process
-from savable_pipeline.data.dataset.opening import open_source
 from savable_pipeline.data.remote.session import Session, job_session, scratch
 from savable_pipeline.data.shards.metadata import META
-from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.opening import find_source, open_store
 from tests.conftest import write_numbered_shards
 from tests.support import toy_server
 from tests.support.toy_server import ToyServer, serving_a_machine
@@ -118,11 +117,11 @@ def ids(sample: sp.Sample) -> int:
 
 
 def test_a_source_that_is_opened_again_is_looked_at_again(server: ToyServer, tmp_path: Path) -> None:
-    source = recognize("s3://b/tars/")
-    assert len(open_source(source).entries) == SHARDS
+    source = find_source("s3://b/tars/")
+    assert len(open_store(source).entries) == SHARDS
     write_numbered_shards(tmp_path / "more", [3])
     (tmp_path / "more" / "0000.tar").rename(tmp_path / "www" / "b" / "tars" / "0009.tar")
-    assert len(open_source(source).entries) == SHARDS + 1
+    assert len(open_store(source).entries) == SHARDS + 1
 
 
 def test_a_job_asks_anew_for_what_the_one_before_it_asked_for(server: ToyServer, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.urls import find_remote
-from savable_pipeline.data.shards.index import FileFormat
+from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import is_remote
-from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores.remote_indexing import open_remote
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -37,7 +37,7 @@ class OneBucket:
 
 
 def found(shards: Any, stamps: bool = False) -> tuple[str, list[str], list[int], list[str]]:
-    there = find_remote(shards, OneBucket(), stamps=stamps)  # type: ignore[arg-type]
+    there = find_remote(shards, OneBucket(), TARS, stamps=stamps)  # type: ignore[arg-type]
     return there.root, list(there.names), there.sizes.tolist(), list(there.stamps)
 
 
@@ -175,17 +175,17 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
-    scan, told = FileFormat.scan, list[tuple[int, int]]()
+    scan, told = Format.scan, list[tuple[int, int]]()
 
-    def killed_at_the_last(form: FileFormat, root: Path, name: str) -> Any:
+    def killed_at_the_last(form: Format, root: Path, name: str) -> Any:
         if name == "0002.tar":
             raise KeyboardInterrupt
         return scan(form, root, name)
 
-    monkeypatch.setattr(FileFormat, "scan", killed_at_the_last)
+    monkeypatch.setattr(Format, "scan", killed_at_the_last)
     with pytest.raises(KeyboardInterrupt):
         open_remote(url, TARS, Session(tmp_path / "cache", 5000), tolerant=False)
-    monkeypatch.setattr(FileFormat, "scan", scan)
+    monkeypatch.setattr(Format, "scan", scan)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
     assert {path.name for path in scanned.iterdir() if path.suffix != ".pin"} == {"0002.tar", "index.scanned"}
     sent = server.sent()

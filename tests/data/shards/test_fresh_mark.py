@@ -12,10 +12,10 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.shards import indexing
+from savable_pipeline.data.shards import indexing, paths
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from tests.conftest import write_tar
 
 MARK = f"{INDEX_NAME}.fresh"
@@ -32,13 +32,13 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The folders that were listed."""
     found: list[Any] = []
-    find = indexing.find_shards
+    find = paths.list_files
 
-    def noted(shards: Any, *arguments: Any, **more: Any) -> Any:
-        found.append(shards)
-        return find(shards, *arguments, **more)
+    def noted(files: Any) -> Any:
+        found.append(files)
+        return find(files)
 
-    monkeypatch.setattr(indexing, "find_shards", noted)
+    monkeypatch.setattr(paths, "list_files", noted)
     return found
 
 
@@ -122,9 +122,9 @@ def test_a_shard_overwritten_in_its_place_is_an_error_once_and_indexed_at_the_ne
 def test_a_start_that_listed_all_marks_the_index_for_the_next(root: Path, listed: list[Any]) -> None:
     (root / MARK).unlink()
     texts(root)
-    assert listed == [root] and (root / MARK).exists()
+    assert listed == [str(root)] and (root / MARK).exists()
     texts(root)
-    assert listed == [root]
+    assert listed == [str(root)]
 
 
 def test_folders_that_changed_a_moment_ago_are_not_marked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,13 @@ import pytest
 
 from savable_pipeline.core import files
 from savable_pipeline.data.shards import index_making, indexing
-from savable_pipeline.data.shards.index import FileFormat, ShardTable
+from savable_pipeline.data.shards.index import Format, ShardTable
 from savable_pipeline.data.shards.index_making import ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_format import TARS, LayoutParts, TarColumns, TarIndex
+from savable_pipeline.data.shards.tar_format import LayoutParts, TarColumns, TarIndex
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 
@@ -146,13 +147,13 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the shards that are scanned during the test."""
     names: list[str] = []
 
-    scan = FileFormat.scan
+    scan = Format.scan
 
-    def counting(form: FileFormat, root: Path, name: str) -> Any:
+    def counting(form: Format, root: Path, name: str) -> Any:
         names.append(name)
         return scan(form, root, name)
 
-    monkeypatch.setattr(FileFormat, "scan", counting)
+    monkeypatch.setattr(Format, "scan", counting)
     return names
 
 
@@ -241,18 +242,18 @@ def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None
 def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None:
     """Open the index when all processes are ready; scanning is slow, scans and writes are written down."""
 
-    scan = FileFormat.scan
+    scan = Format.scan
 
-    def slow_scan(form: FileFormat, root: Path, name: str) -> Any:
+    def slow_scan(form: Format, root: Path, name: str) -> Any:
         time.sleep(0.1)
         _note(trace, name)
         return scan(form, root, name)
 
-    def noted_write(path: Path, tables: Any, form: FileFormat) -> None:
+    def noted_write(path: Path, tables: Any, form: Format) -> None:
         _note(trace, "index")
         write_index(path, tables, form)
 
-    FileFormat.scan, index_making.write_index = slow_scan, noted_write  # type: ignore[method-assign]
+    Format.scan, index_making.write_index = slow_scan, noted_write  # type: ignore[method-assign]
     together.wait(30)
     found.put(contents(root, open_index(root, NAMES)))
 

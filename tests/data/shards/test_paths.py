@@ -15,11 +15,19 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.paths import expand_braces, find_shards, is_remote, spelled_out
+from savable_pipeline.data.shards.indexing import files_of
+from savable_pipeline.data.shards.paths import expand_braces, is_remote, list_files, spelled_out
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 from tests.project.pages import png
 from tests.support.toy_sources import litdata
+
+
+def find_shards(files: Any) -> tuple[Path, list[str]]:
+    """The folder of the tars that are named, and their names in it."""
+    found = files_of(list_files(files), TARS)
+    return found.root, found.names
 
 
 @pytest.fixture
@@ -96,21 +104,21 @@ def test_a_shard_named_twice_is_an_error(root: Path) -> None:
 def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="the list of shards is empty"):
         find_shards([])
-    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it\n.*`savable convert"):
+    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it\. sp\.read"):
         find_shards(tmp_path)
 
 
 def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.tar.gz").touch()
-    with pytest.raises(ShardError, match="Run `savable convert`"):
+    with pytest.raises(ShardError, match="run `savable convert`"):
         find_shards(tmp_path / "x.tar.gz")
     (tmp_path / "x.tar.gz").rename(root / "x.tgz")
     with caplog.at_level(logging.WARNING):
         assert "x.tgz" not in find_shards(root)[1]
-    assert "1 compressed tars are skipped" in caplog.text
+    assert "1 compressed tar files are skipped" in caplog.text
     (root.parent / "only").mkdir()
     (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
-    with pytest.raises(ShardError, match="but 1 compressed tars"):
+    with pytest.raises(ShardError, match="but 1 compressed ones"):
         find_shards(root.parent / "only")
 
 
@@ -171,9 +179,10 @@ def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
     for name in ("data/a.lance", "_versions/1.manifest", "_transactions/0.txn"):
         (tmp_path / "x.lance" / name).parent.mkdir(parents=True)
         (tmp_path / "x.lance" / name).write_bytes(b"LANC")
-    for folder in (tmp_path / "x.lance", tmp_path):
-        with pytest.raises(ShardError, match=r"x\.lance/data is of Lance, .*write it as Parquet, `pyarrow.*`"):
-            find_shards(folder)
+    with pytest.raises(
+        ShardError, match=r"\.lance is not read here \(data/a\.lance\): write it as Parquet, `pyarrow.*`"
+    ):
+        sp.open_dataset(tmp_path / "x.lance")
 
 
 @pytest.mark.parametrize(
@@ -251,19 +260,14 @@ def photos(tmp_path: Path) -> Path:
 def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
     photos: Path, opened: Callable[[Path], Any]
 ) -> None:
-    with pytest.raises(sp.ShardError) as caught:
+    with pytest.raises(
+        sp.ShardError, match=r"below it\. sp\.read\(…\) reads files of any kind, and `savable convert SRC"
+    ):
         opened(photos)
-    assert str(caught.value).endswith(f"below it. Convert its files by `savable convert '{photos}' DST`")
 
 
 def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
     assert sp.open_dataset(litdata(tmp_path / "lit"))[0].json()
-
-
-def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a/0.tar", [("k.txt", b"1")])
-    with pytest.raises(sp.ShardError, match=r"below it. 0\.tar is there: read it by sp\.TarShardReader$"):
-        custom.ParquetReader(tmp_path, LANE)
 
 
 @pytest.mark.parametrize("opened", [lambda path: sp.TarShardReader(path, LANE), sp.open_dataset])
@@ -272,12 +276,10 @@ def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fil
 ) -> None:
     (tmp_path / "new shards/.cache").mkdir(parents=True)
     (tmp_path / "new shards/.cache/a.png").touch()
-    faults = {"new shards": "in this folder or below it", "none": "no such file or folder. Check the path"}
+    faults = {"new shards": "below it. sp.read(…) reads", "none": "no such file or folder. Check the path"}
     for name, fault in faults.items():
-        with pytest.raises(sp.ShardError) as caught:
+        with pytest.raises(sp.ShardError, match=re.escape(fault)):
             opened(f"{tmp_path / name}")
-        folder = f"'{tmp_path / name}'" if " " in name else tmp_path / name
-        assert str(caught.value).endswith(f"{fault}\nTo write shards there: `savable convert SRC {folder}`")
 
 
 def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
@@ -293,19 +295,18 @@ def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_pa
     [
         ("captions.csv", r"captions\.csv: a file of the kind csv, not tar\. sp\.read\(…\) reads any kind"),
         ("captions.tsv.gz", r"a file of the kind csv, not tar"),
-        ("photo.png", r"not a tar. Convert its folder by `savable convert .* DST`$"),
+        ("photo.png", r"no tar header at byte 0"),
     ],
 )
 def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
     with pytest.raises(sp.ShardError, match=told):
         sp.TarShardReader(tmp_path / name, LANE)
-    assert not (tmp_path / ".nv-meta").exists()
 
 
 def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(sp.ShardError, match="Run `savable convert`, or `gzip -dk` or `zstd -d`"):
+    with pytest.raises(sp.ShardError, match="Unpack it, or run `savable convert`"):
         sp.open_dataset(tmp_path / "captions.tsv.gz")
 
 

@@ -14,7 +14,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.tar_format import TARS, Links, TarIndex
+from savable_pipeline.data.shards.tar_format import Links, TarIndex
+from savable_pipeline.data.stores.tar_store import TARS
 from tests.conftest import write_tar
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_store
+from savable_pipeline.data.stores.opening import open_store
 from tests.data.stores.test_columnar_store import write
 
 every_store = pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -41,7 +41,7 @@ def expected(column: Any, row: int) -> Any:
 @pytest.mark.parametrize("rows", [3, 20_000])  # large batches of Arrow are read value by value
 def test_numbers_and_lists_of_them_are_arrays_of_their_own_type(tmp_path: Path, name: str, rows: int) -> None:
     columns = {column: pa.concat_arrays([each] * (rows // 3)) for column, each in NUMBERS.items()}
-    store: Any = open_store(name[2:], write(tmp_path / name, pa.table(columns), 30_000))
+    store: Any = open_store(write(tmp_path / name, pa.table(columns), 30_000), format=name[2:])
     for column, values in NUMBERS.items():
         for row in range(3):
             found, want = store.array(0, rows // 3 * 3 - 3 + row, column), expected(values, row)

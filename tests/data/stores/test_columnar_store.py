@@ -23,8 +23,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
+from savable_pipeline.data.stores.opening import open_store
 from savable_pipeline.tools.check.dataset_check import check
 from tests.support.draws import draws
 from tests.support.processes import run_forked
@@ -52,8 +52,8 @@ def write(path: Path, table: Any, rows: int = 1000, **how: Any) -> Path:
 
 
 STORES: dict[str, Any] = {
-    "a.parquet": partial(open_store, "parquet"),
-    "a.arrow": partial(open_store, "arrow"),
+    "a.parquet": partial(open_store, format="parquet"),
+    "a.arrow": partial(open_store, format="arrow"),
 }
 every_store = pytest.mark.parametrize("name", STORES)
 
@@ -174,12 +174,12 @@ def schema_of(data: bytes) -> str:
 def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     whole = DecodedBlocks[Any]()
-    store = open_store("parquet", path, blocks=whole)
+    store = open_store(path, format="parquet", blocks=whole)
     for row in [*range(400), *range(0, 400, 7)]:
         store.read(0, row, "txt")
     assert whole.decoded == 4
     small = DecodedBlocks[Any](limit=whole.bytes // 4 + 1)
-    store = open_store("parquet", path, blocks=small)
+    store = open_store(path, format="parquet", blocks=small)
     for row in [0, 100, 0, 300]:
         store.read(0, row, "txt")
         assert small.bytes <= small.limit
@@ -189,7 +189,7 @@ def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -
 def test_epochs_leave_nothing_awaited_and_each_group_is_decoded_once_an_epoch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     blocks = DecodedBlocks[Any](limit=150_000)
-    store: Any = open_store("parquet", path, blocks=blocks)
+    store: Any = open_store(path, format="parquet", blocks=blocks)
     for _ in range(3):
         order = np.arange(400).reshape(4, 100).T.ravel()  # row 0 of each group, then row 1, …
         store.prefetch(order)
@@ -294,9 +294,9 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
     place = data.index(b"\0\0\0\0\3\0\0\0\6\0\0\0\x0b\0\0\0")
     data[place + 8 : place + 12] = (1 << 30).to_bytes(4, "little")
     path.write_bytes(data)
-    store = open_store("arrow", path)
+    store = open_store(path, format="arrow")
     assert store.read(0, 0, "txt") == b"one"
-    keyed = open_store("arrow", path, key="txt")
+    keyed = open_store(path, format="arrow", key="txt")
     assert keyed.key(0, 0) == "one"
     for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
         with pytest.raises(sp.ShardError, match=r"row 1: row 1 spans bytes 3 to 1073741824 of"):
@@ -324,7 +324,7 @@ def read_with_lies(folder: Path, column: str) -> None:
     for place in range(raw.index(b"a rather") - 120, len(raw) - 4, 4):
         path.write_bytes(raw[:place] + b"\xf0\xff\xff\x7e" + raw[place + 4 :])
         try:
-            store = open_store("arrow", path)
+            store = open_store(path, format="arrow")
             for row in range(4):
                 parts_of(store, row)
         except sp.ShardError:
@@ -335,7 +335,7 @@ def read_with_lies(folder: Path, column: str) -> None:
 def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:
     table = pa.table({"txt": ["x" * 1000] * 100})
     path = write(tmp_path / "a.arrow", table, 50, options=pa.ipc.IpcWriteOptions(compression="zstd"))
-    store = open_store("arrow", path)
+    store = open_store(path, format="arrow")
     assert {store.read(0, row, "txt") for row in range(100)} == {b"x" * 1000}
     assert store.blocks.decoded == 2 and store.blocks.bytes > 100_000
 
@@ -343,7 +343,7 @@ def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path
 def test_dictionaries_are_refused_with_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"a": pa.array(["x"]).dictionary_encode()}))
     with pytest.raises(sp.ShardError, match=r"dictionary-encoded .*`column\.dictionary_decode\(\)`"):
-        open_store("arrow", path)
+        open_store(path, format="arrow")
 
 
 def save_to_disk(folder: Path, names: list[str]) -> None:
@@ -359,18 +359,18 @@ def test_a_folder_of_save_to_disk_is_read_and_only_the_files_that_it_names(tmp_p
     save_to_disk(tmp_path / "saved", names)
     write(tmp_path / "saved" / "cache-12ab.arrow", pa.table({"other": [1]}))
     write(tmp_path / "saved" / "data-00000-of-00009.arrow", pa.table({"old": [1]}))
-    assert [entry.name for entry in open_store("arrow", tmp_path / "saved").entries] == names
+    assert [entry.name for entry in open_store(tmp_path / "saved", format="arrow").entries] == names
 
 
 def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(sp.ShardError, match=r"2 splits, test, train. Read one, such as .*/saved/train"):
-        open_store("arrow", tmp_path / "saved")
+    with pytest.raises(sp.ShardError, match=r"2 splits, test, train. Read the folder of one, such as train"):
+        open_store(tmp_path / "saved", format="arrow")
     write(tmp_path / "cache" / "x-train.arrow", pa.table({"id": [1]}))
     (tmp_path / "cache" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
-    with pytest.raises(sp.ShardError, match=r"several splits, .* Name the files of one: '.*/\*-train\*\.arrow'"):
-        open_store("arrow", tmp_path / "cache")
+    with pytest.raises(sp.ShardError, match=r"several splits, .* Name the files of one, such as '\*-train\*\.arrow'"):
+        open_store(tmp_path / "cache", format="arrow")
 
 
 @every_store
@@ -476,7 +476,7 @@ def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memo
 def test_what_is_read_does_not_depend_on_how_many_rows_are_decoded_at_a_time(tmp_path: Path) -> None:
     table = pa.table({"txt": [f"{i % 50:0100d}" for i in range(1000)], "id": range(1000)})
     write(tmp_path / "a.parquet", table)
-    few = open_store("parquet", tmp_path, unpacked_bytes=130_000)
+    few = open_store(tmp_path, format="parquet", unpacked_bytes=130_000)
     assert [(few.read(0, i, "txt"), few.read(0, i, "id")) for i in range(1000)] == [
         (txt.encode(), b"%d" % i) for i, txt in enumerate(table["txt"].to_pylist())
     ]

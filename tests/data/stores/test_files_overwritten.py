@@ -16,8 +16,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.files import close_down_to
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store, shard_files
+from savable_pipeline.data.stores.opening import open_store
 from tests.conftest import write_numbered_shards
 from tests.data.stores.test_token_store import write_bin
 
@@ -132,7 +132,7 @@ def test_a_file_that_is_cut_or_changed_before_it_is_opened_is_an_error(tmp_path:
         (CHANGES[name], "rewritten"),
     ):
         FORMATS[name][0](path)
-        store = open_store(STORES[name], path)
+        store = open_store(path, format=STORES[name])
         path.write_bytes(change(path.read_bytes()))
         with pytest.raises(sp.ShardError, match=told) as error:
             store.read(0, 0, "tokens" if name == "a.bin" else "txt")
@@ -200,7 +200,7 @@ def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
 ) -> None:
     monkeypatch.setattr(arrow_store, "is_replaced", lambda: True)  # as in a worker
     write_arrow(tmp_path / "a.arrow")
-    store = open_store("arrow", tmp_path / "a.arrow")
+    store = open_store(tmp_path / "a.arrow", format="arrow")
     store.read(0, ROWS - 1, "txt")
     store.verify(0)
     close_down_to(0)  # the batch is still mapped

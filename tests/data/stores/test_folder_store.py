@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.stores import folder_store
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
@@ -180,8 +181,8 @@ def test_an_index_of_many_files_is_believed_until_a_folder_changes(
         os.utime(folder / each, (old, old))
     assert len(sp.open_dataset(folder)) == 6
     scans: list[str] = []
-    scan = folder_store.FolderFormat.scan
-    monkeypatch.setattr(folder_store.FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
+    scan = Format.scan
+    monkeypatch.setattr(Format, "scan", lambda *given: scans.append("") or scan(*given))
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
@@ -326,7 +327,7 @@ def test_keys_up_to_the_last_dot_are_the_names_of_files_and_those_in_tars_are_to
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["a.jpg", "b.jpg", "labels.csv"], "labels.csv may have the samples as rows. Read"),
+        (["a.jpg", "b.jpg", "labels.csv", "more.csv"], r"several kinds of files, csv \(2 files, such as labels.csv\)"),
         (["a.jpg", "b.jpg", "data.zip"], r"\.zip is not read here \(data\.zip\): unpack it"),
         ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Give key_end="last"'),
     ],
@@ -342,7 +343,7 @@ def test_a_list_in_a_file_beside_photos_is_a_table_and_an_object_is_a_part(tmp_p
     folder = write(tmp_path, "a.jpg", "a.json", "b.jpg", "b.json")
     assert [list(sample) for sample in sp.open_dataset(folder)] == [["jpg", "json"]] * 2
     (folder / "all.json").write_text('[{"n": 1}]')
-    with pytest.raises(ShardError, match=r"all\.json may have the samples as rows"):
+    with pytest.raises(ShardError, match=r"several kinds of files, .*json \(1 file, such as all\.json\)"):
         sp.open_dataset(folder)
 
 

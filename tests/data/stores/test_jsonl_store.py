@@ -12,8 +12,8 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import jsonl
+from savable_pipeline.data.stores.opening import open_store
 
 LINES = (
     b'{"id": 0, "caption": "\xc3\xbc", "n": [1, 2]}\n\n{"id": 1, "caption": null}\r\n\r\n[3]\n{"id": 4, "json": "?"}'
@@ -54,7 +54,7 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
 
 def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_no_part(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
-    store = open_store("jsonl", tmp_path)
+    store = open_store(tmp_path, format="jsonl")
     assert [store.read(0, 0, name) for name in ("caption", "tags")] == [b"", b"[]"]
     assert store.extensions(0, 0) == ["json", "caption", "tags"]
     assert [store.has_part(0, 0, name) for name in ("Caption", "tags", "note")] == [True, True, False]
@@ -62,7 +62,7 @@ def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_no_part(tmp_path: Path)
 
 def test_the_key_may_be_a_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": "a \u00fc"}\n{"id": true}\n{"id": NaN}\n{"id": ""}\n')
-    store = open_store("jsonl", tmp_path, key="id")
+    store = open_store(tmp_path, format="jsonl", key="id")
     assert [store.key(0, row) for row in range(5)] == ["0", "a ü", "true", "NaN", ""]
 
 
@@ -80,7 +80,7 @@ def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
     tmp_path: Path, line: str, fault: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
-    store = open_store("jsonl", tmp_path, key="id")
+    store = open_store(tmp_path, format="jsonl", key="id")
     assert store.key(0, 0) == "0"
     with pytest.raises(sp.ShardError, match=rf"a\.jsonl: row 1\b.*: {fault}"):
         store.key(0, 1)
@@ -117,7 +117,7 @@ def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, mon
 
 def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": NaN}')
-    assert open_store("jsonl", tmp_path).entries[0].fault == ""
+    assert open_store(tmp_path, format="jsonl").entries[0].fault == ""
 
 
 def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
@@ -148,10 +148,10 @@ def test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long(tmp_p
 def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path) -> None:
     packed = lines.with_name("b.jsonl.gz")
     packed.write_bytes(b"")
-    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset. Run `gzip -dk` or"):
+    with pytest.raises(sp.ShardError, match=r"a compressed file cannot be read at an offset. Unpack it, or run"):
         custom.JsonlReader(packed, sp.Lane())
     lines.unlink()
-    with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*but 1 compressed JSONL files"):
+    with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*but 1 compressed ones"):
         custom.JsonlReader(lines.parent, sp.Lane())
 
 

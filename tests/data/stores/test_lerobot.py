@@ -20,7 +20,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
-from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.opening import find_source
 from savable_pipeline.errors import MediaError
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.media_files import frame_number, joined_without_decoding, video_bytes
@@ -72,7 +72,7 @@ def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_v
     for files in (folder, str(folder)):
         with pytest.raises(sp.ShardError, match=r"LeRobot v2\.1, but only v3\.0 .* convert_dataset_v21_to_v30"):
             sp.open_dataset(files)
-    assert recognize(folder / "data").kind.name == "parquet"
+    assert find_source(folder / "data").format.name == "parquet"
 
 
 def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import shard_files
-from savable_pipeline.data.stores.ranges import PARQUET_RANGES
+from savable_pipeline.data.stores.parquet import PARQUET
 from tests.data.stores.test_columnar_store import write as columnar
 from tests.support.media_files import audio_bytes, tone
 from tests.support.toy_server import serving, use_as_s3
@@ -219,7 +219,7 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
     folder = write(tmp_path / "www/corpus", rows=ROWS[:3])
     (folder / "wav/a.wav").write_bytes(audio_bytes(200.0, rate=RATE, container="wav"))
     expected = sounds(shutil.copytree(folder, tmp_path / "copy"))
-    index_files(folder, PARQUET_RANGES)
+    index_files(folder, PARQUET.by_settings(PARQUET, {"ranges": {"a": ("b", None, None)}}))
     with serving(tmp_path / "www") as server:
         use_as_s3(server, monkeypatch)
         url = f"{server.url}/corpus/" if through == "http" else "s3://corpus/"

@@ -16,11 +16,11 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_any, open_store
+from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
+from savable_pipeline.data.stores.opening import find_source, open_store
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
-from savable_pipeline.data.stores.source import recognize
 from tests.support.record_cases import CASES, U32, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
@@ -37,13 +37,13 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_records.json").read_text())
 
 
 def store_of(folder: Path, **settings: Any) -> RecordFolderStore:
-    store = open_store(recognize(folder).kind.name, folder, **settings)
+    store = open_store(folder, **settings)
     assert isinstance(store, RecordFolderStore)
     return store
 
 
 def reader_of(folder: Path, lane: sp.Lane, **settings: Any) -> custom.SampleStage:
-    return {"mds": custom.MdsReader, "litdata": custom.LitDataReader}[recognize(folder).kind.name](
+    return {"mds": custom.MdsReader, "litdata": custom.LitDataReader}[find_source(folder).format.name](
         folder, lane, **settings
     )
 
@@ -314,12 +314,12 @@ def test_chunks_added_at_the_end_are_read_from_the_next_epoch_on_and_the_state_l
 
 def test_what_is_named_wrongly_says_what_to_name(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in")
-    with pytest.raises(sp.ShardError, match=r"in/shard\.00000\.mds/index\.json: .*Name the one folder"):
+    with pytest.raises(sp.ShardError, match=r"in: no index\.json\. Name the one folder"):
         custom.MdsReader(source / "shard.00000.mds", sp.Lane())
     with pytest.raises(sp.ShardError, match=r"index\.json: not a readable index of LitData"):
         custom.LitDataReader(source, sp.Lane())
     (source / "shard.00001.mds").unlink()
-    with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds: named by index\.json, and not there; copy the whole"):
+    with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds: named by index\.json, and not there\. Copy the whole"):
         custom.MdsReader(source, sp.Lane())
     with pytest.raises(ValueError, match=r"columns= does not apply to mds files, only to .*"):
         open_any(source, columns=("a",))
@@ -349,10 +349,10 @@ def with_name(name: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (with_name("x" * 5000), "x+: named by index.json, and not there; copy the whole folder"),
-        (with_name("x" * 300), "x+: named by index.json, and not there; copy the whole folder"),
-        (piped, "index.json: not a regular file but a folder, pipe or device"),
-        (endless, "index.json: not a regular file but a folder, pipe or device"),
+        (with_name("x" * 5000), "x+: named by index.json, and not there. Copy the whole"),
+        (with_name("x" * 300), "x+: named by index.json, and not there. Copy the whole"),
+        (piped, "no index.json. Name the one folder that has it"),
+        (endless, "no index.json. Name the one folder that has it"),
         (lambda index: index.write_bytes(index.read_bytes()[:-2] + b"\xff"), "not a readable index of MDS"),
         (lambda index: index.write_bytes(b'{"shards": [{"format": "\xff"}]}'), "not a readable index of MDS"),
     ],

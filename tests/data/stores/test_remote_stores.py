@@ -22,7 +22,8 @@ from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
-from savable_pipeline.data.stores.source import STORES, recognize
+from savable_pipeline.data.stores.formats import format_named
+from savable_pipeline.data.stores.opening import find_source
 from tests.support.toy_remote_stores import KINDS, LISTED, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -245,7 +246,7 @@ def test_a_folder_in_a_bucket_is_listed(
     server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)
-    assert recognize(f"s3://{kind}/").kind.name == kind
+    assert find_source(f"s3://{kind}/").format.name == kind
     with loader_of(kind, f"s3://{kind}/") as loader:
         assert batches(loader) == local(www, kind)
 
@@ -257,7 +258,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
     if kind not in LISTED:
         with pytest.raises(sp.ShardError, match="web servers cannot be listed"):
             READERS[kind](f"{server.url}/{kind}/", sp.Lane())
-    index_files(www / kind, STORES[kind].form)
+    index_files(www / kind, format_named(kind))
     READERS[kind](f"{server.url}/{kind}/", sp.Lane())
     assert not sent(server, kind)
     assert open_any(f"{server.url}/{kind}/").manifest() == open_any(str(www / kind)).manifest()
@@ -269,7 +270,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
 def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
     server: ToyServer, www: Path, kind: str
 ) -> None:
-    index_files(www / kind, STORES[kind].form)
+    index_files(www / kind, format_named(kind))
     path = www / kind / names_of(kind)[0]
     old, new = (b'"id": 0', b'"xx": 0') if kind == "jsonl" else (b"json", b"jsXn")
     path.write_bytes(path.read_bytes().replace(old, new))
@@ -284,7 +285,7 @@ def test_a_file_of_a_bucket_that_was_replaced_since_it_was_fetched_is_indexed_ag
     server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)
-    index_files(www / "jsonl", STORES["jsonl"].form)
+    index_files(www / "jsonl", format_named("jsonl"))
     samples("jsonl", "s3://jsonl/")
     path = www / "jsonl" / names_of("jsonl")[0]
     lines = path.read_bytes().splitlines(keepends=True)
@@ -301,7 +302,7 @@ def test_a_file_of_a_bucket_that_was_replaced_since_it_was_fetched_is_indexed_ag
 def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_is_indexed_at_the_next_start(
     server: ToyServer, www: Path, tmp_path: Path, kind: str
 ) -> None:
-    index_files(www / kind, STORES[kind].form)
+    index_files(www / kind, format_named(kind))
     url, (first, second, *_) = f"{server.url}/{kind}/", names_of(kind)
     expected = samples(kind, url)
     # One after the other: the first stays as it was indexed again.
@@ -342,7 +343,7 @@ def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
 def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
     with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
         custom.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
-    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset. Run `gzip -dk`"):
+    with pytest.raises(sp.ShardError, match=r"a compressed file cannot be read at an offset. Unpack it"):
         custom.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
 
 
@@ -378,5 +379,5 @@ def test_windows_of_flat_tokens(server: ToyServer, www: Path) -> None:
 def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_as_s3(server, monkeypatch)
     (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(sp.ShardError, match=r"several splits are there. Read one of them, such as s3://arrow/train/"):
+    with pytest.raises(sp.ShardError, match=r"1 splits, train. Read the folder of one, such as train"):
         custom.ArrowReader("s3://arrow/", sp.Lane())

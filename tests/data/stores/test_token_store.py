@@ -16,9 +16,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.stores import token_store
+from savable_pipeline.data.stores.opening import open_store
 from savable_pipeline.data.stores.token_store import read_table
 from savable_pipeline.testing import assert_exact_resume
 
@@ -37,7 +37,7 @@ def write_bin(path: Path, documents: list[list[int]], dtype: str = "uint16", cod
 
 def test_documents_of_a_bin_are_samples(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
-    store = open_store("tokens", tmp_path)
+    store = open_store(tmp_path, format="tokens")
     assert [store.array(0, row, "tokens").tolist() for row in range(5)] == DOCUMENTS
     assert store.array(0, 0, "tokens").dtype == np.uint16
     assert (store.offset(0, 3), store.key(0, 3), store.sizes(0, 3)) == (4, "a.bin:3", {"tokens": 10})
@@ -47,7 +47,7 @@ def test_documents_of_a_bin_are_samples(tmp_path: Path) -> None:
 
 def test_windows_cross_documents_and_may_overlap(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS, "int32", 4)
-    store = open_store("tokens", tmp_path, length=9, stride=8)
+    store = open_store(tmp_path, format="tokens", length=9, stride=8)
     assert [store.array(0, row, "tokens").tolist() for row in range(store.entries[0].samples)] == [
         [*range(1, 10)],
         [*range(9, 18)],
@@ -66,15 +66,15 @@ def test_each_window_is_whole_and_a_rest_too_short_for_one_is_no_sample(tmp_path
 def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(12, dtype=np.int64).reshape(4, 3))
-    store = open_store("tokens", tmp_path, length=3, dtype="uint32")
+    store = open_store(tmp_path, format="tokens", length=3, dtype="uint32")
     assert [entry.samples for entry in store.entries] == [3, 4]
     assert store.array(0, 2, "tokens").tolist() == [6, 7, 8] and store.array(1, 3, "tokens").tolist() == [9, 10, 11]
-    rows = open_store("tokens", tmp_path / "b.npy")
+    rows = open_store(tmp_path / "b.npy", format="tokens")
     assert rows.array(0, 1, "tokens").tolist() == [3, 4, 5]
     with pytest.raises(ValueError, match=r"without \.idx\. Pass dtype="):
-        open_store("tokens", tmp_path, length=3)
+        open_store(tmp_path, format="tokens", length=3)
     with pytest.raises(ValueError, match=r"has no documents\. Pass length="):
-        open_store("tokens", tmp_path, dtype="uint32")
+        open_store(tmp_path, format="tokens", dtype="uint32")
 
 
 def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_tokens_are_read(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_damaged_header_of_an_array_is_named(tmp_path: Path, header: bytes) ->
     with pytest.raises(
         sp.ShardError, match=r"a\.npy: not an \.npy file, or its header is damaged: .*\. Write it again"
     ):
-        open_store("tokens", tmp_path, length=2)
+        open_store(tmp_path, format="tokens", length=2)
 
 
 def damage_pointer(idx: bytearray) -> None:
@@ -129,12 +129,12 @@ def test_an_idx_that_lies_is_an_error_that_names_it(tmp_path: Path, damage: obje
     damage(idx)  # type: ignore[operator]
     (tmp_path / "a.idx").write_bytes(idx)
     with pytest.raises(sp.ShardError, match=rf"a\.bin: a\.idx.*{fault}"):
-        open_store("tokens", tmp_path)
+        open_store(tmp_path, format="tokens")
 
 
 def test_an_idx_that_is_rewritten_after_it_was_indexed_is_an_error(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
-    store = open_store("tokens", tmp_path)
+    store = open_store(tmp_path, format="tokens")
     idx = bytearray((tmp_path / "a.idx").read_bytes())
     damage_length(idx)
     (tmp_path / "a.idx").write_bytes(idx)
@@ -160,13 +160,13 @@ def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_a
         (lambda: np.arange(100, 129, dtype="uint16").tofile(tmp_path / "a.bin"), [100, 101, 102]),
         (lambda: lay_firsts(tmp_path / "a.idx", 0, 2, 2, 3, 4, 5), [100, 101, 102, 103]),
     ]:
-        before = open_store("tokens", tmp_path)
+        before = open_store(tmp_path, format="tokens")
         time.sleep(0.02)  # a tick of the clock that stamps files
         rewrite()
         with pytest.raises(sp.ShardError, match=r"or its \.idx was rewritten") as error:
             before.read(0, 0, "tokens")
         assert error.value.reason == "changed shard"
-        after = open_store("tokens", tmp_path)
+        after = open_store(tmp_path, format="tokens")
         assert after.array(0, 0, "tokens").tolist() == expected
         assert after.entries[0].digest != before.entries[0].digest
         resumed = sp.SavableLoader(partial(token_pipeline, tmp_path), seed=0, lanes=1)
@@ -176,22 +176,22 @@ def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_a
 
 def test_an_idx_with_an_old_date_that_takes_the_place_of_another_is_noticed(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
-    assert open_store("tokens", tmp_path).array(0, 0, "tokens").tolist() == [1, 2, 3]
+    assert open_store(tmp_path, format="tokens").array(0, 0, "tokens").tolist() == [1, 2, 3]
     time.sleep(0.02)  # a tick of the clock that stamps files
     lay_firsts(tmp_path / "a.idx", 0, 2, 2, 3, 4, 5)
-    assert open_store("tokens", tmp_path).array(0, 0, "tokens").tolist() == [1, 2, 3, 4]
+    assert open_store(tmp_path, format="tokens").array(0, 0, "tokens").tolist() == [1, 2, 3, 4]
 
 
 def test_an_idx_that_is_put_beside_its_bin_later_or_taken_away_is_noticed(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
     (tmp_path / "a.idx").rename(tmp_path / "elsewhere")
-    assert open_store("tokens", tmp_path, length=2, dtype="uint16").entries[0].samples == 14
+    assert open_store(tmp_path, format="tokens", length=2, dtype="uint16").entries[0].samples == 14
     time.sleep(0.02)
     (tmp_path / "elsewhere").rename(tmp_path / "a.idx")
-    assert open_store("tokens", tmp_path).entries[0].samples == 5
+    assert open_store(tmp_path, format="tokens").entries[0].samples == 5
     (tmp_path / "a.idx").unlink()
     with pytest.raises(ValueError, match=r"without \.idx\. Pass dtype=, their type"):
-        open_store("tokens", tmp_path)
+        open_store(tmp_path, format="tokens")
 
 
 def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, mo
         raise OSError(errno.EMFILE, "Too many open files")
 
     write_bin(tmp_path / "a.bin", DOCUMENTS)
-    store = open_store("tokens", tmp_path)
+    store = open_store(tmp_path, format="tokens")
     monkeypatch.setattr(token_store, "read_documents", read_none)
     with pytest.raises(sp.SavableError, match="Close files, or raise") as error:
         store.read(0, 0, "tokens")
@@ -209,7 +209,7 @@ def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, mo
 def test_an_array_of_objects_is_refused_and_never_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([{}, []], dtype=object), allow_pickle=True)
     with pytest.raises(sp.ShardError, match="array of object"):
-        open_store("tokens", tmp_path, length=1)
+        open_store(tmp_path, format="tokens", length=1)
 
 
 class Tokens(sp.TaskEncoder):

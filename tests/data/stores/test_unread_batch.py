@@ -12,9 +12,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.files import close_down_to
-from savable_pipeline.data.dataset.opening import open_store
 from savable_pipeline.data.stores import arrow_store
 from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.opening import open_store
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from tests.support.processes import run_forked
 
@@ -70,7 +70,7 @@ def read(path: Path, *, mapped: bool, columns: tuple[str, ...] | None = None) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_store, "is_replaced", lambda: mapped)
         try:
-            return rows_of(open_store("arrow", path, columns=columns, partial=True))
+            return rows_of(open_store(path, format="arrow", columns=columns, partial=True))
         except sp.ShardError as error:
             return [str(error)]
 
@@ -172,7 +172,7 @@ def cut_anywhere(folder: Path) -> None:
         by_value(patch)
         for size in range(0, len(raw), 1193):
             path.write_bytes(raw)
-            store = open_store("arrow", path, partial=True)
+            store = open_store(path, format="arrow", partial=True)
             assert store.extensions(0, 0)  # the first batch is open
             os.truncate(path, size)
             for row, right in zip(rows_of(store), whole, strict=True):
@@ -184,7 +184,7 @@ def cut_anywhere(folder: Path) -> None:
 def test_of_a_large_batch_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [{"bytes": bytes([n]) * 100_000, "path": f"{n}.jpg"} for n in range(100)]
     path = write(tmp_path / "a.arrow", pa.table({"image": images, "ids": [list(range(5000))] * 100}), 100)
-    store = open_store("arrow", path)
+    store = open_store(path, format="arrow")
     store.schema(0)
     sizes = []
     one, into = ShardFiles.read, ShardFiles.read_into
@@ -209,7 +209,7 @@ def test_a_file_that_was_closed_is_opened_again_and_another_in_its_place_is_an_e
 ) -> None:
     by_value(monkeypatch)
     path = write(tmp_path / "a.arrow", every_type(), 5)
-    store = open_store("arrow", path)
+    store = open_store(path, format="arrow")
     assert store.read(0, 1, "txt") == b"text 1"
     close_down_to(0)
     assert store.read(0, 2, "txt") == b"text 2"

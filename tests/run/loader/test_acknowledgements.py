@@ -25,6 +25,7 @@ from savable_pipeline import custom
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
 from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, savable_loader
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run, voted_step
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
@@ -64,7 +65,7 @@ def run_of(own: sp.SavableLoader) -> Run:
 
 
 def table_of(own: sp.SavableLoader) -> Acknowledgements:
-    rows = run_of(own).rows
+    rows = run_of(own).observer(RowsInFlight)
     assert rows is not None
     return rows.table
 

@@ -13,9 +13,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.run_facts import RunFacts
-from savable_pipeline.data.shards.index import FileFormat
+from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name, read_facts
 from savable_pipeline.run.state.summary import summarize
@@ -260,8 +260,8 @@ def test_an_evaluation_whose_passes_are_all_epoch_0_cannot_grow(data: Path) -> N
 def test_only_new_shards_are_read_to_index_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = after(5, folder=data)
     scanned: list[str] = []
-    scan = FileFormat.scan
-    monkeypatch.setattr(FileFormat, "scan", lambda form, root, name: scanned.append(name) or scan(form, root, name))
+    scan = Format.scan
+    monkeypatch.setattr(Format, "scan", lambda form, root, name: scanned.append(name) or scan(form, root, name))
     add(data, 2, 3)
     loader(data).load_state_dict(state, allow={"shards"})
     assert scanned == ["0002.tar", "0003.tar"]

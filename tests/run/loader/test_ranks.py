@@ -273,7 +273,7 @@ def _encoded(folder: str, lane: sp.Lane) -> custom.Stage:
 class _Alone:
     """The first rank that says what it reads."""
 
-    rank = 0
+    name = 0
 
     def __init__(self, told: list[str]) -> None:
         self._told = told

@@ -13,7 +13,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader.stats import Recent
+from savable_pipeline.run.loader.stats import Recent, Stats
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -138,7 +138,7 @@ def test_the_slowest_sample_and_shard_are_told(make_shards: Any, num_workers: in
     pipeline = partial(number_pipeline, str(make_shards([20, 20])), encoder=SlowOnce(), size=40)
     with loader(pipeline, num_workers, lanes=1) as own:
         take(own, 2)  # of which the first is timed
-        found, names = own.stats(), own._run.stats.names()
+        found, names = own.stats(), own._run.observer(Stats).names()  # type: ignore[union-attr]
     assert 0.3 <= found["slowest_sample_s"] < 30 and found["slowest_shard_s"] >= 0.3 / 20
     assert names["slowest_sample_s"].endswith(".tar, sample 20")
     assert names["slowest_shard_s"] == names["slowest_sample_s"].split(",")[0] != "0.tar"

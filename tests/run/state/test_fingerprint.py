@@ -20,7 +20,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.run.state.fingerprint import (
     Fingerprint,
     compare,

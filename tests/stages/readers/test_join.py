@@ -113,7 +113,7 @@ def test_rows_of_a_table_are_found_by_the_column_of_their_keys(data: Path, tmp_p
 
 def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"key= does not apply to .* files, only to arrow, csv, json, jsonl, lerobot and 3 more"
+        ValueError, match=r"key= does not apply to .* files, only to arrow, csv, json, jsonl, litdata and 2 more"
     ):
         sp.open_dataset(data / "captions", key="name")
     with pytest.raises(ValueError, match="columns= does not apply to tar files, only to arrow, parquet"):

@@ -18,11 +18,11 @@ import savable_pipeline as sp
 from savable_pipeline.data.shards import processes as processes_of_shards
 from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.check.dataset_check import CheckReport, check
-from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
+from tests.support.toy_check import die_over_one
 from tests.support.toy_files import jpeg, snapshot
 
 Damage = Callable[[Path], object]
@@ -134,8 +134,8 @@ def found(report: CheckReport) -> set[tuple[str, str]]:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are checked in this process, which is quicker for three."""
 
-    def each_shard(task: Any, root: Path, names: list[str], processes: int, **_: Any) -> Any:
-        return ((name, msgspec.msgpack.encode(check_file(root, name))) for name in names)
+    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+        return ((name, msgspec.msgpack.encode(task(root, name))) for name in names)
 
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
 
@@ -206,8 +206,8 @@ def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path, mon
 
 
 def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def each_shard(task: Any, root: Path, names: list[str], processes: int, **_: Any) -> Any:
-        return processes_of_shards.each_shard("tests.support.toy_check:die_over_one", root, names, processes)
+    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+        return processes_of_shards.each_shard(die_over_one, root, names, processes)
 
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
     report = check(dataset, processes=1)

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from savable_pipeline.tools.check.dataset_check import CheckReport, check
-from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.cli.main import app
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
@@ -73,8 +72,8 @@ def dataset(tmp_path: Path) -> Path:
 def checked(root: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> CheckReport:
     """What a check in this process finds."""
 
-    def each_shard(task: Any, root: Path, names: list[str], processes: int, options: tuple[float, ...]) -> Any:
-        return ((name, msgspec.msgpack.encode(check_file(root, name, *options))) for name in names)
+    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+        return ((name, msgspec.msgpack.encode(task(root, name))) for name in names)
 
     with monkeypatch.context() as patched:
         patched.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)

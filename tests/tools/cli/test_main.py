@@ -72,14 +72,14 @@ def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -
 
 
 def test_with_skip_bad_rejects_are_told_and_exit_with_zero(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2, README=b"x")
+    source = fill(tmp_path / "in", 2, notes=b"x")
     result = run("convert", source, tmp_path / "out", "--skip-bad")
     assert result.exit_code == 0 and "1 × no extension" in result.stdout and "FAILED" not in result.stdout
     assert run("convert", source, tmp_path / "out").exit_code == 1, "told again, though all is done"
 
 
 def test_where_everything_is_rejected_the_exit_code_is_two_in_any_case(tmp_path: Path) -> None:
-    result = run("convert", fill(tmp_path / "in", 0, README=b"x"), tmp_path / "out", "--skip-bad")
+    result = run("convert", fill(tmp_path / "in", 0, notes=b"x"), tmp_path / "out", "--skip-bad")
     assert result.exit_code == 2
     assert "1 × no extension" in result.stdout and "everything" in result.stderr
 
@@ -118,9 +118,9 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
         (["info", "gone"], "gone: no such file or folder"),
         (["info", "empty"], "/empty: no .tar file in this folder or below it"),
-        (["check", "empty"], "To write shards there: `savable convert SRC "),
+        (["check", "empty"], "`savable convert SRC DST` writes shards"),
         (["info", "table.csv"], "/table.csv: no row below the column names"),
-        (["preview", "in/000.jpg"], "/in DST`"),
+        (["preview", "in/000.jpg"], "000.jpg: raw files are read as one folder. Name it"),
         (
             ["state", "gone"],
             "gone: no such file. Pass a file with the state of a loader, of torch.save or to_json",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.shards.metadata import INDEX_NAME
-from savable_pipeline.data.stores.source import STORES
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
@@ -171,7 +171,7 @@ def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServ
     WRITERS[kind](tmp_path / "rows")
     made = run("index", f"{server.url}/rows/{'' if kind in LISTED else names_of(kind)[0]}")
     assert made.exit_code == 0
-    place = tmp_path / "rows" / STORES[kind].form.index_name
+    place = tmp_path / "rows" / format_named(kind).index_name
     place.parent.mkdir()
     place.write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
     assert open_any(f"{server.url}/rows/").count == (sum(SIZES) if kind in LISTED else SIZES[0])

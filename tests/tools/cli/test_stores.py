@@ -76,7 +76,7 @@ def test_a_folder_of_several_kinds_is_refused_and_one_of_tars_is_one_of_tars(tmp
     for kind in ("parquet", "jsonl"):
         WRITERS[kind](tmp_path / "data", SIZES)
     result = CliRunner().invoke(app, ["info", str(tmp_path / "data")])
-    assert result.exit_code == 2 and "several kinds of files, jsonl, parquet" in result.stderr
+    assert result.exit_code == 2 and "several kinds of files, jsonl" in result.stderr
     assert "23 samples" in run("info", str(tmp_path / "data/0000.parquet"))
     WRITERS["tar"](tmp_path / "data", [5])
     assert json.loads(run("info", str(tmp_path / "data"), "--json"))["samples"] == 5

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.processes import each_shard_by
-from savable_pipeline.data.shards.tar_format import TARS
-from savable_pipeline.data.stores.source import recognize
+from savable_pipeline.data.stores.opening import find_source
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, cluster, run_conversion
@@ -165,7 +165,7 @@ def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatc
 def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"n": 1}, {"n": 2})
     write_lines(tmp_path / "b.jsonl", {"n": 3})
-    form, engine = recognize(str(tmp_path)).kind.form, ToyEngine(tmp_path / "elsewhere")
+    form, engine = find_source(str(tmp_path)).format, ToyEngine(tmp_path / "elsewhere")
     assert form is not None
     place, faults = index_files(str(tmp_path), form, each=each_shard_by(engine))
     far = place.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from savable_pipeline.data.shards.indexing import open_index
-from savable_pipeline.data.shards.tar_format import TARS
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST, VERSION
@@ -83,7 +83,7 @@ def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) ->
     for path in (tmp_path / "out").glob("*.idx"):
         path.unlink()
     names = sorted(path.name for path in (tmp_path / "out").glob("*.tar"))
-    assert open_index(tmp_path / "out", names, TARS).path.exists()
+    assert open_index(tmp_path / "out", names, TARS).index_path.exists()
     made = {name: hashed for name, hashed in snapshot(tmp_path / "out").items() if not name.endswith(".lock")}
     assert made == {name: written[name] for name in made}
     assert len(made) == 4 + 4 + 1

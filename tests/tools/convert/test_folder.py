@@ -121,11 +121,11 @@ def test_classes_do_not_change_with_the_parts_and_keys_that_are_kept(tmp_path: P
 
 
 def test_samples_without_a_folder_or_with_a_class_of_their_own_are_rejected(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", "README.md", "a/0.txt", "a/1.txt", "a/1.cls", "b/0.txt")
+    source = write(tmp_path / "in", "notes.md", "a/0.txt", "a/1.txt", "a/1.cls", "b/0.txt")
     report = sp.convert(source, tmp_path / "out", classes=True)
     assert report.samples == 2
     assert {(reject.key, reject.reason) for reject in report.rejected} == {
-        ("README", "no class"),
+        ("notes", "no class"),
         ("a/1", "two parts with one extension"),
     }
 

@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.check.file_check import check_file
+from savable_pipeline.tools.check.file_check import Checking, check_file
 from savable_pipeline.tools.convert import Options, part_data, run_conversion
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.toy_files import tar_files
@@ -98,7 +98,9 @@ def test_without_pyav_media_are_converted_unread(tmp_path: Path, monkeypatch: py
 def test_subtitles_that_are_no_utf8_are_told_by_the_check(tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.flac": MAKES["flac"](), "a.srt": SRT.encode("latin-1")})
     run_conversion(tmp_path / "in", tmp_path / "out", Options())
-    assert [problem.reason for problem in check_file(tmp_path / "out", "000000.tar").problems] == ["malformed text"]
+    assert [problem.reason for problem in check_file(tmp_path / "out", "000000.tar", Checking()).problems] == [
+        "malformed text"
+    ]
 
 
 def long_wav(seed: int) -> bytes:

@@ -17,8 +17,8 @@ import pytest
 
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.tar_format import TARS
 from savable_pipeline.data.stores.remote_indexing import index_remote
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files

@@ -24,7 +24,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
         ("000.seg.PNG", jpeg(3)[:90], UNREADABLE),
         ("x.jpg", b"", "empty file"),
         ("x.json", b"{", "malformed JSON"),
-        ("README", b"x", "no extension"),
+        ("notes", b"x", "no extension"),
         ("x.", b"x", TAR_NAME),
         ("x._hidden", b"x", TAR_NAME),
         ("__meta__/x.txt", b"x", "readers take it for metadata"),
@@ -139,7 +139,7 @@ def test_a_shard_of_which_nothing_is_good_is_not_written(tmp_path: Path) -> None
 
 
 def test_where_nothing_is_good_there_is_a_report_and_no_dataset(tmp_path: Path) -> None:
-    report = run_conversion(fill(tmp_path / "in", 0, README=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
+    report = run_conversion(fill(tmp_path / "in", 0, notes=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
         "savable.convert.json",

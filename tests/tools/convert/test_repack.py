@@ -40,7 +40,7 @@ def texts(root: Path) -> list[str]:
 
 
 def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(packed: Path, tmp_path: Path) -> None:
-    with pytest.raises(sp.ShardError, match="Run `savable convert`"):
+    with pytest.raises(sp.ShardError, match="run `savable convert`"):
         sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
     told: list[Any] = []
     report = run_conversion(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))

@@ -16,7 +16,7 @@ import webdataset as wds
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.index import FileFormat
+from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
@@ -94,7 +94,7 @@ def test_a_writer_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: 
 def test_parts_are_joined_without_reading_the_shards_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in (2, 0, 1):
         assert write(tmp_path / "out", samples(30)[i::3], max_samples=4, part=(i, 3)) == 10
-    monkeypatch.setattr(FileFormat, "scan", lambda *_: 1 / 0)
+    monkeypatch.setattr(Format, "scan", lambda *_: 1 / 0)
     told = CliRunner().invoke(app, ["index", str(tmp_path / "out")])
     assert told.exit_code == 0, told.output
     assert sorted(keys(tmp_path / "out")) == [sample["__key__"] for sample in samples(30)]

@@ -93,7 +93,7 @@ def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp
     with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"):
         converted(url_of(server, source), tmp_path / "there")
     cut.unlink()
-    with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
+    with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there. Copy the whole"):
         converted(url_of(server, source), tmp_path / "there")
     assert not (tmp_path / "there").exists()
 

@@ -1,0 +1,254 @@
+"""LeRobot's folders, version 3: an episode is a sample, whose videos and frames lie in files of many episodes.
+
+    meta/info.json                            the features, and how files are called
+    meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
+    videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds, a part KEY
+    data/chunk-000/file-000.parquet           its frames: rows; each column is a part: an array of numbers, a ZIP
+                                              archive of images, or JSON
+
+All are entries of one index. (From the format's facts: features, templates of paths, columns.)
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import zipfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar, Unpack
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.index import IndexedFiles, as_it_is, marker_object
+from savable_pipeline.data.shards.part_types import as_part
+from savable_pipeline.data.stores.columnar_store import ColumnSettings
+from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
+from savable_pipeline.data.stores.ranges import MediaRange, RangedRows, checked_range, with_media
+
+INFO = "meta/info.json"
+_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")  # of a template of LeRobot
+_NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # features that are arrays
+
+
+class EpisodeRange(MediaRange, frozen=True, kw_only=True):
+    """The range of an episode, each of whose `fps` frames in a second is there, or missing."""
+
+    end_s: float
+    fps: float
+
+
+Number = TypeVar("Number", int, float)
+
+
+class _Feature(msgspec.Struct):
+    dtype: str
+
+
+class _Info(msgspec.Struct):
+    features: dict[str, _Feature]
+    data_path: str
+    fps: float
+    video_path: str | None = None
+
+
+class LeRobotStore(RangedRows, ParquetStore):
+    """The episodes of a LeRobot folder; a key is the number of the episode, unless `key` names another column.
+
+    `array` gives the frames' numbers as they are stored, (frames, …); their bytes are a `.npy`. The bytes of images are
+    a ZIP archive of them, see `ImageFrames`, those of anything else JSON. Raises `ShardError`, and ValueError for
+    `columns`.
+    """
+
+    base = ""
+
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
+        if settings.pop("columns", None) is not None:
+            raise ValueError(f"{found.address}: columns= does not apply to episodes, whose parts are read on demand")
+        settings["key"] = settings.get("key") or "episode_index"
+        super().__init__(found, **settings)
+        first = int(np.flatnonzero(self.entries.samples)[0])
+        self.columns = tuple(name for name in self.schema(first).names if not name.startswith("stats/"))
+        features = self._info.features
+        videos = [name for name, feature in features.items() if feature.dtype == "video"]
+        self.frame_parts = [name for name in features if name not in (*self.columns, *videos)]
+        self.range_parts, self.last_parts = videos, self.frame_parts
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """What a row says of its episode, but where it is; the videos; and the columns of its frames."""
+        return [name for name in super().extensions(shard, row) if "/" not in name or name in self.range_parts]
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`; of frames, a `.npy`, an archive of images or JSON."""
+        if extension not in self.frame_parts:
+            return super().read(shard, row, extension)
+        frames = self._frames(shard, row, extension)
+        if self._dtype(extension) == "image":
+            return self._archive(shard, row, extension, frames)
+        if not self._has_numbers(extension):
+            return as_part(frames.tolist()) or b""
+        file = io.BytesIO()
+        np.save(file, frames, allow_pickle=False)
+        return file.getvalue()
+
+    def _archive(self, shard: int, row: int, extension: str, images: Iterable[Mapping[str, Any] | None]) -> bytes:
+        """A ZIP archive of the images of frames, in order, whose comment says how many are in a second."""
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.comment = str(self._info.fps).encode()
+            for number, image in enumerate(images):
+                data, path = (image or {}).get("bytes"), (image or {}).get("path") or ""
+                if data is None:
+                    fault = f"frame {number} of {extension!r} has only the path {path!r}, no bytes"
+                    raise self.damaged(shard, f"row {row}", f"{fault}. Write the images into the table")
+                archive.writestr(zipfile.ZipInfo(f"{number:06d}{posixpath.splitext(path)[1]}"), data)
+        return file.getvalue()
+
+    def _dtype(self, feature: str) -> str:
+        found = self._info.features.get(feature)
+        return "" if found is None else found.dtype
+
+    def _has_numbers(self, feature: str) -> bool:
+        return feature == "index" or self._dtype(feature) in _NUMBERS
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        """See `RecordStore.array`; of frames, their values."""
+        if extension not in self.frame_parts or not self._has_numbers(extension):
+            return super().array(shard, row, extension)
+        frames = self._frames(shard, row, extension)
+        array = empty_bytes(frames.nbytes).view(frames.dtype).reshape(frames.shape)
+        array[:] = frames
+        return array
+
+    def row_groups(self, shard: int) -> tuple[list[int], int]:
+        """See `RecordStore.row_groups`: of tables of episodes alone."""
+        return super().row_groups(shard) if self.entries.samples[shard] else ([], 0)
+
+    def check_columns(self, shard: int, known: list[str]) -> None:
+        """See `ColumnarStore.check_columns`: of tables of episodes alone."""
+        if self.entries.samples[shard]:
+            super().check_columns(shard, known)
+
+    def range_of(self, shard: int, row: int, part: str) -> MediaRange:
+        """See `RangedRows.range_of`."""
+        where = f"videos/{part}/"
+        path = self._path(shard, row, self._info.video_path or "", where, part)
+        begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
+        checked_range(self, shard, row, path, begin_s, end_s)
+        return EpisodeRange(path, begin_s=begin_s, end_s=end_s, fps=self._info.fps)
+
+    @cached_property
+    def _info(self) -> _Info:
+        names = self.entries.names
+        number = bisect_left(names, INFO)
+        if number == len(names) or names[number] != INFO:
+            return _Info({}, "", 1)  # one file of the folder is looked at alone
+        try:
+            return msgspec.json.decode(self.files.read(number, 0, int(self.entries.sizes[number])), type=_Info)
+        except msgspec.DecodeError as error:
+            raise self.damaged(number, "the features", str(error)) from error
+
+    def _told(self, shard: int, row: int, name: str, kind: type[Number]) -> Number:
+        """A number that a row says. Raises `ShardError` if there is none."""
+        try:
+            return msgspec.json.decode(self.value(shard, row, name) or b"", type=kind)
+        except (KeyError, msgspec.DecodeError) as error:
+            raise self.damaged(shard, f"row {row}", f"{name!r} is not a number: {error}") from error
+
+    def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
+        """The path that a template gives for a row; which never is a template of Python, that could do more."""
+
+        def filled(field: re.Match[str]) -> str:
+            found = part if field[1] == "video_key" else str(self._told(shard, row, where + field[1], int))
+            return found.rjust(int(field[2] or 0), "0")
+
+        return _FIELD.sub(filled, template)
+
+    def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
+        """The values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
+        data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
+        first, end = (self._told(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
+        begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
+        if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
+            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
+        stop = begin + end - first
+        if not np.array_equal(self._rows(data, "index", begin, stop), np.arange(first, end)):
+            raise self.damaged(data, f"row {begin}", f"it and those after it are not the frames {first} to {end}")
+        return self._rows(data, feature, begin, stop)
+
+    def _rows(self, data: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
+        """The values of a feature in rows of a file of frames."""
+        ends, parts = self.group_ends(data), []
+        for group in range(bisect_right(ends, begin), bisect_left(ends, stop) + 1):
+            start = ends[group - 1] if group else 0
+            parts.append(self._column(data, group, feature)[max(0, begin - start) : stop - start])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _column(self, data: int, group: int, feature: str) -> NDArray[Any]:
+        """The values of a feature in a row group, kept decoded with other blocks."""
+
+        def decoded() -> tuple[NDArray[Any], int]:
+            batches, size = self.batches(data, group, [feature])
+            try:
+                values = _values if self._has_numbers(feature) else _objects
+                return np.concatenate([values(batch.column(feature)) for batch in batches]), size
+            except (KeyError, ValueError) as error:
+                raise self.damaged(data, f"row group {group}", f"no array {feature!r}: {error}") from error
+
+        found: NDArray[Any] = self.blocks.get((self._me, data, group, feature), decoded)
+        return found
+
+
+def _objects(column: Any) -> NDArray[Any]:
+    """The values of an Arrow column, whatever they are: object (rows,)."""
+    found = np.empty(len(column), object)
+    found[:] = column.to_pylist()
+    return found
+
+
+def _values(column: Any) -> NDArray[Any]:
+    """The numbers of an Arrow column, and of lists in it that are all as long: (rows, …). Raises ValueError."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column, shape = getattr(column, "storage", column), [len(column)]
+    while pa.types.is_nested(column.type):
+        sizes = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(sizes) != 1 or sizes[0] is None:
+            raise ValueError(f"lists of the lengths {sizes[:3]}")
+        shape.append(sizes[0])
+        column = column.flatten()
+    if column.null_count:
+        raise ValueError("nulls")
+    values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return values.reshape(shape)
+
+
+def _is_lerobot(heads: Mapping[str, bytes]) -> bool:
+    """Whether the features say version 3. Raises ValueError for another: tables without videos would be half of it."""
+    version = str(marker_object(heads, INFO).get("codebase_version", ""))
+    if version and not version.startswith("v3."):
+        raise ValueError(
+            f"LeRobot {version}, but only v3.0 is supported. Run LeRobot's convert_dataset_v21_to_v30, or read its "
+            "folder data as rows"
+        )
+    return bool(version)
+
+
+LEROBOT = with_media(
+    PARQUET,
+    (".mp4", INFO.rpartition("/")[2]),
+    samples_below="meta/episodes/",
+    name="lerobot",
+    store=LeRobotStore,
+    settings=("columns", "key", "blocks", "partial", "unpacked_bytes"),
+    markers=(INFO,),
+    claims=_is_lerobot,
+    by_settings=as_it_is,
+    reader="parquet",
+)

@@ -1,0 +1,306 @@
+"""Opens the files that a user names, wherever they are.
+
+They are named by a folder, file, glob, list, URL, bucket or address of the Hub.
+
+    find_source("shards/")                         ──▶ Source: where the files are, and their format
+    open_store("shards/")                          ──▶ the store of their samples, indexed first if needed
+    open_store("rows/", format="jsonl", key="id")      of a format that the user names, with settings of its store
+    open_store(source, inspect=True)                   for commands that look at files, and know no settings
+
+`info`, `check`, `preview` and `convert` open with `inspect=True`: what cannot be read without a setting is read with a
+usual one, rows that name files without their bytes come without these parts, and little is kept decoded.
+
+Everything that reads files comes through here, and `recognizer.py` alone says what they are. A store counts its samples
+in `entries` (one a file: name, bytes, samples), reads them by (shard, row), and has `row_groups`; see `RecordStore`. A
+`Source` can be pickled, and opened again in another process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from savable_pipeline.core.job_engine import Engine
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.shards import paths
+from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.indexing import check_faults, index_files, is_marked, open_files
+from savable_pipeline.data.shards.metadata import META
+from savable_pipeline.data.shards.processes import each_shard_by
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores import formats
+from savable_pipeline.data.stores.arrow import ARROW
+from savable_pipeline.data.stores.folder_store import FOLDER, is_known
+from savable_pipeline.data.stores.recognizer import Recognized, recognize, wanted
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.tar_store import TARS
+from savable_pipeline.errors import RemoteError, ShardError
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.remote.session import Session
+
+Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]  # its folder and bytes; None: the defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files that a user names, recognized; those of the Hub at a commit.
+
+    Attributes:
+        files: What was named.
+        format: Their format.
+        settings: Settings of the store that these files need.
+        listed: The files on a disk, if they were listed. None: they are listed when they are opened.
+        session: What asks the servers. None: the files are on a disk.
+    """
+
+    files: paths.Shards
+    format: Format
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    listed: paths.ListedFiles | None = None
+    session: Session | None = None
+
+
+def find_source(
+    files: paths.Shards,
+    *,
+    format: str = "",
+    settings: Collection[str] = (),
+    pinned: dict[str, bytes] | None = None,
+    cache: Cache = (None, None),
+) -> Source:
+    """Return the source of the files that a user names.
+
+    Args:
+        files: A folder, a file, a glob, a brace pattern, a URL, or a list of these.
+        format: The name of their format. "": it is recognized.
+        settings: The names of the user's settings, by which a format is chosen where several could be.
+        pinned: The commits of datasets of the Hub, by address. Those that are missing are found and added.
+        cache: The cache of remote files: its folder, and its most bytes.
+
+    Raises:
+        ShardError: There is nothing, or it could be of several formats.
+        RemoteError: A server cannot be reached.
+    """
+    if paths.is_remote(files):
+        return _remote_source(files, format, settings, {} if pinned is None else pinned, cache)
+    specs = paths.spelled_out(files)
+    if len(specs) == 1 and Path(specs[0]).is_dir():
+        root = Path(specs[0]).absolute()
+        if format in ("", TAR) and is_marked(root, TARS) and not any((root / name).exists() for name in _markers("")):
+            return Source(files, TARS)
+        if not format and any((root / META).glob("savable.folder*.index")) and is_known(root):
+            return Source(files, FOLDER)
+    found = paths.list_files(files)
+    known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
+    what = _recognized(str(found.root), found.names, found.heads(known), format, settings)
+    if not found.whole and not format and what.format is FOLDER:
+        exists = (found.root / found.names[0]).exists()  # the error of its format says what to do
+        what = Recognized(_by_suffix(found.names[0], FOLDER if exists else TARS), [])
+    _check_suffix(files, found.names if format and found.exact else (), what.format)
+    chosen = None if format else what.files
+    return Source(files, what.format, what.settings, replace(found, chosen=chosen or None))
+
+
+def _markers(format: str) -> list[str]:
+    """Return the markers of a format, and of those that its reader reads too; of all formats for ""."""
+    forms = [form for form in formats.FORMATS if format in ("", form.name, form.reader)]
+    return [marker for form in forms for marker in form.markers]
+
+
+def _recognized(
+    where: str, names: Sequence[str], heads: Mapping[str, bytes], format: str, settings: Collection[str]
+) -> Recognized:
+    try:
+        return recognize(names, heads, format=format, settings=settings)
+    except ValueError as error:
+        raise ShardError(f"{where}: {error}") from error
+
+
+def _by_suffix(name: str, default: Format = TARS) -> Format:
+    """Return the format whose files, or compressed files, have such names."""
+    return next((form for form in formats.FORMATS if name.endswith((*form.suffixes, *form.packed))), default)
+
+
+def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:
+    """Raise `ShardError` for one file whose name is that of another format."""
+    other = _by_suffix(names[0], chosen) if len(names) == 1 else chosen
+    if other is not chosen and not names[0].endswith(chosen.suffixes):
+        raise ShardError(f"{files}: a file of the kind {other.name}, not {chosen.name}. sp.read(…) reads any kind")
+
+
+def _remote_source(
+    files: paths.Shards, format: str, settings: Collection[str], pinned: dict[str, bytes], cache: Cache
+) -> Source:
+    from savable_pipeline.data.remote.session import Session  # here: most files are on a disk
+    from savable_pipeline.data.remote.urls import names_behind
+
+    session = Session.of(*cache)
+    files = at_commit(files, pinned, session)
+    indexes = {form.index_name: form for form in formats.FORMATS if form is not FOLDER}
+    root, names = names_behind(files, session)
+    if root.startswith("http"):
+        names = _on_server(root, session, indexes, _markers(format))
+    known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(names)
+    heads = {
+        name: head for name, most in known.items() if root and (head := session.head(root, name, most)) is not None
+    }
+    visible = [name for name in names if not (name.startswith(".") or "/." in name)]
+    own = [indexes[name] for name in names if name in indexes]
+    if not format and len(own) == 1:
+        what = Recognized(own[0], [])
+    else:
+        what = _recognized(str(files), visible, heads, format, settings)
+    if what.format is FOLDER and root:
+        raise ShardError(f"{files}: raw files behind a URL are not read in remote. Copy them to a disk")
+    if what.format is FOLDER and not format:
+        what = Recognized(_by_suffix(names[0]), [])
+    _check_suffix(files, names if format and not root else (), what.format)
+    return Source(files, what.format, what.settings, session=session)
+
+
+def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
+    """Return which indexes and markers exist in a folder of a web server, which cannot be listed.
+
+    The index that was there the last time is asked for alone, and noted in the cache.
+    """
+    from savable_pipeline.data.remote.cache_files import private_folder, read_pin, write_pin
+
+    note = private_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
+    noted = read_pin(note)
+    if noted in indexes and session.stat(url, noted) is not None:
+        return [noted]
+    first = [name for name in dict.fromkeys(markers) if name not in ARROW.markers]  # which name files of a folder
+    names = [*session.stats(url, (TARS.index_name, *first))] or [*session.stats(url, indexes)]
+    if len(own := [name for name in names if name in indexes]) == 1:
+        write_pin(note, own[0])
+    return names
+
+
+def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:
+    """Return the same files, of the Hub at the commits that are `pinned`.
+
+    Those that are not pinned are found, and pinned. A branch or a tag may move under a run:
+
+    hf://datasets/org/name/data          named by the user, and a reader's setting
+    hf://datasets/org/name@main          what is pinned: found once, sent to workers, in the state
+    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
+
+    Raises `ShardError` for a dataset or a revision that does not exist, `RemoteError`.
+    """
+    specs = paths.spelled_out(files)
+    if not any(map(paths.is_hub, specs)):
+        return files
+    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
+        raise RemoteError("hf:// needs huggingface_hub. Run `pip install huggingface_hub`")
+    fixed = [_fixed(paths.HubAddress.of(spec), pinned, session) if paths.is_hub(spec) else spec for spec in specs]
+    return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
+
+
+def _fixed(address: paths.HubAddress, known: dict[str, bytes], session: Session) -> str:
+    if address.is_fixed:
+        return address.at(address.revision)
+    if address.dataset not in known:
+        known[address.dataset] = session.call("commit", address.dataset).encode()
+    return address.at(known[address.dataset].decode())
+
+
+def open_store(
+    files: paths.Shards | Source,
+    *,
+    format: str = "",
+    inspect: bool = False,
+    tolerant: bool = False,
+    unlistable: paths.Unlistable = paths.raise_it,
+    pinned: dict[str, bytes] | None = None,
+    cache: Cache = (None, None),
+    **settings: Any,
+) -> RecordStore:
+    """Open the store of the files that a user names, indexed first if needed.
+
+    Args:
+        files: As for `find_source`, or what that returned.
+        format: As for `find_source`.
+        inspect: Whether the files are only looked at, without settings of the user: see above.
+        tolerant: Whether the samples of a damaged file before the damage are taken, and lost files still count.
+        unlistable: Called with the error of each folder that cannot be listed. By default it is raised.
+        pinned: As for `find_source`.
+        cache: As for `find_source`.
+        **settings: Settings of the store, of those that `Format.settings` names. None stands for the default.
+
+    Raises:
+        ValueError: Files of this format do not have a setting.
+        ShardError: The files cannot be read, or could be of several formats.
+        RemoteError: A server cannot be reached.
+    """
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    source = files
+    if not isinstance(source, Source):
+        source = find_source(source, format=format, settings=chosen, pinned=pinned, cache=cache)
+    form = with_settings(source, chosen)
+    indexed = open_indexed(source, form, tolerant=tolerant, unlistable=unlistable)
+    return store_of(indexed, inspect=inspect, **{**source.settings, **chosen})
+
+
+def with_settings(source: Source, settings: dict[str, Any]) -> Format:
+    """Return the format of a source with these settings. Raises ValueError."""
+    form = source.format
+    for name in settings:
+        if name not in form.settings and name not in form.inspect:
+            others = listed([each.name for each in formats.FORMATS if name in each.settings and not each.reader])
+            raise ValueError(f"{source.files}: {name}= does not apply to {form.name} files, only to {others}")
+    return form.by_settings(form, settings)
+
+
+def open_indexed(
+    source: Source, form: Format, *, tolerant: bool = False, unlistable: paths.Unlistable = paths.raise_it
+) -> IndexedFiles:
+    """Open the index of a source's files, in this format.
+
+    Remote files are read through the cache. Raises `ShardError`, also for damage unless `tolerant`, `RemoteError`.
+    """
+    if form.open_index is not None:
+        return form.open_index(source.files, form, tolerant=tolerant)
+    if source.session is None:
+        return open_files(source.listed or source.files, form, tolerant=tolerant, unlistable=unlistable)
+    from savable_pipeline.data.stores.remote_indexing import open_remote  # here: most files are on a disk
+
+    remote, names = open_remote(source.files, form, source.session, tolerant=tolerant)
+    indexed = IndexedFiles(form, remote.index, remote.index_path, names, remote.metadata, remote, tolerant=tolerant)
+    check_faults(remote.url, indexed.entries, tolerant)
+    return indexed
+
+
+def store_of(indexed: IndexedFiles, *, inspect: bool = False, **settings: Any) -> RecordStore:
+    """Open the store of indexed files. See `open_store`."""
+    store: RecordStore = indexed.form.store(indexed, **{**(indexed.form.inspect if inspect else {}), **settings})
+    return store
+
+
+def index_any(
+    files: paths.Shards,
+    *,
+    processes: int | None = None,
+    engine: Engine | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Path, list[ShardEntry]]:
+    """Index files of any format, in processes or by the machines of an `engine`.
+
+    Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
+    """
+    source = find_source(files)
+    form = source.format
+    if source.session is not None:
+        from savable_pipeline.data.stores.remote_indexing import index_remote  # here: most files are on a disk
+
+        return index_remote(source.files, form, source.session, progress, engine)
+    if form.open_index is not None:
+        return form.open_index(source.files, form, looked_at=True).index_path, []
+    each = None if engine is None else each_shard_by(engine)
+    return index_files(source.listed or source.files, form, processes=processes, each=each, progress=progress)

@@ -1,0 +1,211 @@
+"""`meet`: how ranks that share batches find each other and prove who they are.
+
+    each peer          listens on a Unix socket, and writes its address into the store of torch.distributed
+                       connects to the first peer before it that it reaches: they share a machine
+    first of a machine connects to the first rank by TCP, as to an agent of `savable serve`
+
+    rank 0 ──┬── Unix ──▶ rank 1
+             ├── Unix ──▶ rank 2
+             └── TCP ───▶ rank 4 ──── Unix ──▶ rank 5
+
+The first rank writes a secret into the store. Each connection proves it (nodes/handshake.py), and a Unix socket also
+shows that both processes are of one user. Nothing waits longer than the loader's `timeout`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from savable_pipeline.errors import SavableError, WorkerError
+from savable_pipeline.run.nodes import handshake
+from savable_pipeline.run.nodes.handshake import FOR_PEER, Wanted
+from savable_pipeline.run.nodes.wire import Link, Secret, can_authenticate_bodies
+from savable_pipeline.run.peers.peer import PASSING, LinkChannel, Peer
+from savable_pipeline.run.transport.channel import Channel
+
+IS_LINUX = sys.platform == "linux"  # on others, each peer gets copies from the first rank
+_GLANCE_S = 0.02  # between two looks at the store
+_LISTEN_S = 0.25  # between two looks whether others have failed
+_PROVED_IN_S = 3.0
+_FIRST = "Order the ranks of all sharing groups alike."
+_IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
+_REACH = "Set MASTER_ADDR to an address of a network that both machines share."
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class Sharing(NamedTuple):
+    """The peers of a sharing group.
+
+    `number` is this one's among them. `ranks` are their global ranks, for messages. `store` is that of
+    torch.distributed, through which they find each other.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    store: Any
+
+
+def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing | None:
+    """Return the sharing group with these global ranks, or None for one process.
+
+    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share, or if this
+    process and another one of its data group are not both, or both not, the first of their sharing groups. None waits
+    for another.
+    """
+    import torch.distributed as dist
+
+    find = getattr(dist.group.WORLD, "get_group_store", None)
+    if len(ranks) > PASSING or find is None:
+        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {PASSING}, with torch 2.6.")
+    found = Sharing(ranks.index(own := dist.get_rank()), ranks, find())
+    found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
+    for rank in data_ranks:
+        if found.store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", role):
+            raise ValueError(f"ranks {own} and {rank} have one data group, but one alone is a first peer. {_FIRST}")
+    return found if len(ranks) > 1 else None
+
+
+def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
+    """Return the peer that passes batches to this process, and those that get them.
+
+    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they
+    cannot share.
+    """
+    meeting = _Meeting(sharing, timeout)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
+            return meeting.connect(listener, public)
+    except SavableError as error:
+        meeting.write("failed", str(error))
+        for peer in meeting.accepted.values():
+            peer.send(("failed", str(error)))
+        raise
+
+
+class _Meeting:
+    """What the peers of a loader write into the store, and their connections."""
+
+    def __init__(self, sharing: Sharing, timeout: float) -> None:
+        self.accepted: dict[int, Peer] = {}
+        self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
+        self._timeout = timeout * (
+            1.1 if self._index else 1
+        )  # others wait longer than the first rank, which knows more
+        self._until = time.monotonic() + self._timeout
+        group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"
+        self._key = f"{group}/{sharing.store.add(f'{group} of {sharing.number}', 1)}"
+
+    def write(self, name: str, value: object) -> None:
+        """Write a value, for all peers."""
+        self._store.set(f"{self._key}/{name}", repr(value).encode())
+
+    def _read(self, name: str, index: int) -> Any:
+        """The value, once the peer `index` has written it."""
+        while not self._store.check([f"{self._key}/{name}"]):
+            self._remaining_s([index])
+            time.sleep(_GLANCE_S)
+        return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
+
+    def _remaining_s(self, missing: Iterable[int]) -> float:
+        """Return the time that remains to wait for these peers.
+
+        Raises `WorkerError` if it is over, `SavableError` if others failed.
+        """
+        if self._store.check([f"{self._key}/failed"]):
+            raise SavableError(self._read("failed", 0))
+        if (seconds := self._until - time.monotonic()) > 0:
+            return seconds
+        own, names = self._ranks[self._index], ", ".join(str(self._ranks[index]) for index in missing)
+        raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_IN_ORDER}")
+
+    def connect(self, listener: socket.socket, public: socket.socket) -> tuple[Peer | None, list[Peer]]:
+        """Connect as `meet` says.
+
+        `listener` is for peers of this machine, `public` for others.
+        """
+        if IS_LINUX:  # nothing of such an address remains in the file system, even after SIGKILL
+            listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
+            listener.listen()
+        if (own := self._index) == 0:
+            public.bind((_own_host(), 0))
+            public.listen()
+            self.write("tcp", public.getsockname())
+            self.write("secret", os.urandom(32))
+        self.write(f"unix {own}", listener.getsockname())
+        for index in range(own if IS_LINUX else 0):
+            if (end := reach(socket.AF_UNIX, self._read(f"unix {index}", index))) is not None:
+                self.write(f"source {own}", index)
+                return self._join(end, index), []
+        self.write(f"source {own}", own)
+        sources = {index: self._read(f"source {index}", index) for index in range(own + 1, len(self._ranks))}
+        upstream = self._join(reach(socket.AF_INET, self._read("tcp", 0)), 0) if own else None
+        self._accept(listener, {index for index, source in sources.items() if source == own})
+        self._accept(public, {index for index, source in sources.items() if own == 0 and source == index})
+        return upstream, [self.accepted[index] for index in sorted(self.accepted)]
+
+    def _join(self, end: socket.socket | None, index: int) -> Peer:
+        """Return a peer to which this one has connected."""
+        with contextlib.suppress(OSError):
+            if end is not None:
+                end.settimeout(self._remaining_s([index]))
+                wanted = Wanted(FOR_PEER, self._index.to_bytes(16, "little"), False)
+                return self._peer(end, index, handshake.greet(end, self._read("secret", 0), wanted), self._index)
+        self._remaining_s([index])
+        raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_REACH}")
+
+    def _accept(self, listener: socket.socket, expected: set[int]) -> None:
+        """Let these peers in. Others, which do not prove the secret, are refused."""
+        while missing := expected - self.accepted.keys():
+            listener.settimeout(min(self._remaining_s(missing), _LISTEN_S))
+            with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
+                end = refused.enter_context(listener.accept()[0])
+                end.settimeout(_PROVED_IN_S)
+                end.sendall(hello := handshake.new_hello())
+                reply = handshake.read_exactly(end, handshake.REPLY_BYTES)
+                if (proved := handshake.answered(self._read("secret", 0), hello, reply)) is not None:
+                    end.sendall(proved[0])
+                    index = int.from_bytes(proved[1].session, "little")
+                    self.accepted[index] = self._peer(end, index, proved[2], index)
+                    refused.pop_all()
+
+    def _peer(self, end: socket.socket, index: int, secret: Secret, flag: int) -> Peer:
+        """Return the peer at the other end.
+
+        Raises `SavableError` for another user, or without means to authenticate.
+        """
+        ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
+        if end.family == socket.AF_UNIX:
+            raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if (user := _CREDENTIALS.unpack(raw)[1]) != os.geteuid():
+                raise SavableError(f"{ranks} share batches as users {os.geteuid()} and {user}. Start them as one user.")
+            return Peer(self._ranks[index], flag, Channel(end, waits=False))
+        if not can_authenticate_bodies():
+            raise SavableError(f"{ranks} share batches between machines. Run pip install cryptography on both.")
+        return Peer(self._ranks[index], flag, LinkChannel(Link(end, secret)))
+
+
+def reach(family: int, address: Any) -> socket.socket | None:
+    """Return a socket that is connected to a peer.
+
+    None if it cannot be reached, as by a Unix socket of another machine.
+    """
+    end = socket.socket(family)
+    if end.connect_ex(address) == 0:
+        return end
+    end.close()
+    return None
+
+
+def _own_host() -> str:
+    """The address of this machine in the network of MASTER_ADDR."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))  # sends nothing
+        return str(end.getsockname()[0])

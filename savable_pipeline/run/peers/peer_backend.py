@@ -1,0 +1,246 @@
+"""`PeerBackend`: the `Backend` of ranks that share batches.
+
+The first rank builds them by a backend of its own:
+
+    first rank    Run ──▶ PeerBackend ──▶ Pool or InProcess
+                            │ answers, votes and errors, in the order of its calls
+    other ranks   Run ──▶ PeerBackend
+
+The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer has the request and the lane's state
+before it, so that a rank which asks for something else is noticed. At the first batch after a start, all compare its
+bytes. A peer that ends, or gives no sign of life, ends all: each raises an error with its rank.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.backend import Backend
+from savable_pipeline.run.engine.connection import Host
+from savable_pipeline.run.engine.messages import Delivery, Failure, RequestKind
+from savable_pipeline.run.engine.process_host import ProcessHost
+from savable_pipeline.run.engine.shared_batches import AnswerSender
+from savable_pipeline.run.engine.worker_settings import Workers
+from savable_pipeline.run.peers.meeting import Sharing, meet
+from savable_pipeline.run.peers.peer import Note, Peer, SourceReader
+from savable_pipeline.stages.batch_difference import digest
+
+_LISTEN_S = 0.25  # at a time
+_END_S = 5.0  # for the last notes to be sent
+_PATIENCE = 5  # others wait so many times as long, since the first rank may replace workers that hang
+_HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
+_SAVE = "The state of the last batch is intact: save it, and restart the ranks."
+_VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
+_ALIKE = "Load, skip and take batches alike on each of them."
+
+
+def open_passing(open_host: Callable[[], Host]) -> Host:
+    """A host, whose workers' answers are read so that they can be passed on."""
+    if isinstance(host := open_host(), ProcessHost):
+        host.reader = SourceReader
+    return host
+
+
+class PeerBackend:
+    """Answers on each rank as the backend of the first one does.
+
+    `builder` builds the batches in the first rank, and is idle in the others, which are met at the first request.
+    """
+
+    def __init__(self, sharing: Sharing, workers: Workers, builder: Backend) -> None:
+        self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
+        self._builder, self.open, self.start, self.numbers = builder, builder.open, builder.start, builder.numbers
+        self.verify_delivered = builder.verify_delivered
+        self._meet = partial(meet, sharing, workers.timeout)
+        self._peers: list[Peer] = []  # once they have met
+        self._states: dict[int, bytes] = {}  # of lanes, after their last answers
+        self._compares = True  # at the next batch
+        self._failed = ""  # the error that ended the group
+
+    @property
+    def fault(self) -> str:
+        """That of the builder."""
+        return self._builder.fault
+
+    @fault.setter
+    def fault(self, fault: str) -> None:
+        self._builder.fault = fault
+
+    @property
+    def capacity(self) -> int:
+        """That of the builder."""
+        return self._builder.capacity
+
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+        """Request a batch of the builder."""
+        self._states.setdefault(lane, state)
+        return lane, state, want, self._builder.ask(lane, state, want, facts)
+
+    def answer(self, ticket: Any) -> Delivery:
+        """Wait for the answer of the first rank.
+
+        Raises what it raises, or `WorkerError` if ranks differ.
+        """
+        lane, state, want, own = ticket
+        state = self._states[lane] if self.capacity else state  # workers are asked ahead
+        found: Delivery = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
+        self._states[lane] = found.state
+        return found
+
+    def agree(self, vote: Callable[[], int]) -> int:
+        """What the first ranks of all sharing groups have agreed on by their votes."""
+        return self._shared(("vote",), vote)  # type: ignore[no-any-return]
+
+    def look(self) -> None:
+        """Have the builder compare the shards. Raises on all ranks what it raises."""
+        self._shared(("look",), self._builder.look)
+
+    def forget_requests(self) -> None:
+        """Drop all requests."""
+        self._states.clear()
+        self._builder.forget_requests()
+
+    def stop(self) -> None:
+        """Stop the builder. The ranks stay connected, and compare their next batch."""
+        self._states.clear()
+        self._compares = True
+        self._builder.stop()
+
+    def close(self) -> None:
+        """Stop, and leave the group: other ranks may still take what was passed to them."""
+        self._builder.close()
+        self.stop()
+        self._report(("ended",))
+        until = time.monotonic() + _END_S
+        while time.monotonic() < until and any(peer.is_behind(self._passed) for peer in self._peers):
+            self._hear(_LISTEN_S)  # a closed TCP connection may lose what has not arrived
+        for peer in self._peers:
+            peer.close()
+        self._peers = []
+
+    # Passing on.
+
+    def _shared(self, key: Note, build: Callable[[], Any]) -> Any:
+        """Return on each rank what the first one has built for a key.
+
+        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state
+        before the batch.
+        """
+        if not self._peers:
+            self._upstream, self._readers = self._meet()
+            self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
+            self._own, self._writer, self._passed, self._failed = SourceReader(), AnswerSender(), 0, ""
+        self._hear(0.0)
+        self._check([])
+        raised, other, compares = None, key, self._compares and key[0] == "batch"
+        if self._upstream is not None:
+            (_, other, compares), found = self._next_note(self._upstream)
+            self._upstream.send(("taken",))
+            # A batch that the first rank requested before it skipped the slot answers a skip.
+            if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):
+                ranks, steps = f"ranks {self._rank} and {self._upstream.rank}", f"{key[:2]} and {other[:2]}"
+                self._fail(f"{ranks} share batches, but not their steps: {steps}. {_ALIKE}")
+        else:
+            try:
+                found = build()
+            except Exception as error:
+                raised, found, compares = error, Failure.of(error), False
+        if self._readers:
+            found = self._pass_on(("answer", other, compares), found)
+        if isinstance(found, Failure):
+            raise raised or found.raised()
+        if compares:
+            self._compare(digest(found.batch))
+        return found
+
+    def _pass_on(self, note: Note, found: Any) -> Any:
+        """Pass an answer on, and return it as this process is to use it.
+
+        It waits until no reader is far behind.
+        """
+        written = found.written if isinstance(found, Delivery) else None
+        if written is None:
+            _, found, written = self._own.read_written(*self._writer.message(1, found))
+        passed = written([reader.flag for reader in self._readers if reader.is_local and not reader.ended])
+        for reader in self._readers:
+            reader.send(note, passed if reader.is_local else written(None))
+        self._passed += 1
+        behind = self._passed - self._prefetch
+        self._wait(lambda: [reader for reader in self._readers if reader.unsent or reader.is_behind(behind)])
+        return found
+
+    def _compare(self, own: str) -> None:
+        """Wait until all ranks have compared a batch.
+
+        Raises `WorkerError` on all of them if it differs.
+        """
+        self._compares = False
+        for reader in self._readers:
+            if self._next_note(reader)[0][1] != own:
+                self._fail(f"the first batch of rank {reader.rank} differs from that of rank {self._rank}. {_VERSIONS}")
+        if self._upstream is not None:
+            self._upstream.send(("digest", own))
+            self._next_note(self._upstream)
+        for reader in self._readers:
+            reader.send(("same",))
+
+    # Waiting, and ends.
+
+    def _next_note(self, peer: Peer) -> tuple[Note, Any]:
+        """The next note of a peer, with its answer."""
+        self._wait(lambda: [] if peer.inbox else [peer])
+        return peer.take()
+
+    def _wait(self, missing: Callable[[], list[Peer]]) -> None:
+        """Wait until no peer is missing.
+
+        Raises `WorkerError` on all ranks if one ended, or if it takes too long.
+        """
+        start = time.monotonic()
+        while peers := missing():
+            self._check(peers)
+            if time.monotonic() - start > self._timeout * (_PATIENCE if self._upstream in peers else 1):
+                ranks = ", ".join(str(peer.rank) for peer in peers)
+                self._fail(f"rank {self._rank} waited {self._timeout:g} s for rank {ranks}. {_HANGS}")
+            self._hear(_LISTEN_S)
+
+    def _check(self, needed: list[Peer]) -> None:
+        """Raise `WorkerError` if a peer has failed or ended.
+
+        One that has closed its loader is an error only if it is needed.
+        """
+        for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
+            self._fail(failed)
+        for peer in self._peers:
+            if not peer.inbox and (peer in needed if peer.ended else peer.lost):
+                how = "closed its loader" if peer.ended else "ended"
+                self._fail(f"rank {peer.rank} {how}, which shares batches with rank {self._rank}. {_SAVE}")
+
+    def _hear(self, seconds: float) -> None:
+        """Take what arrives within these seconds."""
+        peers, poll = [peer for peer in self._peers if not peer.lost], select.poll()
+        for peer in peers:
+            peer.watch(poll)
+        poll.poll(seconds * 1000)
+        for peer in peers:
+            peer.hear()
+            for source in SourceReader.in_use if peer.lost and not peer.ended else ():
+                source.segments.release(peer.flag)
+
+    def _fail(self, text: str) -> NoReturn:
+        """Raise an error here, and on all peers."""
+        self._failed = text
+        self._report(("failed", text))
+        raise WorkerError(text)
+
+    def _report(self, note: Note) -> None:
+        for peer in self._peers:
+            peer.send(note)

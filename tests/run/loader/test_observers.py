@@ -1,0 +1,132 @@
+"""The books of a run: what observers are told of, what they may refuse, and that a run knows none of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader import run as run_module
+from savable_pipeline.run.loader.observer import BatchStep, Observer
+from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.run import Run
+from tests.support.fake_backend import FakeBackend, fake_run
+
+BOOKS = {"acknowledgements", "ledger_keeper", "receipts", "rows_in_flight", "source_losses", "stats"}
+
+
+class Count(Observer):
+    """Counts the batches, in an entry of its own; lists what it is told."""
+
+    def __init__(self) -> None:
+        self.batches, self.told = 0, list[str]()
+        self.refuses: set[int] = set()  # the numbers of batches that it refuses once
+        self._loading = 0
+
+    def on_batch(self, step: BatchStep) -> None:
+        if step.number in self.refuses:
+            self.refuses.remove(step.number)
+            raise OSError("the disk is full")
+        self.batches += 1
+        step.batch = (*step.batch, "counted")
+
+    def on_skip(self, at: Position) -> None:
+        self.told.append(f"skip at {at.slot}")
+
+    def on_epoch_end(self, over: Position) -> None:
+        self.told.append(f"end of epoch {over.epoch}")
+
+    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        state["counted"] = at.history.total - lag
+
+    def without_entries(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "counted" not in state:
+            raise sp.CheckpointMismatchError("the state has no count. Load one that was saved with it.")
+        self._loading = state["counted"]
+        return {name: value for name, value in state.items() if name != "counted"}
+
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        return None if state is None else lambda: setattr(self, "batches", self._loading)
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> str:
+    return str(make_shards([20]))
+
+
+def counted_run(shards: str, capacity: int = 0, **settings: Any) -> tuple[Run, Count]:
+    run, count = fake_run(FakeBackend([3, 3], capacity), shards, lanes=2, epochs=1, **settings), Count()
+    run.observers.append(count)
+    return run, count
+
+
+def test_an_observer_hears_of_each_step_in_order(shards: str) -> None:
+    run, count = counted_run(shards)
+    assert next(run) == (0, 0, 0, "counted")
+    run.skip(2)
+    assert [next(run), next(run), next(run)] == [(0, 1, 1, "counted"), (0, 0, 2, "counted"), (0, 1, 2, "counted")]
+    with pytest.raises(StopIteration):
+        next(run)
+    run.close()
+    assert count.batches == 4 and count.told == ["skip at 1", "end of epoch 0", "close"]
+
+
+@pytest.mark.parametrize("capacity", [0, 3])
+def test_a_batch_that_an_observer_refuses_is_the_next_one_and_the_state_stays(shards: str, capacity: int) -> None:
+    run, count = counted_run(shards, capacity)
+    expected = [(0, slot % 2, slot // 2, "counted") for slot in range(6)]
+    count.refuses = {0, 3, 5}
+    found = []
+    while len(found) < 6:
+        before = run.state_dict()
+        try:
+            found.append(next(run))
+        except OSError:
+            assert all(run.state_dict()[name] == before[name] for name in ("epoch", "slot", "counted"))
+    assert found == expected and not count.refuses
+
+
+def test_what_an_observer_adds_to_a_state_is_its_own_entry_and_refused_by_its_own_sentence(shards: str) -> None:
+    run, _ = counted_run(shards)
+    next(run), next(run)
+    state = run.state_dict()
+    resumed, count = counted_run(shards)
+    resumed.load_state_dict(state)
+    assert count.batches == 2 and next(resumed) == (0, 0, 1, "counted")
+    before = resumed.state_dict()
+    del state["counted"]
+    with pytest.raises(sp.CheckpointMismatchError, match="the state has no count"):
+        resumed.load_state_dict(state)
+    assert resumed.state_dict() == before and count.batches == 3
+
+
+def test_an_entry_of_rows_in_flight_that_is_missing_is_refused_by_its_sentence(shards: str) -> None:
+    with sp.SavableLoader(sp.read(shards).map(_key).batch(2), seed=1, lanes=2, acknowledge=True) as loader:
+        next(loader)
+        state = loader.state_dict()
+        del state["flight_00001"]
+        with pytest.raises(sp.CheckpointMismatchError, match="lane_00001, but no flight_00001"):
+            loader.load_state_dict(state)
+
+
+def _key(sample: sp.Sample) -> str:
+    return sample.key
+
+
+def test_a_run_and_what_takes_its_steps_name_no_observer() -> None:
+    folder = Path(run_module.__file__ or "").parent
+    for name in ("run", "prefetcher", "epoch_end", "position", "states"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {module.rpartition(".")[2] for module in imported} & BOOKS, name
+
+
+def test_a_position_has_few_members() -> None:
+    assert len([name for name in vars(Position) if not name.startswith("_")]) <= 25

@@ -1,0 +1,311 @@
+"""Peers get the batches that one loader alone gets, whatever they do with them; here they are threads."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.errors import SavableError, WorkerError
+from savable_pipeline.run.loader.savable_loader import run_of
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers.device import OnDevice
+from tests.conftest import MakeShards
+from tests.support.peer_threads import alone, loaders, side_by_side
+from tests.support.streams import take
+
+pytestmark = pytest.mark.usefixtures("own_interpreters")
+
+
+@pytest.fixture
+def shards(make_shards: MakeShards) -> Path:
+    return make_shards([40, 40, 40])
+
+
+@contextmanager
+def closing(found: list[sp.SavableLoader]) -> Iterator[list[sp.SavableLoader]]:
+    try:
+        yield found
+    finally:
+        for loader in reversed(found):
+            loader.close()
+
+
+def on_each(found: list[Any], call: Callable[[Any], Any]) -> list[Any]:
+    return side_by_side([partial(call, loader) for loader in found])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("peers", [2, 4])
+def test_each_peer_gets_the_batches_of_a_loader_alone(shards: Path, workers: int, peers: int) -> None:
+    expected = take(alone(shards), 12)
+    with closing(loaders(shards, peers, num_workers=workers)) as found:
+        assert on_each(found, lambda loader: take(loader, 12)) == [expected] * peers
+        states = [loader.state_dict() for loader in found]
+    one = alone(shards)
+    take(one, 12)
+    assert states == [one.state_dict()] * peers
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_peer_may_overwrite_its_batches(shards: Path, workers: int) -> None:
+    """Each peer writes its own number into each batch, and reads it back after the others have written theirs."""
+
+    def overwrite(numbered: tuple[int, sp.SavableLoader]) -> list[str]:
+        number, loader = numbered
+        seen, before = [], None
+        for _, batch in zip(range(40), loader, strict=False):
+            seen.append(digest(batch))
+            if before is not None:
+                assert bool((before["row"] == number).all()), "another peer changed a batch"
+            batch["row"].fill_(number)
+            before = batch
+        return seen
+
+    expected = take(alone(shards), 40)
+    with closing(loaders(shards, 3, num_workers=workers)) as found:
+        assert on_each(list(enumerate(found)), overwrite) == [expected] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_peer_may_collect_many_batches(shards: Path, workers: int) -> None:
+    expected = take(alone(shards), 20)
+    with closing(loaders(shards, 2, num_workers=workers)) as found:
+        collected = on_each(found, lambda loader: [next(loader) for _ in range(20)])
+        assert [[digest(batch) for batch in batches] for batches in collected] == [expected] * 2
+        assert all(loader.stats()["viewed_batches"] <= 8 * 2 + 8 for loader in found)
+        del collected
+        gc.collect()
+        assert [loader.stats()["viewed_batches"] <= 4 for loader in found] == [True] * 2
+
+
+def test_segments_are_reused(shards: Path) -> None:
+    def count_segments() -> int:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len({line.split()[4] for line in maps if "savable_pipeline batch" in line})
+
+    gc.collect()
+    before = count_segments()
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, lambda loader: take(loader, 60))
+        assert 1 <= count_segments() - before <= 6
+
+
+def test_only_the_first_builds(shards: Path) -> None:
+    with closing(loaders(shards, 3, num_workers=2)) as found:
+        on_each(found, lambda loader: take(loader, 3))
+        assert [loader.stats()["num_workers"] for loader in found] == [2, 0, 0]
+
+
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_end_alike(shards: Path, tail: Any, workers: int) -> None:
+    def epochs(loader: sp.SavableLoader) -> list[list[str]]:
+        return [take(loader, 1000) for _ in range(2)]
+
+    expected = epochs(alone(shards, epochs=1, tail=tail))
+    with closing(loaders(shards, 2, epochs=1, tail=tail, num_workers=workers)) as found:
+        assert on_each(found, epochs) == [expected] * 2
+
+
+def test_an_evaluation_restarts_alike(shards: Path) -> None:
+    def evaluate(loader: sp.SavableLoader) -> list[list[str]]:
+        return [take(loader, 3), take(loader, 1000), take(loader, 2)]
+
+    expected = evaluate(alone(shards, epochs=1, on_iter="restart"))
+    with closing(loaders(shards, 2, epochs=1, on_iter="restart", num_workers=1)) as found:
+        assert on_each(found, evaluate) == [expected] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_they_skip_load_and_return_alike(shards: Path, workers: int) -> None:
+    def travel(loader: sp.SavableLoader) -> list[list[str]]:
+        seen = [take(loader, 3)]
+        state = loader.state_dict()
+        loader.skip(3)
+        seen.append(take(loader, 3))
+        loader.load_state_dict(state)
+        seen.append(take(loader, 2))
+        loader.skip(1)
+        return [*seen, take(loader, 2)]
+
+    expected = travel(alone(shards))
+    with closing(loaders(shards, 3, num_workers=workers)) as found:
+        assert on_each(found, travel) == [expected] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_they_decide_alike(shards: Path, workers: int) -> None:
+    def decide(loader: sp.SavableLoader) -> list[Any]:
+        seen = take(loader, 3)
+        loader.reconfigure(exclude=["0001", "0017"])
+        return [*seen, *take(loader, 6), loader.state_dict()]
+
+    expected = decide(alone(shards))
+    with closing(loaders(shards, 2, num_workers=workers)) as found:
+        assert on_each(found, decide) == [expected] * 2
+
+
+def test_on_device_saves_the_batch_before_the_one_ahead(shards: Path) -> None:
+    def train(loader: sp.SavableLoader) -> list[Any]:
+        batches = OnDevice(loader, "cpu")
+        return [*take(batches, 3), batches.state_dict(), *take(batches, 2)]
+
+    expected = train(alone(shards))
+    with closing(loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, train) == [expected] * 2
+
+
+def test_a_closed_loader_continues_when_all_are_closed(shards: Path) -> None:
+    def train(loader: sp.SavableLoader) -> list[str]:
+        seen = take(loader, 4)
+        loader.close()
+        return [*seen, *take(loader, 3)]
+
+    with closing(loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, train) == [take(alone(shards), 7)] * 2
+
+
+def test_calls_may_differ_by_prefetch(shards: Path) -> None:
+    """After the first batch, the first rank takes two more before the other one takes any, and ends before it."""
+    expected = take(alone(shards), 4)
+    with closing(loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, lambda loader: take(loader, 1)) == [expected[:1]] * 2
+        assert take(found[0], 2) == expected[1:3]
+        assert on_each(found, lambda loader: take(loader, 1 if loader is found[0] else 3)) == [
+            expected[3:],
+            expected[1:],
+        ]
+
+
+# What ends all peers.
+
+
+def test_peers_at_different_places_are_an_error_on_all(shards: Path) -> None:
+    one = alone(shards)
+    take(one, 3)
+    with closing(loaders(shards, 3)) as found:
+        found[2].load_state_dict(one.state_dict())
+        errors = on_each(found, next)
+        assert all(isinstance(error, SavableError) for error in errors)
+        assert {str(error) for error in errors} == {
+            "ranks 2 and 0 share batches, but not their steps: ('batch', 3) and ('batch', 0). Load, skip and take "
+            "batches alike on each of them."
+        }
+
+
+def test_another_place_of_the_same_lane_is_an_error_on_all_too(shards: Path) -> None:
+    one = alone(shards)
+    take(one, 4)
+    with closing(loaders(shards, 2)) as found:
+        found[0].load_state_dict(one.state_dict())
+        assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
+
+
+def test_loading_on_one_rank_alone_is_an_error_on_all_before_a_batch(shards: Path) -> None:
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, lambda loader: take(loader, 3))
+        found[0].load_state_dict(alone(shards).state_dict())
+        assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
+
+
+def test_another_seed_is_an_error(shards: Path) -> None:
+    first = loaders(shards, 2, workers=sp.Workers(timeout=0.5))
+    other = alone(shards, seed=6, ranks=run_of(first[1]).ranks)
+    with closing([first[0], other]) as found:
+        with pytest.raises(SavableError, match=r"rank 0 waited 0\.5 s for rank 1"):
+            next(found[0])
+        with pytest.raises(ValueError, match="rank 1 has seed=6, but rank 0 has seed=5"):
+            next(found[1])
+
+
+def test_a_different_first_batch_is_an_error_on_all(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(10))
+    module = "savable_pipeline.run.peers.peer_backend.digest"
+    monkeypatch.setattr(module, lambda batch: f"{digest(batch)} {next(count)}")
+    with closing(loaders(shards, 2)) as found:
+        assert all(
+            "the first batch of rank 1 differs from that of rank 0" in str(error) for error in on_each(found, next)
+        )
+
+
+def test_a_skip_on_one_rank_alone_is_an_error_on_all(shards: Path) -> None:
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, lambda loader: take(loader, 2))
+        found[0].skip(1)
+        errors = on_each(found, lambda loader: take(loader, 8))
+        assert all(isinstance(error, SavableError) for error in errors)
+        assert all("ranks 1 and 0 share batches, but not their steps" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_encoder_is_raised_on_all_and_may_be_repeated(
+    shards: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Any, sample: sp.Sample, rng: sp.Rng) -> Any:
+        if sample.json()["id"] == 33:
+            raise ValueError("number 33")
+        return {"row": torch.zeros(6000)}
+
+    monkeypatch.setattr("tests.support.peer_threads.Rows.encode", encode)
+
+    def train(loader: sp.SavableLoader) -> list[Any]:
+        seen: list[Any] = []
+        try:
+            while True:
+                seen.append(digest(next(loader)))
+        except SavableError as error:
+            seen.append((type(error), str(error).splitlines()[0], loader.state_dict()))
+        with pytest.raises(SavableError, match="number 33"):
+            next(loader)
+        return seen
+
+    expected = train(alone(shards))
+    with closing(loaders(shards, 2, num_workers=workers)) as found:
+        assert on_each(found, train) == [expected] * 2
+
+
+def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
+    with closing(loaders(shards, 3, workers=sp.Workers(timeout=1.5))) as found:
+        errors = on_each(found[:2], next)
+        assert all(isinstance(error, SavableError) and "rank 2" in str(error) for error in errors)
+
+
+def test_a_peer_that_takes_no_batches_is_named(shards: Path) -> None:
+    with closing(loaders(shards, 2, workers=sp.Workers(timeout=4))) as found:
+        on_each(found, next)
+        with pytest.raises(WorkerError, match="rank 0 waited 4 s for rank 1"):
+            take(found[0], 5)
+        states = [loader.state_dict() for loader in found]
+        with pytest.raises(WorkerError, match="rank 0 waited 4 s for rank 1"):
+            take(found[1], 5)
+    resumed = alone(shards)
+    resumed.load_state_dict(states[1])
+    assert take(resumed, 3) == take(alone(shards), 4)[1:]
+
+
+def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, next)
+        found[0].close()
+        with pytest.raises(SavableError, match="rank 0 closed its loader, which shares batches with rank 1"):
+            next(found[1])
+
+
+def test_acknowledging_is_refused(shards: Path) -> None:
+    with pytest.raises(ValueError, match="acknowledge= does not apply to ranks that share"):
+        loaders(shards, 2, acknowledge=True)
+
+
+def test_only_the_first_writes_the_ledger(shards: Path, tmp_path: Path) -> None:
+    with closing(loaders(shards, 2, ledger=tmp_path / "ledger")) as found:
+        on_each(found, lambda loader: take(loader, 3))
+        on_each(found, lambda loader: loader.state_dict())
+    assert len(list((tmp_path / "ledger").iterdir())) == 1

@@ -1,0 +1,109 @@
+"""Peers of a sharing group as threads of one process, which find each other through a dict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline import custom
+from savable_pipeline.run.peers.meeting import Sharing
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0
+
+
+class DictStore:
+    """A store of torch.distributed, as far as peers use one."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        """A value that has been written."""
+        value: bytes = self.values[key]
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all have been written."""
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, number: int) -> int:
+        """The new value of a counter."""
+        with self._lock:
+            self.values[key] = self.values.get(key, 0) + number
+            return int(self.values[key])
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value if the key has the expected one, "" for none; the value that it has then."""
+        with self._lock:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = value.encode()
+            return self.get(key)
+
+
+def sharing_of(ranks: Sequence[int], store: Any = None) -> list[Sharing]:
+    """What each of the peers with these global ranks knows."""
+    store = store or DictStore()
+    return [Sharing(index, tuple(ranks), store) for index in range(len(ranks))]
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """What each call returned or raised, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(_caught, call) for call in calls]
+        return [future.result(TIMEOUT_S * 3) for future in futures]
+
+
+def _caught(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+class Rows(sp.TaskEncoder):
+    """Random rows, four of which are large enough for shared memory."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return {"id": number, "row": torch.from_numpy(rng.numpy.random(6000).astype(np.float32))}
+
+
+def pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
+    """Batches of 96 KB."""
+    items = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Rows())
+    return sp.Batcher(sp.ShuffleBuffer(items, size=10), size=4)
+
+
+def loaders(
+    shards: Path, peers: int, *, epochs: int | None = None, rank: int = 0, world_size: int = 1, **settings: Any
+) -> list[sp.SavableLoader]:
+    """The loaders of the peers of one data-parallel rank."""
+    found = []
+    for sharing in sharing_of(range(rank * peers, (rank + 1) * peers)):
+        ranks = sp.Ranks(rank, world_size)
+        ranks.sharing, ranks.name, ranks.builds = sharing, sharing.ranks[sharing.number], sharing.number == 0
+        workers = {"workers": sp.Workers(timeout=TIMEOUT_S), "ranks": ranks}
+        found.append(alone(shards, epochs=epochs, **{**workers, **settings}))
+    return found
+
+
+def alone(shards: Path, *, epochs: int | None = None, **settings: Any) -> sp.SavableLoader:
+    """A loader that shares nothing, or as its settings say."""
+    made_by = partial(pipeline, str(shards), epochs=epochs)
+    return sp.SavableLoader(made_by, **{"seed": 5, "lanes": 4, "ranks": (0, 1), **settings})

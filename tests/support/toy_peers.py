@@ -1,0 +1,95 @@
+"""Ranks that share one decode, as processes: started by `forked_ranks` with a function of this file and its arguments.
+
+Each writes what it returns to FOLDER/RANK.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import savable_pipeline as sp
+from savable_pipeline.errors import SavableError
+from tests.support.peer_threads import alone
+from tests.support.streams import take
+
+
+def groups_of(size: int) -> tuple[Any, Any]:
+    """The data group and the sharing group of this process, where `size` processes in a row share."""
+    world = dist.get_world_size()
+    data = [list(range(peer, world, size)) for peer in range(size)]
+    shared = [list(range(first, first + size)) for first in range(0, world, size)]
+    return dist.new_subgroups_by_enumeration(data)[0], dist.new_subgroups_by_enumeration(shared)[0]
+
+
+def in_groups(shards: str, size: int, **settings: Any) -> sp.SavableLoader:
+    """A loader of ranks of which `size` in a row share batches."""
+    data, shared = groups_of(size)
+    return alone(Path(shards), ranks=sp.Ranks.of(data, share=shared), **settings)
+
+
+def in_mesh(shards: str, **settings: Any) -> sp.SavableLoader:
+    """A loader of two data-parallel ranks of two peers, by a device mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return alone(Path(shards), ranks=sp.Ranks.of(mesh, share=("tp",)), **settings)
+
+
+def train(shards: str, how: str, workers: str) -> dict[str, Any]:
+    """Take some batches, save, take more; then one epoch, at whose end the ranks vote."""
+    make = in_mesh if how == "mesh" else lambda shards, **settings: in_groups(shards, int(how), **settings)
+    with make(shards, num_workers=int(workers)) as loader:
+        seen: dict[str, Any] = {"before": take(loader, 6)}
+        seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
+        seen["after"] = take(loader, 4)
+    with make(shards, num_workers=int(workers), epochs=1) as finite:
+        seen["epoch"] = take(finite, 1000)
+    return seen
+
+
+def die(shards: str, victim: str, workers: str) -> dict[str, Any]:
+    """Take batches of one group until the victim is killed in its step."""
+    with in_groups(shards, dist.get_world_size(), num_workers=int(workers)) as loader:
+        seen: dict[str, Any] = {"batches": take(loader, 3)}
+        if dist.get_rank() == int(victim):
+            torch.save(seen, f"{shards}/../{victim}.pt")
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                seen["batches"] += take(loader, 1)
+        except SavableError as error:
+            seen["error"] = str(error)
+        seen["state"] = loader.state_dict()
+    return seen
+
+
+def wrong_groups(shards: str) -> dict[str, Any]:
+    """The data groups do not fit the sharing groups."""
+    data, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    shared, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    dist.barrier()
+    errors = []
+    for _ in range(2):  # the first time, none has said what it is
+        try:
+            sp.Ranks.of(data, share=shared)
+        except ValueError as error:
+            errors.append(str(error))
+        dist.barrier()
+    return {"errors": errors}
+
+
+def main(function: str, folder: str, *arguments: str) -> None:
+    """Run a function of this file."""
+    dist.init_process_group("gloo")
+    seen = globals()[function](*arguments)
+    torch.save(seen, Path(folder) / f"{dist.get_rank()}.pt")
+    if function != "die":
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(0)
