@@ -1,4 +1,4 @@
-"""The commands on a loader and its state, `savable plan`, `verify-resume`, `state` and `serve`, and what they print."""
+"""Commands on a loader: `savable plan`, `verify-resume`, `state` and `serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader that `savable verify-resume` or `savable plan` is about, from a name on the command line: its settings."""
+"""Settings of the loader that a command line names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LANES = 12  # of a pipeline function, unless the user says otherwise
 def load_target(
     target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int = LANES
 ) -> LoaderSettings:
-    """The settings of what `target` names: a `SavableLoader`, a function without arguments that makes one, a pipeline.
+    """Return the settings of the loader, function or pipeline that `target` names.
 
-    The loader itself is closed. `seed` and `lanes` are for a pipeline, which is a function of a lane. Raises ValueError
-    for anything else.
+    A function without arguments must build a `SavableLoader`. A loader is closed. `seed` and `lanes` are for a
+    pipeline, which is a function of a lane. Raises ValueError for anything else.
     """
     found = named_object(target)
     if not isinstance(found, SavableLoader):
@@ -34,7 +34,10 @@ def load_target(
 
 
 def _takes_a_lane(found: Any, target: str) -> bool:
-    """Whether `found` is a function of one argument, a pipeline, rather than of none. Raises ValueError for others."""
+    """Return whether `found` is a pipeline, a function of one argument.
+
+    Raises ValueError if it is no function of one argument or none.
+    """
     if not callable(found) or isinstance(found, type):
         raise ValueError(
             f"{target} is a {type(found).__name__}: expected a SavableLoader, a function without arguments that gives "
