@@ -27,7 +27,7 @@ NOT_RUN = {
     "docs/hub.md": 1,
     "docs/migrate/lancedb.md": 1,
     "docs/migrate/energon.md": 2,
-    "docs/model-parallel.md": 1,
+    "docs/model-parallel.md": 2,
     "docs/multimodal.md": 1,
     "docs/remote-workers.md": 3,
     "docs/remote.md": 2,

@@ -66,8 +66,9 @@ def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     Columns without a value are dropped.
     """
     rows: list[tuple[str, ...]] = [("lanes", "ranks", "workers per rank", "steps", "left over")]
+    yours = " (default)" if plan.by_default else " (yours)"
     for each in plan.choices:
-        mark = " (yours)" if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
+        mark = yours if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
         known = each.steps is not None and each.left_share is not None and plan.steps.how != "unknown"
         numbers = (f"{each.steps:,.0f}", f"{each.left_share:.2%}" * bool(each.left_share)) if known else ("", "")
         shown = ", ".join(map(str, each.worlds[-_WORLDS:]))

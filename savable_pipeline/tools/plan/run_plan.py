@@ -20,6 +20,7 @@ from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.epoch_end import counted_end
+from savable_pipeline.run.loader.ranks import next_lanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.packing.balance import Balance
@@ -148,14 +149,9 @@ def _finite(how: How, settings: LoaderSettings, parts: PathParts, counts: list[i
     return Steps(how, False, end / ranks, sum(counts) - end, sum(owned) - used, 0)
 
 
-def fitting_lanes(lanes: int, ranks: int) -> int:
-    """Return `lanes` if the ranks divide it, else the next multiple of the ranks."""
-    return -(-lanes // ranks) * ranks
-
-
 def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
     """Return the run's lanes, the planned ones, and multiples of the ranks, ascending."""
-    planned = fitting_lanes(settings.lanes, ranks)
+    planned = next_lanes(settings.lanes, ranks)
     population = builder.build(0, planned).population
     choices = []
     for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
@@ -204,7 +200,7 @@ def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Ra
     lanes = parts.last.lane.count // ranks
     holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
     limits = [stage.max_buffer_bytes for stage in holding if stage.max_buffer_bytes]
-    refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
+    refs = sum(stage.capacity * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
 
@@ -298,7 +294,7 @@ def _buffered_refs(parts: PathParts) -> list[tuple[str, int]]:
     for before, stage in pairwise(parts.stages):
         if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
             branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
-            found += [(branch, stage.size) for branch in branches]
+            found += [(branch, stage.capacity) for branch in branches]
     return found
 
 
@@ -331,6 +327,8 @@ class RunPlan:
     nodes: int
     lanes: int
     """Of the loader."""
+    by_default: bool
+    """Whether the loader was created without `lanes`."""
     planned_lanes: int
     """The lanes of all that follows: the loader's or, if the ranks do not divide them, the next that they do."""
     better_lanes: int
@@ -355,7 +353,7 @@ def plan_run(
         raise ValueError(
             f"--nodes must divide --ranks, so that each node has as many ranks: {ranks} ranks on {nodes} nodes"
         )
-    lanes = fitting_lanes(settings.lanes, ranks)
+    lanes = next_lanes(settings.lanes, ranks)
     builder = LaneBuilder(settings)
     parts = builder.build(0, lanes)
     choices = lanes_choices(settings, builder, ranks=ranks)
@@ -364,6 +362,7 @@ def plan_run(
         ranks=ranks,
         nodes=nodes,
         lanes=settings.lanes,
+        by_default=settings.by_default,
         planned_lanes=lanes,
         better_lanes=better_lanes(settings, choices, planned=lanes),
         path=repr(parts.last),

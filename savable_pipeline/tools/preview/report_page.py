@@ -1,4 +1,4 @@
-"""Page of a run's ledger: waits and run_advice, batches, and skipped samples.
+"""Page of a run's ledger: waits and advice, batches, and skipped samples.
 
 Its pictures are plain values for a template that writes SVG: lines over the run, and bars.
 """
