@@ -1,4 +1,4 @@
-"""`CaptioningEncoder`: an image and its caption as an augmented image and tokens, packed or not."""
+"""`CaptioningEncoder`: an image and its caption as an image and tokens."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ class CaptioningEncoder(TaskEncoder):
         return {"image": image, **text}
 
     def length(self, item: dict[str, Any]) -> int:
-        """The number of text tokens, with the padding to a multiple; what a model makes of the image is not counted."""
+        """Return the number of text tokens, including padding to a multiple.
+
+        Tokens that a model makes of the image are not counted.
+        """
         return padded_length(len(item["tokens"]), self.multiple)
 
     def images(self, item: dict[str, Any]) -> int:
@@ -134,7 +137,10 @@ class CaptioningEncoder(TaskEncoder):
         return {"image": item["image"], "tokens": item["tokens"][start:stop], "labels": item["labels"][start:stop]}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack of n items: `image`, uint8 (n, 3, size, size), and the captions as one pack of tokens."""
+        """Build one pack of n items.
+
+        It has `image`, uint8 (n, 3, size, size), and the captions as one pack of tokens.
+        """
         text = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
         return {"image": torch.stack([item["image"] for item in items]), **text}
 

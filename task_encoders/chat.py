@@ -1,4 +1,4 @@
-"""`ChatEncoder`: conversations, with images, videos and sounds anywhere in them, as tokens; the answers are learned."""
+"""`ChatEncoder`: conversations with images, videos and audio as tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class _Asked(NamedTuple):
 
 
 class ChatEncoder(MixedEncoder):
-    """Learns the answers of the assistant in a conversation, which may show images, videos and sounds.
+    """Trains on the answers of the assistant in a conversation with media.
+
+    Images, videos and audio may be anywhere in it.
 
     Conversations are JSON in one of the common forms, those of OpenAI, TRL, LLaVA, LLaMA-Factory, ms-swift and
     FineVision (parts/data_formats.py), with the images as parts of the sample, and videos and sounds where `video` and
@@ -125,9 +127,9 @@ class ChatEncoder(MixedEncoder):
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
         self._texts = {kind: own.text for kind, own in zip(Sample.KINDS, (vision, video, audio), strict=True) if own}
-        marks = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
+        specials = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
         self._places = re.compile(f"({'|'.join(map(re.escape, self._texts.values())) or '(?!)'})")
-        self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""

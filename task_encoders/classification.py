@@ -1,4 +1,4 @@
-"""`ClassificationEncoder`: an image and its class; with MixUp and CutMix in batches, if wanted."""
+"""`ClassificationEncoder`: an image and its class, with optional MixUp and CutMix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ContrastiveEncoder`: pairs of an image, or of a clip of a video, and a text, for a loss like that of CLIP."""
+"""`ContrastiveEncoder`: pairs of an image or video clip and a text, as for CLIP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class ContrastiveEncoder(TaskEncoder):
-    """Learns which text of a batch belongs to which image or video (Radford et al.: CLIP, 2021).
+    """Learns which text of a batch belongs to which image or video.
+
+    See Radford et al.: CLIP, 2021.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or

@@ -1,4 +1,4 @@
-"""`InterleavedEncoder`: documents with images, videos and sounds between their texts, as web pages are."""
+"""`InterleavedEncoder`: documents with images, videos and audio between texts."""
 
 from __future__ import annotations
 

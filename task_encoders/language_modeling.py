@@ -1,4 +1,4 @@
-"""`LanguageModelingEncoder`: text as documents of tokens, packed for variable-length attention."""
+"""`LanguageModelingEncoder`: documents of tokens for variable-length attention."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ class LanguageModelingEncoder(MixedEncoder):
         return self._cut(item, length, self.max_length)
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
+        """Return the tokens `start` to `stop - 1` of an item, as an item.
+
+        The last label is the token after them.
+        """
         return {name: tensor[start:stop] for name, tensor in item.items()}
 
     def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`SpeechEncoder`: speech and its text as log-mel features and tokens, packed or not."""
+"""`SpeechEncoder`: speech and its text as log-mel features and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class SpeechEncoder(TaskEncoder):
-    """Learns the text of speech: features as Whisper takes them (Radford et al., 2022), and tokens.
+    """Trains on the text of speech: features as in Whisper, and tokens.
+
+    See Radford et al., 2022.
 
     Audio of any rate and any number of channels is resampled to 16 kHz, the channels averaged. A frame is 10 ms.
 
@@ -131,7 +133,10 @@ class SpeechEncoder(TaskEncoder):
         return frames
 
     def length_of(self, sample: Sample) -> int | None:
-        """The number of frames, by `sample.media`; None where a speed is drawn, or headers do not say it of a sound."""
+        """Return the number of frames by `sample.media`, or None.
+
+        It is None if a speed is drawn, or if headers do not say it.
+        """
         part = named_part(sample, self.audio, "audio", "video")
         if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
             return None
@@ -142,7 +147,10 @@ class SpeechEncoder(TaskEncoder):
         return None if self._outside(count) else -(-count // HOP)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack of n items: `features`, float32 (bins, F), `frame_counts` of the items, and a pack of tokens."""
+        """Build one pack of n items.
+
+        It has `features`, float32 (bins, F), `frame_counts` of the items, and a pack of tokens.
+        """
         return {
             "features": torch.cat([item["features"][:, : item["frames"]] for item in items], 1),
             "frame_counts": torch.tensor([item["frames"] for item in items]),
@@ -205,7 +213,9 @@ def _segments(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SpecAugment:
-    """Covers bands and stretches of time with the mean of the features (Park et al.: SpecAugment, 2019).
+    """Masks bands and ranges of time with the mean of the features.
+
+    See Park et al.: SpecAugment, 2019.
 
     The width of each is drawn from 0 to its greatest, then its place. The defaults are the paper's for LibriSpeech.
 

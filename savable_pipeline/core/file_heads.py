@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-_MAGICS = {
-    b"\x1f\x8b\x08": ".gz",
-    b"\xfd7zXZ\0": ".xz",
-    b"\x28\xb5\x2f\xfd": ".zst",
-}
+_MAGICS = {b"\x1f\x8b\x08": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 _MEDIA = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",

@@ -14,6 +14,7 @@ from savable_pipeline.core.thread_copies import thread_copy
 
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
+LANE_COUNT = "lanes"  # a name among these, for the number of lanes of a run that was created without one
 
 
 @dataclass(frozen=True)

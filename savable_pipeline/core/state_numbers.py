@@ -19,8 +19,8 @@ from savable_pipeline.errors import StateError
 SavedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # the range of the epoch in a ref
 
-ORDER = 4
-STATE = 6
+ORDER = 5
+STATE = 7
 LAST_COMMITS: dict[tuple[Any, Any], str] = {  # the last that reads states of (ORDER, STATE); the first had no ORDER
     (None, None): "d039fef",
     (None, 1): "d039fef",
@@ -28,6 +28,7 @@ LAST_COMMITS: dict[tuple[Any, Any], str] = {  # the last that reads states of (O
     (4, 3): "163f8f3",
     (4, 4): "fc1e073",
     (4, 5): "dece9b5",
+    (4, 6): "958633f",
 }
 
 

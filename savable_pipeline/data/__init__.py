@@ -1,1 +1,1 @@
-"""Where samples lie: finding files, their index, reading one sample, on a disk and behind a URL."""
+"""Data on disk or remote: finding files, indexing them, reading one sample."""

@@ -1,1 +1,1 @@
-"""A run of the data path: lanes in workers, batches in order, states, and what was given."""
+"""A run of the data path: lanes in workers, batches in order, states, the ledger."""

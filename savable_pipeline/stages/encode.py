@@ -44,6 +44,7 @@ _LIST = (
     "%s returned a list of %d dicts, which is a single item: a batch has a list of as many dicts. To make an item of "
     "each, yield them, or return iter(...)"
 )
+_NONE = "it returned None; return an item or Skip(reason)"
 _MOST_OPENED = 10_000
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
@@ -188,16 +189,14 @@ class Encode(ChunkedStage, ItemStage):
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        avoided, excluded = self._skipped.avoided, self.info.excluded
+        avoided, excluded = self._skipped.avoided, self.info.excluded or ()  # true only where some are
         first, dataset, base, absent, depth = ahead.next, None, 0, None, self.info.depth
         chosen = ahead.samples[first : first + n - len(elements)]
         with keyed.seeding.row(len(chosen)) as seed:
             encode = keyed.due_encode()
             for ahead.next, sample in enumerate(chosen, first):
                 if sample.origin is not dataset:
-                    dataset = sample.origin
-                    base, reason = keyed.base(dataset.source), absent_reason(dataset)
-                    absent = Skip(reason) if reason else None
+                    dataset, base, absent = self._of_dataset(sample)
                 index, epoch = sample.index, sample.epoch
                 left_out = EXCLUDED if excluded and index in excluded else absent
                 if left_out is not None:
@@ -214,18 +213,25 @@ class Encode(ChunkedStage, ItemStage):
                     seed(rng.key)
                 try:
                     item = encode(sample, rng)
+                    if item is None:
+                        raise TypeError(_NONE)
                 except Exception as error:
                     keyed.seeding.check(ends=True)
                     self._skipped.tolerate(sample, error)
                     break  # a later draw must not undo what is counted now
                 if type(item) not in plain:
-                    if type(item) is Skip or item is None or hasattr(item, "__next__"):
+                    if type(item) is Skip or hasattr(item, "__next__"):
                         if self._fans_out(sample, item, rng):
                             return
                         continue
                     self._add_plain(item)
                 elements.append(Element(ref, item))
         ahead.next += 1
+
+    def _of_dataset(self, sample: Sample) -> tuple[Any, int, Skip | None]:
+        """Values that samples of one dataset share: it, a base of keys, and why a `Join` skips them."""
+        reason = absent_reason(sample.origin)
+        return sample.origin, self.keyed.base(sample.origin.source), Skip(reason) if reason else None
 
     def _add_plain(self, item: Any) -> None:
         """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
@@ -236,18 +242,14 @@ class Encode(ChunkedStage, ItemStage):
             self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
-        """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
-        self.keyed.seeding.check()
-        if item is None:
-            self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"))
-        elif self._encoder.one_to_one:
+        """Whether the encoder's result is an iterator of parts; if it is a `Skip`, count the sample."""
+        if self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
-        elif type(item) is Skip:
+        if type(item) is Skip:
             self._skipped.skipped(sample, item)
-        else:
-            self._fan = FanOut(self.keyed, sample, (item, rng))
-            return True
-        return False
+            return False
+        self._fan = FanOut(self.keyed, sample, (item, rng))
+        return True
 
     @property
     def _part(self) -> int:
@@ -267,7 +269,6 @@ class Encode(ChunkedStage, ItemStage):
                 while len(elements) < n:
                     part, item = fan.count, fan.next()
                     if type(item) is Skip:
-                        seeding.check()
                         skipped.skipped(fan.sample, item)
                     elif item is not DONE:
                         elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))

@@ -13,7 +13,10 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
+from savable_pipeline.stages.filters import ItemFilter, SampleFilter
 from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, parse_state
 
 _MAX_BUFFER_BYTES = 1 << 30
@@ -22,13 +25,16 @@ _MAX_BUFFER_BYTES = 1 << 30
 class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     """Yields samples in random order: a random one of `size` held refs, which the source's next one replaces.
 
+    It holds at most the lane's part of the first epoch, by the index, so that it does not mix many epochs of small
+    data. This bound is fixed for the run. A buffer behind a blend, packs or an encoder without `one_to_one` has none.
+
     At the end of a finite source the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
     one draw per ref, so that the order does not depend on how many refs are taken at a time. A held ref takes 12 bytes,
     in memory and in a state. After `Encode` it shuffles items, such as the consecutive pieces of one document.
 
     Args:
         source: A stage of samples, or of items.
-        size: Refs held in the buffer.
+        size: Most refs held in the buffer.
         max_buffer_bytes: Only for items: most bytes of items in all buffers and open packs of a process; items beyond
             that, or after a restore, are made again. None: 1 GiB.
 
@@ -65,10 +71,27 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def _key(self) -> int:
         return self.info.key("shuffle")
 
+    @property
+    def capacity(self) -> int:
+        """Refs in the full buffer, at most the lane's part of the first epoch."""
+        return min(self.size, self._most or self.size)
+
+    @cached_property
+    def _most(self) -> int:
+        """The most samples of the lane in the first epoch by the index, 0 if unknown.
+
+        It is unknown if a sample may become several items.
+        """
+        reader, *steps = upstream(self.source)
+        countable = all(step.one_for_one or isinstance(step, SampleFilter | ItemFilter) for step in steps)
+        if not isinstance(reader, RecordReader) or not countable:
+            return 0
+        return -(-reader.samples.of(0).count // self.lane.count)
+
     def _fill(self) -> None:
         """Take elements until the buffer is full or the source ends."""
-        buffer = self._buffer
-        while len(buffer) < self.size and len(more := self.source.take(self.size - len(buffer))):
+        buffer, capacity = self._buffer, self.capacity
+        while len(buffer) < capacity and len(more := self.source.take(capacity - len(buffer))):
             buffer.add(more)
             if self.lane.unused is not None:
                 self.lane.unused -= len(more)  # what the lane knows to be in the buffer is not wasted
@@ -79,13 +102,13 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     def take(self, n: int) -> Any:
         """Take the next 1 to `n` elements: random ones, each replaced by the source's next, or by the last."""
-        buffer = self._buffer
+        buffer, capacity = self._buffer, self.capacity
         self._fill()
         if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
             self.source.make([buffer[at]])
-        fresh: Any = self.source.take(n) if len(buffer) == self.size else ()
+        fresh: Any = self.source.take(n) if len(buffer) == capacity else ()
         if len(fresh):
-            slots = below(words(self._key, self._draws, len(fresh)), self.size)
+            slots = below(words(self._key, self._draws, len(fresh)), capacity)
             self._draws += len(fresh)
             return buffer.exchange(slots, fresh)
         last = []
@@ -97,18 +120,20 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def save_state(self) -> State:
         """`refs`: those of samples in order, 12 bytes each (index uint64, epoch uint32); of items, with their sizes.
 
-        `draws`: draws so far.
+        `draws`: draws so far. `most`: the most refs in the buffer; 0 for no bound below `size`.
         """
-        return {"refs": self._buffer.save(), "draws": self._draws, "source": self.source.save_state()}
+        saved = {"refs": self._buffer.save(), "draws": self._draws, "most": self._most}
+        return {**saved, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; nothing is read or made, but downloads of remote samples begin."""
         saved = parse_state(self, state, _BufferState)
         self.source.restore_state(saved.source)
         self._buffer.restore(saved.refs)
-        if len(self._buffer) > self.size:
+        self._most = saved.most
+        if len(self._buffer) > self.capacity:
             raise CheckpointMismatchError(
-                f"ShuffleBuffer(size={self.size}): the state has {len(self._buffer)} samples. Use another copy "
+                f"ShuffleBuffer(size={self.capacity}): the state has {len(self._buffer)} samples. Use another copy "
                 "of the checkpoint."
             )
         self._draws = saved.draws
@@ -124,3 +149,4 @@ class _BufferState(msgspec.Struct):
     refs: bytes | list[Any]
     draws: SavedCount
     source: dict[str, Any]
+    most: SavedCount

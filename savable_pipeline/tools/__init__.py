@@ -1,1 +1,1 @@
-"""Over the library: the command, conversion, checks, previews, plans and comparisons."""
+"""Tools on top of the library: command, conversion, checks, previews, plans."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.lane import LANE_COUNT
 from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -108,7 +109,8 @@ def _advanced(
     """Return the states of these lanes at the slot of `state`, by name."""
     if not missing:
         return {}
-    local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
+    pinned = {**run_of(loader).local.pinned, LANE_COUNT: str(last["lanes"]).encode()}
+    local = LocalLanes(settings_of(loader).job, missing[0], pinned)
     try:
         with as_in_a_worker(set(KINDS)):
             local.runner.facts = facts

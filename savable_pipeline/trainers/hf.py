@@ -366,10 +366,7 @@ def _warn_of_unused(args: Any, dataset: Any) -> None:
     if dataset is not None and getattr(dataset, "num_rows", 0) != 1:  # a dummy dataset has one row
         unused.append("train_dataset")
     if unused:
-        log.warning(
-            "ignored: %s. The pipeline defines the batches.",
-            ", ".join(unused),
-        )
+        log.warning("ignored: %s. The pipeline defines the batches.", ", ".join(unused))
 
 
 def _warn_of_unloaded(output_dir: Path) -> None:

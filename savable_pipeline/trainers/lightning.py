@@ -145,14 +145,14 @@ class _Batches(TrainerLoader):
         self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
         limit = trainer.limit_train_batches
         self._whole_epochs = isinstance(limit, float) and limit == 1  # the int is one batch
-        self._start = Position.start(0, self._run.ranks, self._run.settings.lanes, pad=self._run.settings.pad)
         self._taking = False
         self.put_off = PutOff(lambda: self._taking or step.in_training)
 
     def _begin(self, begun: int) -> None:
         if self.trainer.overfit_batches and not self._of_epoch.ready:  # each epoch has the first batches again
             self.give_back()
-            self._run.return_to(self._start)
+            settings = self._run.settings
+            self._run.return_to(Position.start(0, self._run.ranks, settings.lanes, pad=settings.pad))
             self._mark()
         super()._begin(begun)
 

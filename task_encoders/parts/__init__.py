@@ -1,1 +1,1 @@
-"""Parts that encoders are made of: tokenizers, images, formats of documents and conversations."""
+"""Parts of encoders: tokenizers, images, formats of documents and conversations."""

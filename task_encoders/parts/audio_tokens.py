@@ -1,4 +1,4 @@
-"""`AudioTokens`: how sounds appear in a sequence of tokens, as in Qwen2-Audio and Qwen2.5-Omni: 25 tokens a second.
+"""`AudioTokens`: audio in a sequence of tokens, as in Qwen2-Audio, 25 per second.
 
 16,000 samples ─ log_mel ─ 100 frames of 128 bands ─ 25 tokens      a model's two convolutions halve each
 """
@@ -77,7 +77,10 @@ class AudioTokens(Medium):
         return Seen(self, self.tokens(frames), fields)
 
     def measured(self, info: MediaHeader) -> Seen:
-        """The same without features, by the length of a sound alone: of a file with a video, that is the video's."""
+        """Return the same without features, by the duration of audio alone.
+
+        In a file with video, the duration is the video's.
+        """
         if info.duration_s is None or info.fps is not None:
             raise Unmeasured
         return Seen(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
@@ -97,8 +100,10 @@ class AudioTokens(Medium):
         return {"audio_mels": item["audio_mels"][rows], "audio_frames": item["audio_frames"][first:last]}
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
-        """The fields of a batch: `audio_mels`, float32 (frames, bins); `audio_frames`, int64 (sounds,);
-        `audio_counts`, int64 (B,), the sounds of each row.
+        """Return the fields of a batch.
+
+        They are `audio_mels`, float32 (frames, bins); `audio_frames`, int64 (sounds,); `audio_counts`, int64 (B,), the
+        number of audio parts of each row.
         """
         return {**joint, "audio_counts": counts}
 

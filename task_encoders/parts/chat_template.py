@@ -1,4 +1,4 @@
-"""How messages become text for a model: ChatML, or the template that comes with a tokenizer."""
+"""Templates that turn messages into text: ChatML, or that of a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from task_encoders.parts.sample_parts import MediaPart, kind_of
 
 
 class ChatTemplate(Protocol):
-    r"""How messages become text. Any object with these two methods is one; `ChatML` and `OwnTemplate` are.
+    r"""Interface of templates that turn messages into text.
+
+    Any object with these two methods is one, such as `ChatML` and `OwnTemplate`.
 
     Example:
         ```python
@@ -41,7 +43,10 @@ class ChatTemplate(Protocol):
         """
 
     def settings(self) -> str:
-        """Return all that changes the text, or a hash of that: the template's name in a saved state."""
+        """Return everything that changes the text, or a hash of it.
+
+        It identifies the template in a saved state.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ class OwnTemplate:
     def marked(
         self, messages: Sequence[Message], image: str, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Render messages, with where each `{% generation %}` of the template begins and ends; None without such.
+        """Render messages, with the ranges of `{% generation %}`; None without such.
 
         Args:
             messages: The messages, in order.
@@ -199,7 +204,9 @@ class OwnTemplate:
 def answers_in(
     template: ChatTemplate, messages: Sequence[Message], learned: Sequence[int], image: str, more: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of messages, and where in it the learned ones begin and end, by their numbers.
+    """Return the text of messages, and the ranges of the answers to train on.
+
+    The answers are chosen by their indices.
 
     Where the template marks answers by `{% generation %}`, these marks say it; else an answer begins where what asks
     for it ends. Raises ValueError where neither says it.

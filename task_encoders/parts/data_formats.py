@@ -1,4 +1,6 @@
-"""Conversations and documents with images, videos and sounds, as data sets write them, as lists of messages and parts.
+"""Formats of conversations and documents, read as lists of messages and parts.
+
+They may have images, videos and audio.
 
 Turns of a conversation are of role and content (OpenAI, TRL), of from and value (LLaVA, ShareGPT), or of user and
 assistant (FineVision). They are the list `messages`, `conversations` or `texts` of an object, or a list by itself:
@@ -85,7 +87,10 @@ class Message:
 
 
 def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
-    """The messages of a sample's JSON. Raises ValueError that names the field at fault."""
+    """Return the messages of a sample's JSON.
+
+    Raises ValueError that names the wrong field.
+    """
     name = next((each for each in CONVERSATIONS if isinstance(record, dict) and record.get(each) is not None), "")
     if not name and not isinstance(record, list):
         raise ValueError(f"expected {_KNOWN}; found {_found(record)}")
@@ -215,7 +220,9 @@ def _read_json(value: Any, at: str) -> Any:
 
 
 def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
-    """The JSON of a conversation, and what the chat template takes beside the messages, of the object or its columns.
+    """Return the JSON of a conversation, and other arguments of the chat template.
+
+    Both are from the object or its columns.
 
     That is `tools`, which may be JSON text, and the entries of `chat_template_kwargs`; a function by itself becomes
     OpenAI's form. Fields that are null in a column are left out: its schema has them for all rows. Raises ValueError
@@ -239,7 +246,10 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse_preferences(fields: Any) -> None:
-    """Raise ValueError where a row has answers that are not to be learned: of DPO, KTO and the like."""
+    """Raise ValueError for rows with answers that must not be trained on.
+
+    DPO, KTO and similar formats have such.
+    """
     found = [name for name in ("rejected", "rejected_response") if name in fields and fields[name] is not None]
     labels = [name for name in ("label", "kto_tag") if name in fields]
     found += [name for name in labels if fields[name] is False or fields[name] == b"false"]
@@ -270,7 +280,10 @@ def _expect(value: Any, kind: type, at: str) -> Any:
 
 
 def parse_document(record: Any, media: SampleMedia) -> list[Part]:
-    """Texts, none of them empty, and what is between them. Raises ValueError that names the field at fault."""
+    """Return texts, none of them empty, and what is between them.
+
+    Raises ValueError that names the wrong field.
+    """
     if isinstance(record, dict) and "texts" in record:
         parts = _obelics(record, media)
     elif isinstance(record, dict) and "text_list" in record:

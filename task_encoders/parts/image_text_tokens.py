@@ -1,4 +1,6 @@
-"""Tokens of text, images, videos and sounds in one sequence; packs and batches of such; and the base of their encoders.
+"""Tokens of text, images, videos and audio in one sequence, and their packs.
+
+It also has batches of these, and the base class of their encoders.
 
 `ab`, an image of 2 × 4 patches, 2 × 2 to a token (`#`), and `c`; predicted are `b` and `c`:
 
@@ -41,10 +43,10 @@ from task_encoders.parts.vision import Vision
 
 
 class MixedTokens:
-    """A sequence under construction: add texts and pieces of media in order, then call `item`.
+    """Sequence under construction: add texts and media in order, then call `item`.
 
-    The texts are tokenized together, with the text of the medium's token in the place of each image, video or sound.
-    A function, which has no such text, tokenizes what is before and behind it by itself.
+    The texts are tokenized together, with the text of the medium's token in the place of each image, video or sound. A
+    function, which has no such text, tokenizes what is before and behind it by itself.
 
     Args:
         tokenizer: The tokenizer of all texts.
@@ -97,7 +99,10 @@ class MixedTokens:
         return sum(map(len, self._pieces)), sum(grid.steps for seen in self._seen for grid in seen.grids)
 
     def item(self) -> dict[str, Any]:
-        """`tokens` and `labels`, int64 (n,), the fields of all media, and with `rope` `mrope_ids`, int64 (n, 3)."""
+        """Return the item of the sequence.
+
+        It has `tokens` and `labels`, int64 (n,), the fields of all media, and with `rope` `mrope_ids`, int64 (n, 3).
+        """
         self._finish()
         tokens = joined(self._pieces) if self._pieces else torch.empty(0, dtype=torch.int64)
         target = torch.from_numpy(np.concatenate([*self._targets, np.empty(0, np.bool_)]))
@@ -152,7 +157,10 @@ _OF_TOKENS = ("tokens", "labels", "mrope_ids")
 
 
 def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
-    """Where the tokens of each image, video or sound begin, and where they end, with texts between its tiles."""
+    """Return the ranges of the tokens of each image, video or audio.
+
+    They include texts between tiles.
+    """
     tokens = (item["tokens"] == medium.token).nonzero().flatten().tolist()
     found, seen = [], 0
     for count in medium.token_counts(item):
@@ -162,7 +170,9 @@ def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
 
 
 class MixedEncoder(TaskEncoder):
-    """Base of encoders whose items are those of `MixedTokens`; without `vision`, `video` or `audio`, of text alone.
+    """Base class of encoders whose items are those of `MixedTokens`.
+
+    Without `vision`, `video` or `audio`, they are text alone.
 
     Batches are `max_length` long; without it, as long as their longest row. Each document of a pack, and each row, is
     padded to a multiple of `multiple` tokens.
@@ -201,7 +211,10 @@ class MixedEncoder(TaskEncoder):
             self.tokenizer.text_of(medium.token)
 
     def media_of(self, sample: Sample, *, headers: bool = False) -> SampleMedia:
-        """The parts of a sample to which its text may refer; with `headers`, images are `sample.media(part)`."""
+        """Return the parts of a sample to which its text may refer.
+
+        With `headers`, images are `sample.media(part)`.
+        """
         read = Sample.media if headers else self.vision.image if self.vision else Sample.image
         texts = {"video": self.video.text if self.video else "", "audio": self.audio.text if self.audio else ""}
         named = {kind: text for kind, text in texts.items() if text}
@@ -225,7 +238,10 @@ class MixedEncoder(TaskEncoder):
                 yield from medium.pieces(medium.seen(opened))
 
     def measured_pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
-        """The same without fields, by the headers. Raises `Unmeasured` where these do not say enough."""
+        """Return the same without fields, by headers alone.
+
+        Raises `Unmeasured` if these do not say enough.
+        """
         info = cast(MediaHeader, sample.media(part.name) if isinstance(part, MediaPart) else part)
         if isinstance(self.video, VideoFrames) and kind_of(part) == "video":
             assert self.vision is not None
@@ -246,7 +262,9 @@ class MixedEncoder(TaskEncoder):
         return steps + (len(item["grids"]) if self.vision else 0)
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after.
+        """Return the tokens `start` to `stop - 1` of an item, as an item.
+
+        The last label is the token after them.
 
         Raises ValueError where that cuts through an image, a video or a sound.
         """
@@ -265,7 +283,7 @@ class MixedEncoder(TaskEncoder):
         return cut
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack: T tokens as `pack_tokens` arranges them, and all images, videos and sounds one after another."""
+        """Build one pack: T tokens as in `pack_tokens`, and all media in order."""
         pack = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
         if self.rope is not None:
             pack["mrope_ids"] = torch.cat([lengthened(item["mrope_ids"], self.length(item)) for item in items])
@@ -273,7 +291,9 @@ class MixedEncoder(TaskEncoder):
         return {**pack, **join_fields(others)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs, rows of `batch_tokens`, or B items, rows of `batch_documents`; and the fields of each medium.
+        """Build a batch of B packs (`batch_tokens`) or B items (`batch_documents`).
+
+        It has the fields of each medium too.
 
         With `rope`, also `mrope_ids`, int64 (B, T, 3).
         """

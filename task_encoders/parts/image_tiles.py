@@ -1,4 +1,6 @@
-"""Splits an image of any shape into tiles that a vision model takes, keeping its aspect; and these into patches.
+"""Splits an image of any shape into tiles for a vision model, and into patches.
+
+Tiles preserve the aspect ratio.
 
     1280 × 720 ─ NativeSize ─ one tile, 1288 × 728        both sides a multiple of 28
                ─ Buckets    ─ one tile of a few shapes    the nearest in aspect, filled and cropped in the centre
@@ -27,7 +29,9 @@ _THIN = 100  # from this aspect on, an image that covers a bucket is too large t
 
 @dataclass(frozen=True)
 class ImageTiles(ABC):
-    """How an image becomes tiles: the base of `NativeSize`, `Buckets`, `Tiles` and `SplitTiles`, and of your own.
+    """Base class of rules that turn an image into tiles.
+
+    `NativeSize`, `Buckets`, `Tiles` and `SplitTiles` are such, and your own may be.
 
     A subclass defines `tiles(image)`, a list of images whose sides have a multiple of `merge` whole patches. Pixels at
     the right and the bottom that fill no patch are left out, as by a model's convolution.
@@ -77,7 +81,9 @@ class ImageTiles(ABC):
         """
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]] | None:
-        """Return the width and height of each tile of an image, if they are known without it; by default None.
+        """Return the width and height of each tile, if known without the image.
+
+        By default it is None.
 
         Args:
             width: Width of the image, in pixels.
@@ -86,7 +92,9 @@ class ImageTiles(ABC):
         return None
 
     def texts(self, width: int, height: int) -> tuple[str, ...]:
-        """Return the text before each tile of an image, where a model takes such; by default ().
+        """Return the text before each tile of an image, if a model takes such.
+
+        By default it is ().
 
         Args:
             width: Width of the image, in pixels.
@@ -95,7 +103,9 @@ class ImageTiles(ABC):
         return ()
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """Return the least size at which an image must be decoded, by default its own: `tiles` may get a `ScaledImage`.
+        """Return the least size at which an image must be decoded; by default its own.
+
+        `tiles` may get a `ScaledImage`.
 
         Args:
             width: Width of the full image, in pixels.
@@ -105,7 +115,10 @@ class ImageTiles(ABC):
 
     @property
     def takes_scaled(self) -> bool:
-        """Whether `tiles` may get a `ScaledImage`: not one that a subclass has defined without `at_least`."""
+        """Whether `tiles` may get a `ScaledImage`.
+
+        A `tiles` of a subclass without its own `at_least` may not.
+        """
         definers = [next(at for at in type(self).__mro__ if name in vars(at)) for name in ("at_least", "tiles")]
         return issubclass(*definers)
 
@@ -151,7 +164,9 @@ class ImageTiles(ABC):
 
 @dataclass(frozen=True)
 class NativeSize(ImageTiles):
-    """One tile of about the image's own size and aspect: each side is rounded to a multiple of `patch * merge`.
+    """One tile of about the image's own size and aspect ratio.
+
+    Each side is rounded to a multiple of `patch * merge`.
 
     This is `smart_resize` of Qwen2-VL (Wang et al., 2024, section 2.1).
 
@@ -294,7 +309,9 @@ class Tiles(ImageTiles):
 
 @dataclass(frozen=True)
 class SplitTiles(ImageTiles):
-    """Square tiles of an image whose longer side is resized to one length, each named by a text, and then the whole.
+    """Square tiles of an image, each with a text, and then the whole image.
+
+    The longer side of the image is resized to one length first.
 
     Each side is then enlarged to whole tiles. This is the splitting of Idefics3 (Laurençon et al., 2024) and SmolVLM,
     with the texts that these models have before the tiles. An image of one tile is not split.
@@ -335,7 +352,7 @@ class SplitTiles(ImageTiles):
         return self._resized(width, height)
 
     def texts(self, width: int, height: int) -> tuple[str, ...]:
-        """The mark of an image and the place of each tile, a line for each row; then those of the whole."""
+        """Return the texts before each tile, a line for each row, and before the whole."""
         wide, high = self._whole_tiles(*self._resized(width, height))
         columns, rows = wide // self.side, high // self.side
         mark, whole = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
@@ -380,7 +397,9 @@ def _squares(whole: Image.Image, side: int) -> list[Image.Image]:
 
 @dataclass(frozen=True)
 class Buckets(ImageTiles):
-    """One tile, of the shape among a few of like area that is nearest to the image's aspect.
+    """One tile, of the bucket shape nearest to the image's aspect ratio.
+
+    All shapes have about the same area.
 
     The image is scaled until it covers the shape, and cropped evenly on both sides (NovelAI: aspect ratio bucketing,
     2022). The shapes have sides from `min_side` to `max_side` in steps of `patch * merge`; for each width, the height

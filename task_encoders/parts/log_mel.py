@@ -1,4 +1,6 @@
-"""Log-mel features of speech, as Whisper takes them (Radford et al., 2022): 80 or 128 bands, a hundred frames a second.
+"""Log-mel features of speech as in Whisper: 80 or 128 bands, 100 frames a second.
+
+See Radford et al., 2022.
 
     samples  ─ windows of 400, one each 160 ─ |FFT|² ─ mel bands ─ log10 ─ at most 8 below the loudest ─ (x + 4) / 4
 

@@ -1,4 +1,4 @@
-"""`Medium`: what stands among text as tokens of one id; images, videos and sounds are such.
+"""`Medium`: an image, video or audio that appears in text as tokens of one id.
 
 A medium makes of one image, video or sound a `Seen`: the number of its tokens, and the tensors that a model puts in
 their place. An item holds these tensors end to end, in the order of their tokens; a cut of an item takes the rows of
@@ -26,7 +26,10 @@ import torch
 
 
 class Grid(NamedTuple):
-    """Tokens in time, height and width, row by row; `interval_s` is the time from one step to the next, in seconds."""
+    """Tokens in time, height and width, row by row.
+
+    `interval_s` is the time from one step to the next, in seconds.
+    """
 
     steps: int
     rows: int
@@ -59,7 +62,10 @@ class Seen:
 
 
 class MediaHeader(Protocol):
-    """What a header says of an image, a video or a sound: `sample.media(part)`; None where it does not say it."""
+    """Facts about an image, video or audio by its header; None if unknown.
+
+    `sample.media(part)` is one.
+    """
 
     @property
     def width(self) -> int | None:
@@ -83,7 +89,10 @@ class Unmeasured(Exception):
 
 
 class Medium(ABC):
-    """The base of `Vision`, `VideoTokens` and `AudioTokens`, which have these attributes as arguments."""
+    """Base class of `Vision`, `VideoTokens` and `AudioTokens`.
+
+    They have these attributes as arguments.
+    """
 
     kind: ClassVar[str]  # "image", "video" or "audio"
     token: int
@@ -92,7 +101,7 @@ class Medium(ABC):
     after: str
 
     def pieces(self, seen: Seen) -> Iterator[str | Seen]:
-        """What stands in a sequence for an image, a video or a sound: texts, and what was seen."""
+        """Yield the texts and tokens of an image, video or audio in a sequence."""
         yield self.before
         yield seen
         yield self.after
@@ -103,7 +112,10 @@ class Medium(ABC):
 
     @abstractmethod
     def measured(self, info: MediaHeader) -> Seen:
-        """The same without fields, by its header alone. Raises `Unmeasured` where that does not say enough."""
+        """Return the same without fields, by its header alone.
+
+        Raises `Unmeasured` if that does not say enough.
+        """
 
     @abstractmethod
     def empty(self) -> dict[str, torch.Tensor]:
@@ -119,7 +131,10 @@ class Medium(ABC):
 
     @abstractmethod
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
-        """A batch's fields, of the fields of its rows end to end, and how many each row has, int64 (B,)."""
+        """Return a batch's fields from those of its rows, concatenated.
+
+        `counts`, int64 (B,), is the number of each row.
+        """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -143,7 +158,10 @@ def join_fields(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def rows_of(sizes: torch.Tensor, first: int, last: int) -> slice:
-    """The rows of the elements `first` to `last - 1`, of which `sizes`, int64 (n,), says how many rows each has."""
+    """Return the rows of the elements `first` to `last - 1`.
+
+    `sizes`, int64 (n,), is the number of rows of each element.
+    """
     start = int(sizes[:first].sum())
     return slice(start, start + int(sizes[first:last].sum()))
 
@@ -182,11 +200,11 @@ class MRope:
         Returns:
             int64 (n, 3): time, height and width of each.
         """
-        begin, made = 0, [torch.empty(0, 3, dtype=torch.int64)]
+        begin, positions_of = 0, [torch.empty(0, 3, dtype=torch.int64)]
         for run in runs:
-            made.append(begin + (self._grid(run) if isinstance(run, Grid) else _line(run)))
-            begin = int(made[-1].max()) + 1 if len(made[-1]) else begin
-        return torch.cat(made)
+            positions_of.append(begin + (self._grid(run) if isinstance(run, Grid) else _line(run)))
+            begin = int(positions_of[-1].max()) + 1 if len(positions_of[-1]) else begin
+        return torch.cat(positions_of)
 
     def settings(self) -> dict[str, Any]:
         """Every argument, for `TaskEncoder.settings`."""

@@ -1,4 +1,4 @@
-"""`shown_by`: the tiles that a processor of `transformers` makes of an image, and the texts around them."""
+"""`shown_by`: tiles of a processor of `transformers`, and the texts around them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shown = tuple[ImageTiles, str, str]
 
 
 def shown_by(processor: Any, patch: int | None = None) -> Shown:
-    """Return the tiles of a processor's images, and the texts before and after an image.
+    """Return the tiles of a processor's images, and the texts around an image.
 
     Args:
         processor: A processor of `transformers` with an `image_processor`.
@@ -48,9 +48,9 @@ def _check(owner: Any, **needed: Any) -> None:
 
 
 def _native(processor: Any, images: Any, patch: int) -> Shown:
-    """As Qwen-VL. Omni's processor names its marks."""
-    size, marks = images.size, {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
-    before, after = (getattr(processor, name, text) for name, text in marks.items())
+    """As Qwen-VL. Omni's processor names its texts."""
+    size, texts = images.size, {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    before, after = (getattr(processor, name, text) for name, text in texts.items())
     return NativeSize(patch, images.merge_size, size["shortest_edge"], size["longest_edge"]), before, after
 
 

@@ -1,4 +1,4 @@
-"""What an encoder reads of a sample: a value, by `Field`, and the images, videos and sounds to which a text refers.
+"""Parts of a sample that an encoder reads: a `Field`, images, videos and audio.
 
 `txt` is a part, `json[caption]` a field of a JSON part; images go by the name of their part, or in order.
 
@@ -25,7 +25,7 @@ Decode = Literal["scaled", "exact"]
 
 @dataclass(frozen=True)
 class ScaledImage:
-    """An image of `width` × `height` pixels, of which `pixels` has fewer: resized by boxes of its full size.
+    """Image of `width` × `height` pixels, decoded at a smaller size.
 
     Args:
         width: Width of the full image, in pixels.
@@ -43,7 +43,10 @@ class ScaledImage:
         resample: Image.Resampling,
         box: tuple[float, float, float, float] | None = None,
     ) -> Image.Image:
-        """The region `box` of the full image, None for all of it, as an image of this size; as of Pillow."""
+        """Resize a region of the full image, as Pillow does.
+
+        `box` is the region. None: all of it.
+        """
         first, top, end, bottom = whole = self.pixels.info["box"]  # of a mirrored photo it begins within a pixel
         if box is None:
             return self.pixels.resize(size, resample, box=whole)
@@ -54,7 +57,7 @@ class ScaledImage:
 
 
 def check_decode(decode: str) -> None:
-    """Raises ValueError unless this is one of the two settings."""
+    """Raise ValueError unless this is one of the two settings."""
     if decode not in ("scaled", "exact"):
         raise ValueError(f"decode must be 'scaled' or 'exact', not {decode!r}")
 
@@ -66,7 +69,7 @@ _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 class Field:
-    """A part of a sample as text, or a field of a part as JSON: `json[meta][labels][0]`.
+    """Part of a sample as text, or field of a JSON part: `json[meta][labels][0]`.
 
     The notation is that of Megatron-Energon's field maps.
     """
@@ -102,7 +105,10 @@ class Field:
         return value
 
     def read_text(self, sample: Sample) -> str | None:
-        """The value, None where the sample has none. Raises ValueError where it is no text."""
+        """Return the value as text, or None if the sample has none.
+
+        Raises ValueError if it is no text.
+        """
         value = self.read(sample)
         if isinstance(value, str) and not self.path:
             value = self._field_of_line(sample, value)
@@ -123,7 +129,10 @@ class Field:
 
 
 def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:
-    """The part `name`, or without a name the first of these kinds; None where the sample does not have it."""
+    """Return the part `name`, or without a name the first of these kinds.
+
+    It is None if the sample does not have it.
+    """
     return next((part for kind in kinds for part in ((name,) if name else Sample.KINDS[kind]) if part in sample), None)
 
 
@@ -152,7 +161,9 @@ def kind_of(part: SeenImage | MediaPart) -> str:
 
 
 class PartsOfKind(Generic[Seen]):
-    """The parts of a sample that are images, `jpg` or `0.jpg`, `1.png`, …, or videos, or sounds, by their numbers.
+    """Parts of a sample that are images, or videos, or audio, by number.
+
+    Images are `jpg`, or `0.jpg`, `1.png`, ….
 
     The text must use each at least once: `check_all_used` raises if one is left over. `read` makes of a part what
     stands in the text.
@@ -168,7 +179,10 @@ class PartsOfKind(Generic[Seen]):
         self._used = 0
 
     def next(self, field: str) -> Seen:
-        """The first one not yet used. Raises ValueError that names `field`, which asks for it."""
+        """Return the first one that is not used yet.
+
+        Raises ValueError that names `field`, which refers to it.
+        """
         if self._due:
             return self.named(self._due[0], field)
         raise ValueError(
@@ -176,13 +190,16 @@ class PartsOfKind(Generic[Seen]):
         )
 
     def numbered(self, index: int, field: str) -> Seen:
-        """The one of this number, from 0 on. Raises ValueError that names `field`, which asks for it."""
+        """Return the one with this index.
+
+        Raises ValueError that names `field`, which refers to it.
+        """
         if not 0 <= index < len(self.names):
             raise ValueError(f"{field}: {index}, but the sample has {self._described()}{self._hint}")
         return self.named(self.names[index], field)
 
     def known(self, address: Any) -> str | None:
-        """The name of a part, or the `data:` URL, that something in a text is; None for anything else."""
+        """Return the part name or `data:` URL that an address in a text means, or None."""
         if isinstance(address, dict):  # as a table has an image within a list: its bytes in base64
             inside = address.get("bytes")
             address = f"data:;base64,{inside}" if isinstance(inside, str) else address.get("url") or address.get("path")
@@ -191,7 +208,10 @@ class PartsOfKind(Generic[Seen]):
         return next((name for name in self.names if name.lower() == address.lower()), None)
 
     def order_by(self, listed: Any) -> None:
-        """Take them in the order of a list of their names, if each is known; paths are of the parts in their order."""
+        """Order them as a list of their names, if each is known.
+
+        Paths mean the parts in their order.
+        """
         found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
         if None not in found:
             listed_ones = [name for name in found if name is not None]
@@ -199,7 +219,7 @@ class PartsOfKind(Generic[Seen]):
             self._due = list(self.names)
 
     def check_any(self, listed: Any, field: str) -> None:
-        """Raises ValueError that names `field`, which lists some, where the sample has none."""
+        """Raise ValueError that names `field` if it lists some but the sample has none."""
         if listed and not self.names:
             raise ValueError(f"{field}: {listed!r:.80}, but the sample has {self._described()}{self._hint}")
 
@@ -214,7 +234,10 @@ class PartsOfKind(Generic[Seen]):
             self._due.remove(name)
 
     def named(self, name: str, field: str) -> Seen:
-        """The one in this part. Raises ValueError that names `field`, and what `read` raises."""
+        """Return the one in this part.
+
+        Raises ValueError that names `field`, and what `read` raises.
+        """
         for known in self.names:
             if known.lower() == name.lower():
                 self.take(known)
@@ -225,7 +248,7 @@ class PartsOfKind(Generic[Seen]):
         raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._described()}{hint}")
 
     def check_all_used(self) -> None:
-        """Raises ValueError that names the first one which no field asked for."""
+        """Raise ValueError that names the first one that no field refers to."""
         if self._due:
             of = f"{len(self.names) - len(self._due)} of {len(self.names)}"
             raise ValueError(f"{self._kind} {self._due[0]} has no place in the text: {of} have")
@@ -243,14 +266,20 @@ class PartsOfKind(Generic[Seen]):
 
 
 class SampleImages(PartsOfKind[SeenImage]):
-    """The images of a sample; one may also be in the text, as a `data:` URL, turned with `exif`. `read` decodes one."""
+    """Images of a sample, which may also be `data:` URLs in the text.
+
+    `read` decodes one. With `exif`, those in the text are rotated.
+    """
 
     def __init__(self, sample: Sample, read: ReadImage = Sample.image, *, exif: bool = True) -> None:
         super().__init__(sample, "image", lambda name: read(sample, name))
         self._exif = exif
 
     def named(self, name: str, field: str) -> SeenImage:
-        """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
+        """Return the image in this part or `data:` URL.
+
+        Raises ValueError that names `field`, and what Pillow raises.
+        """
         if not name.startswith("data:"):
             return super().named(name, field)
         if name in self.names:
@@ -259,7 +288,10 @@ class SampleImages(PartsOfKind[SeenImage]):
 
 
 class SampleMedia:
-    """The images of a sample, and of its videos and sounds those for which there is a text to write in their place."""
+    """Images of a sample, and its videos and audio if text can refer to them.
+
+    `texts` has the text that a template writes for each kind.
+    """
 
     def __init__(self, images: SampleImages, sample: Sample | None = None, *, sees: bool = True, **texts: str) -> None:
         self.images = images
@@ -268,16 +300,19 @@ class SampleMedia:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds for which text has places: "image", and "video" or "audio"."""
+        """Kinds to which text may refer: "image", "video", "audio"."""
         return ["image", *self._others]
 
     @property
     def shown_kinds(self) -> list[str]:
-        """These, but "image" where the encoder sees none and the sample has none: `<image>` is text then, as of SVG."""
+        """These kinds, without "image" if the encoder takes none and the sample has none.
+
+        `<image>` is then text, as in SVG.
+        """
         return self.kinds if self._sees or self.images.names else self.kinds[1:]
 
     def order_by(self, record: dict[str, Any]) -> None:
-        """Take each kind in the order in which an object names their parts, as `images` or `image`, if it does.
+        """Order each kind as an object names its parts, as `images` or `image`.
 
         Raises ValueError where it names some, and the sample has none.
         """
@@ -289,7 +324,10 @@ class SampleMedia:
                 self.of(kind, field).check_any(record[field], field)
 
     def of(self, kind: str, field: str) -> PartsOfKind[SeenImage] | PartsOfKind[MediaPart]:
-        """Those of one kind. Raises ValueError that names `field`, which asks for it, where the encoder takes none."""
+        """Return those of one kind.
+
+        Raises ValueError that names `field`, which refers to it, if the encoder takes none.
+        """
         if kind == "image":
             return self.images
         if kind not in self._others:
@@ -297,7 +335,7 @@ class SampleMedia:
         return self._others[kind]
 
     def check_all_used(self) -> None:
-        """Raises ValueError that names the first one which no field asked for."""
+        """Raise ValueError that names the first one that no field refers to."""
         for kind in self.kinds:
             self.of(kind, kind).check_all_used()
 

@@ -172,7 +172,9 @@ def _rows(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """Normalize uint8 (…, 3, height, width) to float32: the `mean` and `std` of each channel become 0 and 1.
+    """Normalize uint8 (…, 3, height, width) to float32, channel by channel.
+
+    `mean` and `std` become 0 and 1.
 
     In a worker the result is written directly into the memory that the trainer reads.
     """
@@ -181,7 +183,9 @@ def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, 
 
 
 def random_box(size: tuple[int, int], scale: tuple[float, float], rng: Rng) -> tuple[int, int, int, int]:
-    """A box within an image of this width and height, at an aspect from 3:4 to 4:3; `scale`: its share of the area.
+    """Draw a box within an image of this size, at an aspect ratio from 3:4 to 4:3.
+
+    `scale` is its fraction of the area.
 
     Where ten in turn do not fit, it is the largest central box of such an aspect. What is drawn has the number 2 in
     `SquareCrop.draws`.

@@ -32,14 +32,20 @@ IGNORED = -100  # the label that torch's cross entropy leaves out by default
 
 
 def document(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A document of `tokens`, int64 (n,), with `labels`, int64 (n,): the next token; none after the last."""
+    """Return `tokens` with `labels`, the next tokens; both int64 (n,).
+
+    The last label is ignored.
+    """
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
     return {"tokens": tokens, "labels": labels}
 
 
 def with_target(item: dict[str, Any]) -> dict[str, Any] | Skip:
-    """The item; or `Skip("no target")` where all its labels are ignored: a loss over nothing is not a number."""
+    """Return the item, or `Skip("no target")` if all its labels are ignored.
+
+    The mean loss over no targets is not a number.
+    """
     return item if (item["labels"] != IGNORED).any() else Skip("no target")
 
 
@@ -49,7 +55,7 @@ def padded_length(tokens: int, multiple: int) -> int:
 
 
 def check_multiple(multiple: int, max_length: int | None) -> None:
-    """Raise ValueError unless rows of `max_length` tokens can be cut at every multiple of `multiple`."""
+    """Raise ValueError unless `max_length` is divisible by `multiple`."""
     if multiple < 1 or (max_length or multiple) % multiple:
         raise ValueError(f"multiple={multiple} must be at least 1 and divide max_length={max_length}")
 
@@ -65,7 +71,10 @@ def is_packed(items: Sequence[dict[str, Any]]) -> bool:
 
 
 def pack_tokens(documents: Sequence[dict[str, Any]], *, pad: int = 0, multiple: int = 1) -> dict[str, Any]:
-    """One pack of documents, each padded to a `multiple`, T tokens in all, attention and positions of each its own."""
+    """Build one pack of documents with separate attention and positions.
+
+    Each is padded to a `multiple`. The pack has T tokens.
+    """
     lengths = [padded_length(len(each["tokens"]), multiple) for each in documents]
     return {
         "tokens": _joined([each["tokens"] for each in documents], lengths, pad),  # int64 (T,)
@@ -101,7 +110,9 @@ def batch_tokens(packs: Sequence[dict[str, Any]], *, pad: int, length: int | Non
 def batch_documents(
     documents: Sequence[dict[str, Any]], *, pad: int, length: int | None = None, multiple: int = 1
 ) -> dict[str, Any]:
-    """B documents that are not packed, as rows of T tokens: `length`, or as many as the longest, padded to a multiple.
+    """Build a batch of B documents, each a row of T tokens.
+
+    T is `length`, or the longest document, padded to a multiple.
 
     Every field has B rows. Raises ValueError where a document is longer than `length`.
     """
@@ -118,7 +129,7 @@ def batch_documents(
 
 
 def pad_rows(rows: Sequence[torch.Tensor], fill: int, length: int) -> torch.Tensor:
-    """`rows`, each int64 (n,) with n ≤ `length`, as int64 (rows, length) with `fill` after each."""
+    """Pad `rows`, each int64 (n,), to int64 (rows, length) with `fill`."""
     padded = torch.full((len(rows), length), fill)
     for target, row in zip(padded, rows, strict=True):
         if len(row) > length:

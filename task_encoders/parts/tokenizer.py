@@ -1,4 +1,4 @@
-"""`Tokenizer`: one class around every kind of tokenizer; UTF-8 bytes if none is given.
+"""`Tokenizer`: one class for every kind of tokenizer, or UTF-8 bytes.
 
 A text is tokenized as a whole, and a token contributes to the loss if one of its characters does, which is also the
 rule of `return_assistant_tokens_mask` in `transformers`. Of `Q: 2+2? four`, only `four` is to be learned:
@@ -25,7 +25,7 @@ Ids: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class HasEncode(Protocol):
-    """A tokenizer of Hugging Face `tokenizers` or `transformers`, of tiktoken or of SentencePiece."""
+    """Tokenizer of Hugging Face, tiktoken or SentencePiece."""
 
     def encode(self, text: str, /) -> Any:
         """The token ids, or an object that holds them as `ids`."""
@@ -36,7 +36,9 @@ Tokenize: TypeAlias = HasEncode | Callable[[str], Ids]
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer with the special ids to put around a text; those that it adds by itself stay.
+    """Tokenizer with special ids to put around a text.
+
+    Ids that it adds by itself stay.
 
     Args:
         tokenize: A function from text to token ids, or an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -108,7 +110,9 @@ class Tokenizer:
         return _ids(encode(text))
 
     def marked(self, text: str, ranges: Sequence[tuple[int, int]]) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return the ids of a text, with nothing added, and which of them have a character of some ranges.
+        """Return the ids of a text, and which of them are in some ranges.
+
+        Nothing is added to the text.
 
         Args:
             text: The text.
@@ -131,7 +135,7 @@ class Tokenizer:
         return ids, mask
 
     def text_of(self, token: int) -> str | None:
-        """Return the text that is read as this token; None where a function or bytes have none.
+        """Return the text that this token stands for, or None if there is none.
 
         Args:
             token: The id of the token.
@@ -175,7 +179,7 @@ class Tokenizer:
         return str(decode(list(ids)))
 
     def special_texts(self) -> set[str]:
-        """Return the texts of the tokenizer's special tokens; an empty set where they are not known."""
+        """Return the texts of the special tokens; an empty set if unknown."""
         tokenize: Any = self.tokenize
         if hasattr(tokenize, "special_tokens_set"):  # tiktoken
             return set(tokenize.special_tokens_set)
@@ -189,12 +193,14 @@ class Tokenizer:
 
     @property
     def before(self) -> list[int]:
-        """The ids that a document begins with: `bos`, and those that the tokenizer adds by itself."""
+        """Ids at the start of a document: `bos`, and those that the tokenizer adds."""
         own = self._own[0]
         return own if self.bos is None or own[:1] == [self.bos] else [self.bos, *own]
 
     def after(self, ids: Ids) -> list[int]:
-        """Return the ids that a document ends with: those that the tokenizer adds by itself, and `eos`, once.
+        """Return the ids at the end of a document.
+
+        They are those that the tokenizer adds by itself, and `eos`, once.
 
         Args:
             ids: The last ids of its text.
@@ -205,7 +211,9 @@ class Tokenizer:
         return [*own, self.eos]
 
     def ending(self, eos: bool | int | str | None) -> Tokenizer:
-        """Return this tokenizer with an end of documents; itself where `eos` is None and it has one, or knows none.
+        """Return this tokenizer with an end of documents.
+
+        It is itself if `eos` is None and it has an end, or has no special tokens.
 
         Args:
             eos: True for its own `eos_token`, a token as text or id, False for none.
@@ -239,7 +247,7 @@ class Tokenizer:
         return replace(self, eos=token)
 
     def settings(self) -> dict[str, Any]:
-        """Return the identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
+        """Return the tokenizer's identity and special ids for `TaskEncoder.settings`."""
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
 
@@ -258,8 +266,8 @@ class Tokenizer:
         """The ids of a text, and the characters of each, int64 (n, 2); None where the tokenizer does not say them."""
         tokenize: Any = self.tokenize
         if getattr(tokenize, "is_fast", False):  # transformers
-            made = tokenize(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            return made["input_ids"], np.array(made["offset_mapping"], np.int64).reshape(-1, 2)
+            encoded_text = tokenize(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            return encoded_text["input_ids"], np.array(encoded_text["offset_mapping"], np.int64).reshape(-1, 2)
         if hasattr(tokenize, "to_str"):  # tokenizers
             encoding = tokenize.encode(text, add_special_tokens=False)
             return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -289,7 +297,10 @@ class Tokenizer:
 
 
 def joined(pieces: Sequence[Ids]) -> torch.Tensor:
-    """Pieces of ids end to end, int64 (n,): from lists three times as fast as `torch.tensor`."""
+    """Concatenate pieces of ids: int64 (n,).
+
+    For lists, this is three times as fast as `torch.tensor`.
+    """
     return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))
 
 
@@ -302,7 +313,10 @@ BYTES = Tokenizer(utf8, bos=257, eos=258, pad=256, name="bytes")  # 259 ids in a
 
 
 def as_tokenizer(tokenizer: Tokenizer | Tokenize | None) -> Tokenizer:
-    """The argument of an encoder as a `Tokenizer`: None is `BYTES`; a bare one gets no special ids and pads with 0."""
+    """Return the argument of an encoder as a `Tokenizer`.
+
+    None is `BYTES`. A bare tokenizer gets no special ids and pads with 0.
+    """
     if tokenizer is None:
         return BYTES
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)

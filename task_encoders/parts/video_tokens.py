@@ -1,4 +1,4 @@
-"""`VideoTokens` and `VideoFrames`: how videos appear in a sequence of tokens, as in Qwen2.5-VL and as in InternVL.
+"""`VideoTokens` (Qwen2.5-VL) and `VideoFrames` (InternVL): videos as tokens.
 
 Eight frames; two of them are a step of `VideoTokens`, with 2 × 2 patches to a token (`@`), and each is an image of
 `VideoFrames` (`#`):
@@ -34,7 +34,7 @@ from task_encoders.parts.vision import Vision
 
 @dataclass(frozen=True)
 class KnownVideo:
-    """What a header says of a video, with what an open one has: seconds, frames in a second, width and height."""
+    """Facts about a video by its header, with the attributes of an open one."""
 
     duration_s: float
     fps: float
@@ -49,7 +49,7 @@ class KnownVideo:
 
 
 class FrameRule:
-    """Which frames of a video are taken: the base of `VideoTokens` and `VideoFrames`, which have these as arguments."""
+    """Rule for choosing frames: the base class of `VideoTokens` and `VideoFrames`."""
 
     fps: float
     min_frames: int
@@ -64,7 +64,9 @@ class FrameRule:
             )
 
     def times(self, video: Any, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
-        """When the frames that are taken are on display, in seconds; a multiple of `multiple` where there are enough.
+        """Return the times of the chosen frames, in seconds.
+
+        Their number is a multiple of `multiple` if there are enough.
 
         Raises ValueError where the video does not say its frame rate.
         """
@@ -77,7 +79,10 @@ class FrameRule:
 
 
 def frames_of(video: Any) -> int:
-    """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
+    """Return the number of frames of a video, by its duration and rate.
+
+    Raises ValueError if the rate is unknown.
+    """
     if not video.fps > 0:
         raise ValueError("the video does not state its frames per second")
     frames: int = round(video.duration_s * video.fps)
@@ -86,7 +91,9 @@ def frames_of(video: Any) -> int:
 
 @dataclass(frozen=True)
 class VideoTokens(FrameRule, Medium):
-    """Videos as steps of two frames, each cut into patches: those of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni.
+    """Videos as steps of two frames, divided into patches, as in Qwen2.5-VL.
+
+    Qwen2-VL and Qwen2.5-Omni do the same.
 
     All frames are resized to one size near that of the video, both sides a multiple of `patch * merge`; a last frame
     without another is taken twice.
@@ -200,7 +207,11 @@ class VideoTokens(FrameRule, Medium):
         return torch.from_numpy(patches), (steps, rows, columns)
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """`video_patches`, uint8 (0, 3, step, patch, patch); `video_grids`, int64 (0, 3); `video_seconds`, float64."""
+        """Return the fields of an item without videos.
+
+        They are `video_patches`, uint8 (0, 3, step, patch, patch); `video_grids`, int64 (0, 3); `video_seconds`,
+        float64 (0,).
+        """
         return {
             "video_patches": torch.empty(0, 3, self.step, self.patch, self.patch, dtype=torch.uint8),
             "video_grids": torch.empty(0, 3, dtype=torch.int64),
@@ -218,7 +229,9 @@ class VideoTokens(FrameRule, Medium):
         return {"video_patches": item["video_patches"][rows_of(item["video_grids"].prod(1), first, last)], **own}
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
-        """The fields of a batch, of `joint`, those of its rows, and `counts`, int64 (B,), the videos of each row.
+        """Return the fields of a batch from those of its rows, `joint`.
+
+        `counts`, int64 (B,), is the number of videos of each row.
 
         `video_patches`, float32 (P, 3, step, patch, patch), normalized; `video_grids`, int64 (videos, 3);
         `video_seconds`, float64 (videos,); `video_counts`, int64 (B,).
@@ -246,7 +259,9 @@ class VideoTokens(FrameRule, Medium):
 
 @dataclass(frozen=True)
 class VideoFrames(FrameRule):
-    """Videos as images, a label before each: those of InternVL. `Vision` says how an image appears.
+    """Videos as images with a label before each, as in InternVL.
+
+    `Vision` says how an image appears.
 
     A frame is taken from the middle of each share of the video.
 
@@ -285,7 +300,9 @@ class VideoFrames(FrameRule):
             raise ValueError("VideoFrames: text= must not be empty. Pass the text that stands for a video")
 
     def pieces(self, frames: Iterable[Seen], vision: Vision) -> Iterator[str | Seen]:
-        """Give what stands in a sequence for a video: texts, and its frames as `vision` shows images.
+        """Yield the texts and frames of a video in a sequence.
+
+        Frames appear as `vision` shows images.
 
         Args:
             frames: Its frames, from `seen` or `measured`.

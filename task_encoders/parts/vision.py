@@ -19,7 +19,9 @@ from task_encoders.parts.square_crop import MEAN, STD, normalized
 
 @dataclass(frozen=True)
 class Vision(Medium):
-    """How images appear in a sequence of tokens. `Vision.from_processor` takes a model's numbers from its processor.
+    """How images appear in a sequence of tokens.
+
+    `Vision.from_processor` takes a model's numbers from its processor.
 
     Args:
         tiles: How an image becomes patches: `NativeSize`, `Tiles`, `SplitTiles` or `Buckets`.
@@ -65,7 +67,7 @@ class Vision(Medium):
 
     @classmethod
     def from_processor(cls, processor: Any, *, patch: int | None = None, decode: Decode = "scaled") -> Vision:
-        """Show images as a processor of `transformers` does: its tiles, numbers and special tokens.
+        """Copy the tiles, numbers and special tokens of a `transformers` processor.
 
         For the processors of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni, LLaVA 1.5 (the image processors of CLIP and
         SigLIP), InternVL, and SmolVLM and Idefics3.
@@ -142,7 +144,10 @@ class Vision(Medium):
         return self._seen(grids, {}, self.tiles.texts(info.width, info.height))
 
     def pieces(self, seen: Seen) -> Iterator[str | Seen]:
-        """What stands in a sequence for an image: texts and its tokens, and before each tile its own text if any."""
+        """Yield the texts and tokens of an image in a sequence.
+
+        Each tile may have a text before it.
+        """
         yield self.before
         fields = seen.fields
         for text, grid in zip(seen.texts, seen.grids, strict=bool(seen.texts)):
@@ -154,7 +159,10 @@ class Vision(Medium):
         yield self.after
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """`patches`, uint8 (0, 3, patch, patch); `grids`, int64 (0, 2); `tile_counts`, int64 (0,)."""
+        """Return the fields of an item without images.
+
+        They are `patches`, uint8 (0, 3, patch, patch); `grids`, int64 (0, 2); `tile_counts`, int64 (0,).
+        """
         return {
             "patches": torch.empty(0, 3, self.tiles.patch, self.tiles.patch, dtype=torch.uint8),
             "grids": torch.empty(0, 2, dtype=torch.int64),
@@ -176,7 +184,9 @@ class Vision(Medium):
         }
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
-        """The fields of a batch, of `joint`, those of its rows, and `counts`, int64 (B,), the images of each row.
+        """Return the fields of a batch from those of its rows, `joint`.
+
+        `counts`, int64 (B,), is the number of images of each row.
 
         `patches`, float32 (P, 3, patch, patch), normalized; `grids`, int64 (tiles, 2); `tile_counts`, int64 (images,);
         `image_counts`, int64 (B,); `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int, for attention

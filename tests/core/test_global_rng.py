@@ -214,3 +214,29 @@ def test_the_library_itself_draws_from_no_global_generator() -> None:
         if drawn.search(line.split("#")[0]) and not line.strip().startswith((">>>", "...", '"'))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("normals", [0, 1, 2, 3])
+def test_numpys_state_is_restored_whole_with_its_cached_normal(normals: int) -> None:
+    for work in (np.random.rand, np.random.standard_normal, lambda: np.random.seed(3), lambda: None):
+        np.random.seed(7)
+        np.random.standard_normal(normals)
+        expected, state = np.random.standard_normal(5).tolist(), np.random.RandomState(7)
+        np.random.set_state(state.get_state())
+        np.random.standard_normal(normals)
+        with as_in_a_worker({"numpy"}):
+            work()
+        assert np.random.standard_normal(5).tolist() == expected
+
+
+def test_the_state_of_another_bit_generator_is_restored() -> None:
+    before = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        expected = np.random.RandomState(np.random.PCG64(3)).standard_normal(6).tolist()
+        found = [np.random.standard_normal()]
+        with as_in_a_worker({"numpy"}):
+            np.random.rand(4)
+        assert [*found, *np.random.standard_normal(5).tolist()] == expected
+    finally:
+        np.random.set_bit_generator(before)

@@ -253,3 +253,63 @@ def test_its_state_holds_refs_and_sizes_alone(shards: str) -> None:
     next(packs)
     assert all(len(ref) == len(sizes) + 1 for ref, sizes in packs.save_state()["refs"])
     assert sp.ShuffleBuffer.__name__ == type(items).__name__ == "ShuffleBuffer"
+
+
+# The bound of small data.
+
+
+class OwnSamples(custom.PassThrough, custom.SampleStage):
+    """An own stage, of which the library does not know how many samples it drops."""
+
+    def __next__(self) -> sp.Sample:
+        return next(self.source)
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 4))
+def test_it_holds_at_most_the_lanes_part_of_an_epoch(count: int, size: int, lanes: int) -> None:
+    most = min(size, -(-count // lanes))
+    source = readers([count], lanes=lanes, epochs=None)
+    stage = buffer(count, size, epochs=None, lanes=lanes)
+    given = first(stage, 3 * count)
+    expected = reference(first(source(0), 3 * count + most), most, sp.Lane(count=lanes).key("shuffle", 1))
+    assert given == expected[: 3 * count]
+    assert (stage.size, stage.capacity) == (size, most)
+    assert len(stage.save_state()["refs"]) == 12 * most
+
+
+def test_its_bound_is_fixed_for_the_run() -> None:
+    stage = buffer(60, 40, epochs=None, lanes=4)
+    first(stage, 5)
+    state = stage.save_state()
+    for other in (buffer(90, 40, epochs=None, lanes=4), buffer(60, 40, epochs=None, lanes=4)):
+        other.restore_state(state)
+        assert other.capacity == 15
+    smaller = buffer(90, 10, epochs=None, lanes=4)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"ShuffleBuffer\(size=10\): the state has 15 samples"):
+        smaller.restore_state(state)
+
+
+def test_behind_what_the_index_cannot_count_it_has_no_bound() -> None:
+    class Parts(sp.TaskEncoder):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Iterator[int]:
+            yield from range(3)
+
+    class Same(sp.TaskEncoder):
+        one_to_one = True
+
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+            return 1
+
+    def made(stage: Any) -> int:
+        return sp.ShuffleBuffer(stage, size=500).capacity
+
+    reader = partial(readers([60], lanes=4), 0)
+    assert made(reader()) == made(sp.Encode(reader(), Same())) == made(sp.ShuffleBuffer(reader(), size=3)) == 15
+    assert made(OwnSamples(reader())) == made(sp.Encode(reader(), Parts())) == 500
+
+
+def test_behind_a_blend_it_has_no_bound(make_shards: Any) -> None:
+    lane, shards = sp.Lane(), str(make_shards([30]))
+    sources = {name: sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=500) for name in "ab"}
+    assert [source.capacity for source in sources.values()] == [30, 30]
+    assert sp.ShuffleBuffer(sp.Blend(sources, weights={"a": 1, "b": 1}), size=500).capacity == 500

@@ -215,6 +215,29 @@ def test_a_function_gets_what_it_gets_when_it_is_always_seeded(make_shards: Any,
     assert run(pipeline, 9, num_workers=2) == expected
 
 
+def test_errors_that_come_from_a_draw_are_quarantined_as_when_it_is_always_seeded(
+    make_shards: Any, tmp_path: Path
+) -> None:
+    def written(name: str, function: Callable[..., Any], setting: bool | None) -> str:
+        bad = tmp_path / f"{name}-{setting}.jsonl"
+        samples = sp.read(str(folder), quarantine=bad, epochs=1)
+        if name == "filter":
+            items = samples.filter(function, on_error="skip", global_rng=setting).map(number, global_rng=False)
+        else:
+            items = samples.map(function, on_error="skip", max_errors=999, global_rng=setting, check=0.0)
+        list(items.batch(SIZE))
+        return bad.read_text()
+
+    folder = make_shards(SHARDS)
+    for name, function in (("map", fails_by_chance), ("map none", none_by_chance), ("filter", filter_fails_by_chance)):
+        assert written(name, function, None) == written(name, function, True) != "", name
+
+
+def filter_fails_by_chance(sample: sp.Sample) -> bool:
+    fails_by_chance(sample)
+    return True
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_resumed_run_equals_one_that_was_not_interrupted(make_shards: Any, name: str) -> None:
     pipeline = PIPELINES[name](make_shards(SHARDS), None)

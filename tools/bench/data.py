@@ -31,6 +31,7 @@ def prepared(folder: Path, name: str) -> Path:
     makers: dict[str, Callable[[Path], None]] = {
         "json": write_json,
         "parquet": write_parquet,
+        "short-json": partial(write_json, record=short_record),
         "few-json": partial(write_json, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-parquet": partial(write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-litdata": write_litdata,
@@ -60,18 +61,23 @@ def json_record(number: int) -> dict[str, Any]:
     return {"id": number, "url": url, "score": float(draw.random()), "text": " ".join(words)}
 
 
-def few_records() -> list[dict[str, bytes]]:
+def short_record(number: int) -> dict[str, Any]:
+    """A record that is 150 bytes as JSON."""
+    return {"id": number, "text": json_record(number)["text"][:125]}
+
+
+def few_records(record: Callable[[int], Any] = json_record) -> list[dict[str, bytes]]:
     """Samples of JSON in memory."""
-    return [{"json": json.dumps(json_record(i)).encode()} for i in range(20_000)]
+    return [{"json": json.dumps(record(i)).encode()} for i in range(20_000)]
 
 
-def write_json(folder: Path, texts: int = TEXTS, per_shard: int = TEXTS_PER_SHARD) -> None:
+def write_json(folder: Path, texts: int = TEXTS, per_shard: int = TEXTS_PER_SHARD, record: Any = json_record) -> None:
     """Records as JSON, with the metadata that Energon reads."""
     counts = {}
     for first in range(0, texts, per_shard):
         name = f"{first // per_shard:06d}.tar"
         numbers = range(first, first + per_shard)
-        write_tar(folder / name, ({"json": json.dumps(json_record(i)).encode()} for i in numbers))
+        write_tar(folder / name, ({"json": json.dumps(record(i)).encode()} for i in numbers))
         counts[name] = per_shard
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)

@@ -117,8 +117,6 @@ def write_mds(folder: Path, *, packed: bool = False) -> None:
 class Items(sp.TaskEncoder):
     """Items by a function of a sample; batches are lists of them."""
 
-    global_rng = False
-
     def __init__(self, item: Callable[[sp.Sample], Any]) -> None:
         self._item = item
 

@@ -212,8 +212,6 @@ def others(bench: Bench) -> None:
 class Crops(sp.TaskEncoder):
     """Random crops as our encoders make them."""
 
-    global_rng = False
-
     def __init__(self, decode: Decoding) -> None:
         self._crop = SquareCrop(SIDE, scale=SCALE, decode=decode)
 
@@ -300,8 +298,6 @@ def clips(bench: Bench) -> None:
 
 class RandomClips(sp.TaskEncoder):
     """One clip of a video: uint8 (16, 3, 224, 224)."""
-
-    global_rng = False
 
     def __init__(self, align: Any) -> None:
         self._clips = sp.Clips(length_s=LENGTH_S, fps=FPS, align=align, size=(SIDE, SIDE))

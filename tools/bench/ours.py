@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 class FunctionEncoder(sp.TaskEncoder):
     """Items by `decode`, batches by `collate`, the functions that peers are given too; None: items are stacked."""
 
-    def __init__(self, decode: Decode, collate: Collate | None = None, *, seeded: bool = False) -> None:
+    def __init__(self, decode: Decode, collate: Collate | None = None) -> None:
         self._decode = decode
         self._collate = collate
-        self.global_rng = seeded
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         """What `decode` makes of it."""

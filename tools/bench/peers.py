@@ -126,7 +126,7 @@ def web_dataset(
     return iter(DataLoader(dataset, batch_size=None, **options) if options.get("num_workers") else dataset)
 
 
-def torch_loader(samples: Any, decode: Decode, collate: Collate, *, size: int, **options: Any) -> Iterator[Any]:
+def torch_loader(samples: Any, decode: Decode, collate: Collate | None, *, size: int, **options: Any) -> Iterator[Any]:
     """torch's DataLoader over a list of samples, or `Tars`: nothing is held but the order."""
     from torch.utils.data import DataLoader, RandomSampler
 

@@ -1,6 +1,7 @@
 """One process of the loader beside its peers and bare loops, its states, and reading.
 
     python tools/bench/reading.py json      JSON of 1 kB, shuffle buffer of 10,000, batches of 256, no workers
+    python tools/bench/reading.py short     JSON of 150 bytes as a user writes it, against a list in memory
     python tools/bench/reading.py state     bytes of a state of 10,000 buffered samples, and the time to take one
     python tools/bench/reading.py resume    seconds to the first batch after a resume, at 1 % and 95 % of an epoch
     python tools/bench/reading.py blobs     parts of 1 MB, against a bare os.pread loop into fresh memory
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from data import TEXTS, few_records, prepared
+from data import TEXTS, few_records, prepared, short_record
 from ours import FunctionEncoder, loader, own_json, pipeline
 from peers import decode_json
 from rounds import Bench, Cost, Loader, Way, called, main
@@ -37,15 +38,14 @@ def throughput(bench: Bench) -> None:
     texts, columns = prepared(bench.data, "json"), prepared(bench.data, "parquet")
     how: dict[str, Any] = {"size": BATCH, "buffer": BUFFER}
 
-    def ours(decode: Any, lanes: int = 96) -> Callable[[], Loader]:
-        return lambda: loader(texts, FunctionEncoder(decode, list), lanes=lanes, **how)
+    def ours(decode: Any) -> Callable[[], Loader]:
+        return lambda: loader(texts, FunctionEncoder(decode, list), **how)
 
     def peer(make: Callable[..., Iterator[Any]], *words: Any, **options: Any) -> Callable[[], Loader]:
         return lambda: Loader(make(*words, **how, **options), warm=2 * BUFFER)
 
     makers = {
         "savable_pipeline, 96 lanes": ours(decode_json),
-        "savable_pipeline, 8 lanes": ours(decode_json, 8),
         "savable_pipeline, Sample.json": ours(own_json),
         "bare json.loads loop": lambda: Loader(bare_loop()),
         "webdataset": peer(peers.web_dataset, texts, decode_json, list),
@@ -54,6 +54,28 @@ def throughput(bench: Bench) -> None:
         "Megatron-Energon": peer(peers.energon, texts),
     }
     bench.loaders("JSON of 1 kB, no workers", "sample", makers)
+
+
+def short(bench: Bench) -> None:
+    """Short samples with defaults and tuned, against a list in memory, without workers."""
+    folder, records = prepared(bench.data, "short-json"), few_records(short_record)
+
+    def ours(function: Any, lanes: dict[str, Any], **options: Any) -> Callable[[], Loader]:
+        chain = sp.read(str(folder)).shuffle(BUFFER).map(function, **options).batch(BATCH)
+        return lambda: Loader(iter(sp.SavableLoader(chain, seed=1, **lanes)), warm=2 * BUFFER)
+
+    ways = {
+        "torch's DataLoader": lambda: Loader(peers.torch_loader(records, number, None, size=BATCH)),
+        "defaults": ours(number, {}),
+        "global_rng=False": ours(number, {}, global_rng=False),
+        "tuned": ours(lambda sample: sample.json()["id"], {"lanes": 8}, global_rng=False),
+    }
+    bench.loaders("JSON of 150 bytes, no workers", "sample", ways)
+
+
+def number(sample: Any) -> int:
+    """A field of a record."""
+    return decode_json(sample)["id"]  # type: ignore[no-any-return]
 
 
 def bare_loop() -> Iterator[Any]:
@@ -121,8 +143,6 @@ def first_batch(run: Callable[[sp.Lane], custom.Stage], lanes: int, saved: dict[
 
 class Length(sp.TaskEncoder):
     """How long the first part is: reads, and does nothing else."""
-
-    global_rng = False
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         return len(sample[next(iter(sample))])
@@ -202,5 +222,5 @@ def drop(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    measures = {"json": throughput, "state": state, "resume": resume, "blobs": blobs, "cold": cold}
+    measures = {"json": throughput, "short": short, "state": state, "resume": resume, "blobs": blobs, "cold": cold}
     main(__doc__, measures)

@@ -45,8 +45,6 @@ http {{
 class Lengths(sp.TaskEncoder):
     """Reads each sample, and keeps only its length."""
 
-    global_rng = False
-
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
         return len(sample["bin"])
 

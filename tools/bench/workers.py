@@ -43,7 +43,6 @@ from rounds import Bench, Loader, Way, called, console, main, processor_s
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.state.lane_state import LaneState, pack_state
 from savable_pipeline.run.transport import batch_pickle as wire
@@ -211,7 +210,7 @@ def images(name: str, decode: Decode, bench: Bench) -> None:
     records = records_of(tars, 64)
     torchs: dict[str, Any] = {"size": IMAGE_BATCH, "num_workers": WORKERS}
     makers: Makers = {
-        "savable_pipeline": lambda: ours(tars, FunctionEncoder(decode, seeded=True), size=IMAGE_BATCH),
+        "savable_pipeline": lambda: ours(tars, FunctionEncoder(decode), size=IMAGE_BATCH),
         "two bare loops": lambda: Loader(bare_loops(records, decode), float),
         "webdataset": peer(peers.web_dataset, tars, decode, default_collate, **torchs),
         "spdl, threads": lambda: spdl(tars, "jpg", decode, torch.stack, IMAGE_BATCH),
@@ -221,7 +220,7 @@ def images(name: str, decode: Decode, bench: Bench) -> None:
 
 
 def bare_loops(records: list[dict[str, bytes]], decode: Decode) -> Iterator[int]:
-    """Two processes that decode bytes in memory, seed as we do for each, and stack batches that no one gets."""
+    """Two processes that decode bytes in memory and stack batches that no one gets."""
     import torch
 
     context = multiprocessing.get_context("fork")
@@ -229,15 +228,9 @@ def bare_loops(records: list[dict[str, bytes]], decode: Decode) -> Iterator[int]
 
     def stack() -> None:
         torch.set_num_threads(1)
-        seed = seeder(True)
-        assert seed is not None
-        given = enumerate(cycle(records))
+        records_again = cycle(records)
         while True:
-            items = []
-            for at, record in islice(given, IMAGE_BATCH):
-                seed(xxh3_64_intdigest(at.to_bytes(8, "little")))
-                items.append(decode(record))
-            done.put(len(torch.stack(items)))
+            done.put(len(torch.stack([decode(record) for record in islice(records_again, IMAGE_BATCH)])))
 
     for _ in range(WORKERS):
         context.Process(target=stack, daemon=True).start()

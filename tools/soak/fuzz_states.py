@@ -23,8 +23,6 @@ _HEAD = 16  # bytes of a packed state before its MessagePack
 class FuzzEncoder(sp.TaskEncoder):
     """A sample's number, one to four times; three items for every fifth sample."""
 
-    global_rng = False
-
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = sample.json()["id"]
         return iter([[number] * (1 + i) for i in range(3)]) if number % 5 == 0 else [number] * (number % 4 + 1)

@@ -36,7 +36,6 @@ Plan = tuple[tuple[int, tuple[int, ...]], ...]  # places, and the samples that w
 class Numbers(sp.TaskEncoder):
     """A batch is a dict of the numbers of its items, each with a number drawn for it, and one drawn for the batch."""
 
-    global_rng = False
     one_to_one = True
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import UNSET
 
-from savable_pipeline.core.lane import Lane, PinnedShards, WorkerContext
+from savable_pipeline.core.lane import LANE_COUNT, Lane, PinnedShards, WorkerContext
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -108,7 +108,8 @@ class LaneRunner:
         Raises ValueError if the pipeline returns no stage.
         """
         job, worker = self._job, self._worker if downloads else replace(self._worker, downloads=False)
-        built = Lane(lane, job.lanes, job.seed, epoch=epoch, pad=job.pad, facts=facts, worker=worker)
+        lanes = int(worker.pinned.get(LANE_COUNT, job.lanes))
+        built = Lane(lane, lanes, job.seed, epoch=epoch, pad=job.pad, facts=facts, worker=worker)
         stage = job.pipeline(built)
         _check_last(stage, built)
         return stage, built
@@ -188,7 +189,7 @@ class LaneRunner:
             batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1
         for stage in live.stages:
-            stage.verify(max(0, live.batches - 1) * self._job.lanes + live.lane.index)
+            stage.verify(max(0, live.batches - 1) * live.lane.count + live.lane.index)
         if not more:
             self.verify_delivered()
         live.lane.unused = 0

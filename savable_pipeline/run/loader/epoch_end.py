@@ -234,17 +234,12 @@ def warn_unused(position: Position, population: int, left_out: Mapping[str, int]
     if slots_left > 0:
         log.warning(
             "the last %d slots of epoch %d are dropped, because %d ranks resumed at a slot that they do not divide",
-            slots_left,
-            epoch,
-            position.step,
+            *(slots_left, epoch, position.step),
         )
     lanes_left = sum(bool(at.more) for at in position.lanes.values())
     if lanes_left:
         log.warning(
             "epoch %d ends after %d rounds, because lane %s is exhausted. %d lanes of this rank have more samples, "
             'which are dropped. Pass tail="pad" to keep them, or use fewer lanes.',
-            epoch,
-            rounds,
-            dry[0] if dry else "(of another rank)",
-            lanes_left,
+            *(epoch, rounds, dry[0] if dry else "(of another rank)", lanes_left),
         )

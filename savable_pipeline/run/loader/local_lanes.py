@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.lane import LANE_COUNT, PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, RunFacts
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
@@ -42,7 +42,7 @@ class LocalLanes:
 
     def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
-        self._example_lane = example_lane
+        self._job_lanes, self._example_lane = job.lanes, example_lane
         self._example: Stage | None = None
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
@@ -63,7 +63,7 @@ class LocalLanes:
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
-            if not self._hinted:
+            if not self._hinted and LANE_COUNT in self.pinned:
                 log_hints(self._example)
                 self._hinted = True
         return self._example
@@ -75,7 +75,7 @@ class LocalLanes:
 
     def _built(self, facts: RunFacts) -> Stage:
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane, 0, facts)[0]
+            return self.runner.build(self._example_lane % self.lanes, 0, facts)[0]
 
     def built_with(self, decisions: Decisions) -> Stage:
         """The last stage of a lane after these decisions.
@@ -100,8 +100,20 @@ class LocalLanes:
         Others as they are found.
         """
         self.close()
+        lanes = self.lanes
         self.pinned.clear()
         self.pinned.update(pinned)
+        self.set_lanes(lanes)
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes of the run, or of the job until it is set."""
+        return int(self.pinned.get(LANE_COUNT, self._job_lanes))
+
+    def set_lanes(self, lanes: int) -> None:
+        """From now on build lanes of a run with this many."""
+        self.pinned[LANE_COUNT] = str(lanes).encode()
+        self._example = None
 
     def grown(self, facts: RunFacts) -> Stage:
         """The last stage of a lane whose data has grown as these facts say.

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 # Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
 _IN_ORDER = (Blend, Join, PassThrough, Encode, OnlinePacker, Batcher)
-_MANY_EPOCHS = 4  # of a lane, whose samples a buffer holds at a time
 
 
 def log_hints(last: Stage) -> None:
@@ -71,8 +70,6 @@ def _warnings(last: Stage) -> Iterator[str]:
         yield ("Lambdas are not compared on resume. Use a named function.")
     yield from _early_points(last)
     for stage in upstream(last):
-        if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
-            yield from _long_buffer(stage)
         population = stage.info.population
         if isinstance(stage, Batcher) and stage.size > population > 0:
             then = "a batch repeats samples" if stage.info.endless else "no batch is full"
@@ -107,24 +104,6 @@ def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
             )
         ahead = 0  # of each source it is a part
     if isinstance(stage, ShuffleBuffer):
-        ahead += stage.size
+        ahead += stage.capacity
     for source in stage.sources:
         yield from _early_points(source, ahead)
-
-
-def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
-    """A hint about a buffer that spans many epochs of a lane, as with little data on many lanes."""
-    readers = [stage for stage in upstream(buffer) if isinstance(stage, RecordReader)]
-    if len(readers) != 1 or not readers[0].population:
-        return
-    population, lanes = readers[0].population, buffer.lane.count
-    spanned = min(buffer.size * lanes / population, readers[0].epochs or float("inf"))
-    if spanned < _MANY_EPOCHS:
-        return
-    fewer, smaller = population // buffer.size, population // lanes
-    fitting = [f"lanes={fewer}{' or fewer' * (fewer > 1)}"] * (fewer > 0)
-    fitting += [f"size={smaller}{' or less' * (smaller > 1)}"] * (smaller > 0)
-    yield (
-        f"ShuffleBuffer(size={buffer.size}) mixes samples of {spanned:.3g} epochs, because each of {lanes} lanes "
-        f"has {population / lanes:.3g} samples. Use {' or '.join(fitting) or f'lanes=1 and size={population}'}."
-    )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
 _FLATTEN = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
-_DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
+_DATA = ("shards", "joins", "exclude", "media", "lanes")  # what is read, excluded, known of it, and how it is dealt
 
 
 class Ranks:
@@ -236,21 +236,41 @@ def _announced() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def find_ranks(ranks: RanksLike, lanes: int) -> Ranks:
+def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
     """The rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
 
-    Raises ValueError for another argument, and if the world size does not divide the lanes.
+    Raises ValueError for another argument, and if the world size does not divide the lanes, unless these are None.
+    """
+    ranks = _ranks_of(ranks) if ranks is not None else _found_ranks()
+    if lanes is not None:
+        check_lanes(ranks, lanes)
+    return ranks
+
+
+def next_lanes(lanes: int, world_size: int) -> int:
+    """The least multiple of the world size that is at least `lanes`."""
+    return -(-lanes // world_size) * world_size
+
+
+def check_lanes(ranks: Ranks, lanes: int, source: str = "") -> None:
+    """Check that the world size divides the lanes.
+
+    Args:
+        ranks: The rank of this process.
+        lanes: The number of lanes.
+        source: Where their number comes from, in words after it.
+
+    Raises:
+        ValueError: It does not, or there are no lanes.
     """
     if lanes < 1:
         raise ValueError(f"lanes must be at least 1, not {lanes}")
-    ranks = _ranks_of(ranks) if ranks is not None else _found_ranks()
     if lanes % ranks.world_size:
         divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
         raise ValueError(
-            f"{ranks.world_size} ranks do not divide {lanes} lanes. Use a world size of "
-            f"{', '.join(map(str, divisors))}, or start a run with other lanes=."
+            f"{ranks.world_size} ranks do not divide lanes={lanes}{source}. Start a run with "
+            f"lanes={next_lanes(lanes, ranks.world_size)}, or use a world size of {', '.join(map(str, divisors))}."
         )
-    return ranks
 
 
 def _ranks_of(ranks: object) -> Ranks:
@@ -299,8 +319,10 @@ def _found_ranks() -> Ranks:
     return Ranks(0, 1, explicit=False)
 
 
-def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
+def check_same_data(ranks: Ranks, found: FingerprintHere, *, by_default: bool = False) -> None:
     """Check that an earlier rank of the same run has this seed, reads these shards, and excludes the same samples.
+
+    With lanes `by_default`, whose number the data or a loaded state set, the ranks must have equally many.
 
     Ranks of an endless run do not communicate, so that one which opened the folder later, when a shard had been added,
     or permutes it by a seed of its own, would deal its lanes otherwise unnoticed. The first rank that comes writes what
@@ -311,7 +333,7 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     where its store does not answer.
     """
     names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())
-    key = _digest([found.fields[name] for name in ("stages", "lanes")] + names)
+    key = _digest([found.fields["stages"], None if by_default else found.fields["lanes"], *names])
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
     first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
@@ -323,8 +345,8 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.name} and rank {other} found different shards, exclude= files or media tables. Start all "
-            f"ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
+            f"rank {ranks.name} and rank {other} found different shards, exclude= files, media tables or lanes. Start "
+            f"all ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
         )
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -20,6 +22,7 @@ from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
 from savable_pipeline.run.loader.epoch_end import EpochEnds, left_of_epoch, proposed_end
+from savable_pipeline.run.loader.lane_count import with_lanes
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.observer import BatchStep, Observer
 from savable_pipeline.run.loader.observers import new_observers
@@ -32,17 +35,21 @@ from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.peers.peer_backend import PeerBackend
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
-from savable_pipeline.run.state.state_dict import merge_states
+from savable_pipeline.run.state.state_dict import check_flat, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T", bound=Observer)
+_FIXED = {"settings", "states", "observers", "position", "_ends"}
+_MOST_LANES = 1 << 16  # of a state that sets them, which may be damaged
 
 
 class Run:
     """An iterator over this rank's batches. Only `position` changes, once a step.
+
+    Attributes that need the number of lanes (`_FIXED`) are created at first need if the data or a state sets it.
 
     `agree`, which may be exchanged, takes this rank's vote and returns the smallest or largest of all ranks'; None asks
     the others. `pinned` are the shards that it must read; by default those that it finds. `backend` builds the batches;
@@ -57,21 +64,38 @@ class Run:
         pinned: PinnedShards | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.settings = settings
-        self.ranks = settings.find_ranks()
+        self.wanted, self.ranks = settings, settings.find_ranks()  # the number of lanes may be unknown
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
         self.agree = agree
-        self.states = States(settings, self.ranks, local)
-        self.observers = new_observers(settings, self.ranks, local, self.states, self.prefetcher)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.observers)
         self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._last_repeat: BatchStep | None = None
         self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
         self._was_loaded = False
-        self.begin_epoch(0)
+        self._fixing = threading.RLock()
         self.backend.open()
+        if not settings.by_data:
+            self.fix_lanes(settings.lanes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            with self._fixing:  # `state_dict` may be called in another thread
+                if name in _FIXED and name not in vars(self):
+                    self.fix_lanes()
+            return object.__getattribute__(self, name)
+
+    def fix_lanes(self, lanes: int | None = None) -> None:
+        """Create what depends on the number of lanes.
+
+        `lanes` is None for the number that the data set. Raises ValueError for one that does not fit.
+        """
+        self.settings = settings = with_lanes(self.wanted, self.ranks, self.local, lanes)
+        self.states = States(settings, self.ranks, self.local)
+        self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
+        self._ends = EpochEnds(settings, self.local, self.prefetcher, self.observers)
+        self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
         """The observer of a kind, if there is one."""
@@ -234,7 +258,7 @@ class Run:
         self._process.check()
         self.ranks.check_world()
         if self.agree is None and (self.ranks.can_talk or self.ranks.sharing):
-            check_same_data(self.ranks, self.states.fingerprint)
+            check_same_data(self.ranks, self.states.fingerprint, by_default=self.settings.by_default)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()
         self._process.checked = True
@@ -252,11 +276,12 @@ class Run:
 
     def close(self) -> None:
         """See `SavableLoader.close`."""
-        for observer in self.observers:
-            observer.close()
+        if "position" in vars(self):
+            for observer in self.observers:
+                observer.close()
+            self.states.close()
         fault = self.prefetcher.close()
         self.local.close()
-        self.states.close()
         if fault and isinstance(sys.exception(), StopIteration | None):
             raise ShardError(fault, reason="changed shard")
 
@@ -326,7 +351,8 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
-        with self._process.moving():
+        check_flat(state)
+        with self._process.moving(), _lanes_of(self, state):
             bare = state
             for observer in self.observers:
                 bare = observer.without_entries(bare)
@@ -388,6 +414,25 @@ def history_of(position: Position) -> History:
 def _iterated(position: Position) -> Position:
     """The position of an iterator that continues there."""
     return replace(position, previous=None, iterator="started")
+
+
+@contextmanager
+def _lanes_of(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
+    """Set the number of lanes of a state, unless loading it fails.
+
+    Does nothing if the user has set another number.
+    """
+    before, lanes = dict(vars(run)), run.local.lanes
+    try:
+        if run.wanted.by_default and ("position" not in before or state["lanes"] != lanes):
+            for observer in before.get("observers", ()):
+                observer.close()
+            run.fix_lanes(min(state["lanes"], _MOST_LANES))
+        yield
+    except BaseException:
+        run.__dict__ = before
+        run.local.set_lanes(lanes)
+        raise
 
 
 class _Asked(Exception):

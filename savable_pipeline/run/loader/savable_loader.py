@@ -54,7 +54,8 @@ class SavableLoader:
     Args:
         pipeline: Builds the stages of a lane.
         seed: Seed of all random numbers.
-        lanes: Logical workers: fixed for the run, a multiple of each world size that it may have.
+        lanes: Logical workers: fixed for the run, a multiple of each world size that it may have. None: of a loaded
+            state; else 96, or fewer for small data.
         num_workers: Worker processes of this rank, kept from pass to pass; 0 works in this process.
         ranks: The data-parallel rank: (rank, world_size), a process group, a one-dimensional device mesh or
             `sp.Ranks`. None: from torch.distributed, else (0, 1).
@@ -96,7 +97,7 @@ class SavableLoader:
         pipeline: PipelineFunction,
         *,
         seed: int,
-        lanes: int = 96,
+        lanes: int | None = None,
         num_workers: int = 0,
         ranks: RanksLike = None,
         pin_memory: bool = False,
@@ -109,7 +110,7 @@ class SavableLoader:
         workers: Workers = Workers(),  # noqa: B008  # immutable
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._run = Run(LoaderSettings(**arguments))
+        self._run = Run(LoaderSettings.of_loader(**arguments))
 
     @property
     def epoch(self) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.run.engine.backend import Backend
@@ -19,9 +18,10 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks, RanksLike, find_ranks
 from savable_pipeline.run.peers.peer_backend import PeerBackend, open_passing
 from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
+from savable_pipeline.stages.pipeline_value import Pipeline
 from savable_pipeline.stages.stage import Stage
 
-log = logging.getLogger(__name__)
+MOST_LANES = 96  # by default
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LoaderSettings:
     pipeline: PipelineFunction
     _: KW_ONLY
     seed: int
-    lanes: int = 96
+    lanes: int = MOST_LANES
     num_workers: int = 0
     ranks: RanksLike = None
     pin_memory: bool = False
@@ -65,6 +65,19 @@ class LoaderSettings:
     acknowledge: bool | Acknowledge = False
     ledger: str | os.PathLike[str] | None = None
     workers: Workers = field(default_factory=Workers)
+    by_default: bool = False
+    """Whether the user passed no `lanes`, so that the data or a loaded state may set them."""
+
+    @classmethod
+    def of_loader(cls, pipeline: PipelineFunction, lanes: int | None, **settings: Any) -> LoaderSettings:
+        """The settings of a loader whose `lanes` may be None.
+
+        Args:
+            pipeline: The pipeline.
+            lanes: The number of lanes; None for the default.
+            **settings: The other settings.
+        """
+        return cls(pipeline, lanes=MOST_LANES if lanes is None else lanes, by_default=lanes is None, **settings)
 
     def __post_init__(self) -> None:
         self._check_workers()
@@ -98,10 +111,11 @@ class LoaderSettings:
         if self.num_workers < 0:
             raise ValueError(f"num_workers must be at least 0, not {self.num_workers}")
         if (count := self.workers.count) is not None:
-            if self.num_workers:
+            uncounted = replace(self.workers, count=None)  # equal where nodes set the number
+            if self.num_workers and self.workers != uncounted:
                 raise ValueError(f"pass num_workers={self.num_workers} or sp.Workers({count}), not both")
             object.__setattr__(self, "num_workers", count)
-            object.__setattr__(self, "workers", replace(self.workers, count=None))
+            object.__setattr__(self, "workers", uncounted)
 
     @property
     def pad(self) -> bool:
@@ -119,13 +133,23 @@ class LoaderSettings:
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
+    def by_data(self) -> bool:
+        """Whether the data set the number of lanes.
+
+        A function of a lane may choose its data by that number.
+        """
+        by_slots = self.pad or self.epoch_slots is not None
+        return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
+
+    @property
     def job(self) -> LaneJob:
-        """The settings from which a process builds lanes."""
-        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad, bool(self.acknowledge))
+        """The settings from which a process builds lanes, one until their number is known."""
+        lanes = 1 if self.by_data else self.lanes
+        return LaneJob(self.pipeline, self.seed, lanes, self.pad, bool(self.acknowledge))
 
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
-        return find_ranks(self.ranks, self.lanes)
+        return find_ranks(self.ranks, None if self.by_data else self.lanes)
 
     def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
         """Return what builds the batches, or gets them from a peer.
@@ -135,12 +159,6 @@ class LoaderSettings:
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         backend: Backend = InProcess(runner)
         if self.num_workers and ranks.builds:
-            own_lanes = self.lanes // ranks.world_size
-            if self.num_workers > own_lanes:
-                log.warning(
-                    "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more.",
-                    *(self.num_workers, own_lanes, self.num_workers * ranks.world_size),
-                )
             host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
             backend = Pool(partial(open_passing, host) if ranks.sharing else host, workers, last_stage, pinned)
         return backend if ranks.sharing is None else PeerBackend(ranks.sharing, workers, backend)

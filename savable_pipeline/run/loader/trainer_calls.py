@@ -87,23 +87,16 @@ def warn_unsaved(caller: str, run: Run) -> None:
     if is_resumed or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
-        _warn(
-            "Hugging Face's Trainer",
-            "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)",
-        )
+        _warn("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
     elif (state := imported("accelerate.state")) and state.is_initialized():
-        _warn(
-            "an Accelerator",
-            "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)",
-        )
+        _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
 def _warn(what: str, cure: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",
-        what,
-        cure,
+        *(what, cure),
     )
 
 

@@ -201,11 +201,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
             "the state is of a run with other settings or data. Use the saved ones.\n" + "\n".join(lines) + hint
         )
     for name in differing:
-        log.warning(
-            "restored although %s differs: %s",
-            name,
-            _difference(name, before, after, here),
-        )
+        log.warning("restored although %s differs: %s", name, _difference(name, before, after, here))
     before, after = saved.environment, here.environment
     others = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if others:

@@ -50,11 +50,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        points: Iterable[tuple[int, Mapping[str, Weight]]],
-        *,
-        unit: Unit = "samples",
-        shape: Shape = "step",
+        self, points: Iterable[tuple[int, Mapping[str, Weight]]], *, unit: Unit = "samples", shape: Shape = "step"
     ) -> None:
         for name, value, choices in [("unit", unit, get_args(Unit)), ("shape", shape, get_args(Shape))]:
             check_choice("Schedule", name, value, choices)

@@ -32,14 +32,7 @@ class PieceMaker:
     """Takes items of `stage.source`, and adds their pieces to `packing`, with as many items as memory allows."""
 
     def __init__(
-        self,
-        stage: ItemStage,
-        calls: EncoderCalls,
-        packing: Packing,
-        too_long: TooLong,
-        *,
-        asked: bool,
-        max_bytes: int,
+        self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding

@@ -46,14 +46,7 @@ class EpochOrder:
     """
 
     def __init__(
-        self,
-        firsts: NDArray[np.int64],
-        *,
-        seed: int,
-        source: int,
-        epoch: int,
-        block_size: int,
-        window: int | None,
+        self, firsts: NDArray[np.int64], *, seed: int, source: int, epoch: int, block_size: int, window: int | None
     ) -> None:
         shards = len(firsts) - 1
         self._key = derive_key(seed, "reader", source, epoch)
@@ -162,7 +155,7 @@ class EpochOrders:
         samples, seed = shares.samples.of(epoch), shares.lane.seed
         groups = self.groups_of(samples) if self._deals else None
         window = self._window if groups is None else groups.window
-        wanted = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut)
+        wanted = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut, shares.lane.count)
         if wanted not in self._kept:
             firsts, block_size = samples.firsts if groups is None else groups.firsts, shares.block_size or 1
             order = EpochOrder(firsts, seed=seed, source=source, epoch=epoch, block_size=block_size, window=window)

@@ -1,4 +1,4 @@
-"""What commands share: consoles, text of data as a terminal may see it, errors as lines, and how far a command is."""
+"""Helpers of commands: consoles, printable text, errors as lines, progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction o
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that takes no word between colons for a picture: `train.py:train: …` holds one."""
+    """Create a console that does not replace `:word:` by an emoji.
+
+    `train.py:train: …` contains one.
+    """
     return Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
 
 
@@ -30,30 +33,33 @@ err = console(stderr=True)  # progress and errors
 
 
 def printable(text: str) -> str:
-    """Text of anywhere, for a console: without markup, and what a terminal would obey as escapes, such as `\\\\x1b`."""
+    """Escape any text for a console: markup, and characters that a terminal obeys.
+
+    An example is `\\x1b`.
+    """
     return escape(visible(text))
 
 
 def visible(text: str) -> str:
-    """Text of anywhere for what knows no markup: what a terminal would obey as escapes."""
-    return "".join(map(_seen, text))
+    """Escape characters that a terminal obeys, in text without markup."""
+    return "".join(map(_escaped, text))
 
 
-def _seen(character: str) -> str:
+def _escaped(character: str) -> str:
     if unicodedata.category(character) not in _UNSEEN:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()
 
 
 def print_counts(console: Console, word: str, counts: Mapping[str, int], some: str = "") -> None:
-    """In how many samples each of these parts is `word`, in one line; nothing where none is."""
-    there = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
-    if there:
-        console.print(printable(f"{word}: {', '.join(there)}{some}"))
+    """Print in how many samples each part is `word`, in one line, if lines are any."""
+    lines = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
+    if lines:
+        console.print(printable(f"{word}: {', '.join(lines)}{some}"))
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:
-    """Each warning on a line."""
+    """Print each warning on a line."""
     for warning in warnings:
         console.print(printable(f"warning: {warning}"))
 
@@ -80,7 +86,7 @@ def exit_failed(words: str, *, as_json: bool = False) -> NoReturn:
 
 
 def check_output(*paths: Path | None) -> None:
-    """Raises ValueError, before any work is done, for a file that could not be written: its folder is missing."""
+    """Raise ValueError for a file whose folder does not exist, before any work."""
     for path in filter(None, paths):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; expected a name for a file, such as {path / 'page.html'}")
@@ -88,7 +94,7 @@ def check_output(*paths: Path | None) -> None:
             raise ValueError(f"{path}: there is no folder {path.parent} to write it into; make it, or name another")
 
 
-Progress: TypeAlias = Callable[..., None]  # of the things done, of all, and of the bytes done if they are known
+Progress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)
 TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -128,7 +134,9 @@ _LINE_EVERY_S = 10.0
 
 @contextlib.contextmanager
 def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Progress]:
-    """Show a bar on a terminal, else a line every ten seconds, by the function that this yields.
+    """Yield a function that shows progress: a bar on a terminal, else lines.
+
+    A line is printed every ten seconds.
 
     `before` is the text until the number of things is known; `during` (by default the same) is the text from then on.
     """
@@ -151,7 +159,7 @@ def progress_of(console: Console, before: str, things: str, during: str = "") ->
 
 
 class _Rate:
-    """Things and bytes a second, since the first call."""
+    """Things and bytes per second since the first call."""
 
     def __init__(self) -> None:
         self._begin = 0.0

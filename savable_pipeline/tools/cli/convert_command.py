@@ -1,4 +1,4 @@
-"""`savable convert`, what it prints, and the option `--engine`: the processes of this machine, or a cluster."""
+"""`savable convert`, its output, and the option `--engine`."""
 
 from __future__ import annotations
 
@@ -163,15 +163,18 @@ EngineOption: TypeAlias = Annotated[
 
 @contextlib.contextmanager
 def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
-    """The engine of this name, with at most `workers` tasks at once; None for local processes. Raises ValueError."""
+    """Yield the engine of this name, or None for local processes.
+
+    It runs at most `workers` tasks at a time. Raises ValueError for an unknown name.
+    """
     if name not in ENGINES:
         raise ValueError(f"--engine is one of {', '.join(ENGINES)}, not {name!r}")
     if name == "local":
         yield None
         return
-    from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
+    from savable_pipeline.tools.convert.ray_engine import RayEngine  # imported here, because only this option needs Ray
 
-    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray tells on stdout of lost nodes
+    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray reports lost nodes on stdout
         yield engine
 
 
@@ -179,7 +182,10 @@ _SHOWN = 10  # rejects printed one by one; the file has all
 
 
 def print_report(console: Console, report: Report, path: str) -> None:
-    """How much was written, what was rejected, and why; `path` is the file with all rejects."""
+    """Print what was written, and what was rejected and why.
+
+    `path` is the file with all rejects.
+    """
     if report.already:
         console.print("all is there already, nothing was written:")
     console.print(

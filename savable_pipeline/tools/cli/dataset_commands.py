@@ -1,4 +1,4 @@
-"""The commands on a dataset, `savable info`, `index`, `check` and `preview`, and what they print."""
+"""Commands on a dataset: `savable info`, `index`, `check` and `preview`."""
 
 from __future__ import annotations
 

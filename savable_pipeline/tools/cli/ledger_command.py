@@ -1,4 +1,4 @@
-"""The commands `savable ledger …`: what a run was given."""
+"""The commands `savable ledger …`, which query the ledger of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find(
 
 
 @ledger_app.command("batch", epilog="Example: `savable ledger batch runs/ledger train.py:data --slot 7 -o page.html`")
-def again(
+def batch(
     folder: _Folder,
     pipeline: Annotated[
         str, typer.Argument(metavar="PIPELINE", help="The pipeline of the run: file.py:name or module:name.")
@@ -73,16 +73,16 @@ def again(
         if output is None and save is None:
             raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
         check_output(output, save)
-        made = make_again(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
+        rebuilt = make_again(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
-            number = slot // made.given.start.lanes
-            replace_file(output, [batch_page(made.stage, made.stage.lane, title, number, made.batch)])
+            number = slot // rebuilt.given.start.lanes
+            replace_file(output, [batch_page(rebuilt.stage, rebuilt.stage.lane, title, number, rebuilt.batch)])
             out.print(printable(str(output)))
         if save is not None:
             import torch
 
-            torch.save(made.batch, save)
+            torch.save(rebuilt.batch, save)
             out.print(printable(str(save)))
 
 

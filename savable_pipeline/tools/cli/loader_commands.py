@@ -1,4 +1,4 @@
-"""The commands on a loader and its state, `savable plan`, `verify-resume`, `state` and `serve`, and what they print."""
+"""Commands on a loader: `savable plan`, `verify-resume`, `state` and `serve`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHOWN = 8  # samples named
 def plan(
     target: TargetArgument,
     seed: SeedOption = None,
-    lanes: Annotated[int | None, input_option(help="Pipelines: the number of lanes. Default: 96.")] = None,
+    lanes: Annotated[int | None, input_option(help="Pipelines: the number of lanes. Default: by the data.")] = None,
     ranks: Annotated[int, parallel_option(help="Data-parallel ranks.")] = 1,
     nodes: Annotated[int, parallel_option(help="Machines for these ranks.")] = 1,
     batch_s: Annotated[float | None, parallel_option(help="Measured seconds to build a batch.")] = None,
@@ -60,7 +60,7 @@ def plan(
         needed = None
         if batch_s is not None or step_s is not None:
             needed = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, a_node=node_workers)
-        settings = load_target(target, seed=seed, lanes=lanes, default_lanes=96)
+        settings = load_target(target, seed=seed, lanes=lanes, default_lanes=None)
         _print_plan(plan_run(settings, ranks=ranks, nodes=nodes, target=target, workers=needed), as_json=as_json)
 
 

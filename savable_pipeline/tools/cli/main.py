@@ -1,7 +1,7 @@
-"""The command `savable`: one function for each subcommand, which calls the library and prints the result.
+"""The command `savable`, with one function for each subcommand.
 
-Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 if the data or the run has a
-fault, 2 if the command failed, 130 after Ctrl-C.
+The function calls the library and prints the result. Results go to stdout, progress and errors to stderr. The exit code
+is 0 if all is well, 1 if the data or the run has an error, 2 if the command failed, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # in the order of use
 
 class _InOrderOfUse(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        """The commands in the order of `_COMMANDS`; typer has groups of commands before them."""
+        """Return the commands in the order of `_COMMANDS`.
+
+        Typer would list groups of commands first.
+        """
         names = [name for name in self.commands if name != "ledger"]
         names.insert(names.index("serve"), "ledger")
         return names

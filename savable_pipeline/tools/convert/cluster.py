@@ -44,10 +44,7 @@ def write_by_cluster(engine: Engine, jobs: list[ShardJob], work: Path, progress:
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
     """
     done, size = 0, 0
-    with (
-        attempts_in(work) as aside,
-        closing(engine.each(attempt, (_sent(job, aside) for job in jobs))) as finished,
-    ):
+    with attempts_in(work) as aside, closing(engine.each(attempt, (_sent(job, aside) for job in jobs))) as finished:
         for job, made in finished:
             if job.bucket is None:
                 wait_until_seen(job.target / job.name, partial(read_written, job.target, job.work, job.name), job.work)

@@ -248,10 +248,7 @@ def stored_input(path: Path | str, unpacked_bytes: int) -> tuple[Dataset, Input]
 
 
 def read_stored(
-    path: Path | str,
-    only: tuple[str, ...] = (),
-    files: Path | None = None,
-    unpacked_bytes: int = UNPACKED_BYTES,
+    path: Path | str, only: tuple[str, ...] = (), files: Path | None = None, unpacked_bytes: int = UNPACKED_BYTES
 ) -> Input:
     """The samples of files that are read in place, in their order; files that rows name are those below `files`.
 

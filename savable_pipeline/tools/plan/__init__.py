@@ -1,1 +1,1 @@
-"""What the index says of a run before it begins: `savable plan`."""
+"""Plan of a run from the index, before it starts: `savable plan`."""

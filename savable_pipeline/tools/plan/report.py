@@ -1,4 +1,4 @@
-"""A plan as a report: sections of facts, and how each is known."""
+"""A plan as a report: sections of facts, each with its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORLDS = 8  # numbers of ranks that are listed
 
 
 class Fact(NamedTuple):
-    """One line: what, how much, and how that is known."""
+    """One line: a name, a value, and how the value is known."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class Section(NamedTuple):
 
 
 def sections(plan: RunPlan) -> list[Section]:
-    """All numbers of a plan but those of lanes, by section."""
+    """Return all numbers of a plan except those of lanes, by section."""
     found = [
         Section("data", [Fact("samples", f"{plan.population:,}", "index")]),
         Section("steps", list(_steps(plan))),
@@ -39,7 +39,7 @@ def sections(plan: RunPlan) -> list[Section]:
 
 
 def verdict(plan: RunPlan) -> str:
-    """Whether the run can start, with its steps."""
+    """Return whether the run can start, with its steps."""
     if plan.lanes != plan.planned_lanes:
         return (
             f"{plan.target} cannot start: {plan.ranks} ranks do not divide its {plan.lanes} lanes. This plan is for "
@@ -56,15 +56,19 @@ def verdict(plan: RunPlan) -> str:
 
 
 def advice(plan: RunPlan) -> list[str]:
-    """What would be better, a sentence each."""
+    """Return possible improvements, a sentence each."""
     return [_better(plan)] if plan.better_lanes != plan.planned_lanes else []
 
 
 def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
-    """The names of columns, then a row for each number of lanes to choose from; columns without a value are dropped."""
+    """Return the names of columns, then a row for each choice of lanes.
+
+    Columns without a value are dropped.
+    """
     rows: list[tuple[str, ...]] = [("lanes", "ranks", "workers per rank", "steps", "left over")]
+    yours = " (default)" if plan.by_default else " (yours)"
     for each in plan.choices:
-        mark = " (yours)" if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
+        mark = yours if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
         known = each.steps is not None and each.left_share is not None and plan.steps.how != "unknown"
         numbers = (f"{each.steps:,.0f}", f"{each.left_share:.2%}" * bool(each.left_share)) if known else ("", "")
         shown = ", ".join(map(str, each.worlds[-_WORLDS:]))
@@ -74,7 +78,10 @@ def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
 
 
 def _better(plan: RunPlan) -> str:
-    """Why other lanes would be better, for a run that has not begun: they are fixed from its start."""
+    """Return why other lanes would be better.
+
+    This is for a run that has not started, because lanes are fixed from the start.
+    """
     choices = {choice.lanes: choice for choice in plan.choices}
     ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []
@@ -111,8 +118,8 @@ def _steps(plan: RunPlan) -> Iterator[Fact]:
         yield Fact("padding rows", f"{steps.filler_rows:,.0f}", how)
     if steps.left_samples:
         share = steps.left_samples / max(1, plan.population)
-        left = f"{counted(round(steps.left_samples), 'sample')} ({share:.2%})"
-        yield Fact('left over by tail="stop"', left, how)
+        unused = f"{counted(round(steps.left_samples), 'sample')} ({share:.2%})"
+        yield Fact('left over by tail="stop"', unused, how)
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:

@@ -1,4 +1,4 @@
-"""What the index says of a run: the steps of an epoch, the lanes that fit, memory, and the bytes that a node fetches.
+"""Plan of a run from the index: steps, lanes, memory and traffic.
 
 LaneBuilder ─ the stages of a lane, which gives nothing ─┬─ count_steps, lanes_choices ─┐
                                                          └─ plan_memory, plan_bytes ────┴─ plan_run ─ RunPlan
@@ -20,6 +20,7 @@ from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.epoch_end import counted_end
+from savable_pipeline.run.loader.ranks import next_lanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.packing.balance import Balance
@@ -31,7 +32,7 @@ from savable_pipeline.stages.stage import Stage
 
 
 class PathParts:
-    """The stages of one lane."""
+    """Stages of one lane."""
 
     def __init__(self, last: Stage) -> None:
         self.last = last
@@ -40,21 +41,27 @@ class PathParts:
 
     @property
     def rows(self) -> int | None:
-        """The items or packs of a batch; None if the last stage is no `Batcher`."""
+        """Items or packs of a batch; None if the last stage is no `Batcher`."""
         return self.last.size if isinstance(self.last, Batcher) else None
 
     @property
     def by_length(self) -> bool:
-        """Whether the number of batches depends on the lengths of items, which the index does not hold."""
+        """Whether the number of batches depends on the lengths of items.
+
+        The index does not have these.
+        """
         return self.rows is None or any(isinstance(stage, OnlinePacker) for stage in self.stages)
 
     @property
     def population(self) -> int:
-        """The number of samples of all sources."""
+        """Number of samples of all sources."""
         return sum(reader.population for reader in self.readers)
 
     def reader_samples(self, lane: int) -> float:
-        """The number of samples of a lane in the first pass, of all readers; an even share of one that cannot count."""
+        """Return the number of samples of a lane in the first epoch, of all readers.
+
+        It is an equal part for a reader that cannot count.
+        """
         counts = [(reader, reader.count_of(lane, 0)) for reader in self.readers]
         lanes = self.last.lane.count
         return sum(reader.population / lanes if count is None else count for reader, count in counts)
@@ -68,7 +75,7 @@ class LaneBuilder:
         self._shared: dict[Any, Any] = {}
 
     def build(self, lane: int, lanes: int) -> PathParts:
-        """The stages of a fresh lane. Raises what the pipeline raises."""
+        """Return the stages of a new lane. Raises what the pipeline raises."""
         settings = self._settings
         runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
         with as_in_a_worker(set(KINDS)):
@@ -76,13 +83,13 @@ class LaneBuilder:
 
 
 How = Literal["counted", "one item a sample", "unknown"]
-_MULTIPLES = (1, 2, 3, 4, 6)  # of the ranks: numbers of lanes to choose from
+_MULTIPLES = (1, 2, 3, 4, 6)  # of the number of ranks, as numbers of lanes to choose from
 _NEAR = 2  # times fewer or more ranks that are shown
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of an epoch for these ranks: those of a pass over the data where the run never ends."""
+    """Steps of an epoch for these ranks, or of one pass over endless data."""
 
     how: How
     endless: bool
@@ -97,7 +104,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class LanesChoice:
-    """What a number of lanes would mean; `steps` is None where the ranks do not divide it."""
+    """Effects of a number of lanes.
+
+    `steps` is None if the ranks do not divide it.
+    """
 
     lanes: int
     fits: bool
@@ -110,7 +120,10 @@ class LanesChoice:
 
 
 def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
-    """The steps of an epoch; where encoders may leave samples out or make several items, as if each made one."""
+    """Count the steps of an epoch, as if each sample became one item.
+
+    Encoders may skip samples or build several items.
+    """
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
@@ -128,22 +141,17 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
 
 def _finite(how: How, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
     end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
-    held = [round(parts.reader_samples(lane)) for lane in range(lanes)]
+    owned = [round(parts.reader_samples(lane)) for lane in range(lanes)]
     if settings.pad:
         steps = -(-end // ranks)
-        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(held))
-    given = sum(min(own, end // lanes * rows) for own in held)
-    return Steps(how, False, end / ranks, sum(counts) - end, sum(held) - given, 0)
-
-
-def fitting_lanes(lanes: int, ranks: int) -> int:
-    """`lanes` if the ranks divide it, else the next multiple of the ranks."""
-    return -(-lanes // ranks) * ranks
+        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(owned))
+    used = sum(min(own, end // lanes * rows) for own in owned)
+    return Steps(how, False, end / ranks, sum(counts) - end, sum(owned) - used, 0)
 
 
 def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
-    """The lanes of the run, those that are planned, and multiples of the ranks, ascending."""
-    planned = fitting_lanes(settings.lanes, ranks)
+    """Return the run's lanes, the planned ones, and multiples of the ranks, ascending."""
+    planned = next_lanes(settings.lanes, ranks)
     population = builder.build(0, planned).population
     choices = []
     for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
@@ -153,13 +161,13 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
             continue
         parts = builder.build(0, lanes)
         steps = count_steps(settings, parts, ranks=ranks)
-        left = None if steps.how == "unknown" else steps.left_samples / population
-        choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, left))
+        unused = None if steps.how == "unknown" else steps.left_samples / population
+        choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused))
     return choices
 
 
 def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planned: int) -> int:
-    """The fewest lanes that serve most numbers of ranks, without leaving over 1 % more of the data than need be.
+    """Return the fewest lanes that fit most numbers of ranks.
 
     The `planned` ones if they do as well. Where a rank has workers, each needs a lane.
     """
@@ -177,7 +185,7 @@ _LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples are
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank: of all its lanes, in however many processes."""
+    """Bytes on a rank, of all its lanes in any number of processes."""
 
     lanes: int
     refs: int
@@ -188,11 +196,11 @@ class RankMemory:
 
 
 def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> RankMemory:
-    """The memory of a rank, as far as the settings say."""
+    """Return the memory of a rank, as far as the settings say."""
     lanes = parts.last.lane.count // ranks
     holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
     limits = [stage.max_buffer_bytes for stage in holding if stage.max_buffer_bytes]
-    refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
+    refs = sum(stage.capacity * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
 
@@ -202,7 +210,7 @@ def _buffers(parts: PathParts) -> list[ShuffleBuffer]:
 
 @dataclass(frozen=True)
 class SourceBytes:
-    """What a node reads of a source in a pass, and what its cache should hold if the source is behind a URL."""
+    """Bytes that a node reads of a source in an epoch, and its useful cache size."""
 
     name: str
     address: str
@@ -221,7 +229,7 @@ class SourceBytes:
 
 
 def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int) -> list[SourceBytes]:
-    """The bytes of each source, from the index: by the mean size of a sample in its shards."""
+    """Return the bytes of each source, by the mean size of a sample in its shards."""
     return [_of(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
 
 
@@ -231,9 +239,9 @@ def _of(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: 
     sample = sum(entry.size for entry in dataset.entries) / dataset.count
     remote = "://" in dataset.address
     own = ranks // nodes * (lanes // ranks)
-    held = dataset.prefetch_refs + sum(size for name, size in _held_refs(parts) if name == reader.info.branch)
+    ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(parts) if name == reader.info.branch)
     share = reader.population / lanes
-    least = own * min(held, share) * sample / PREFETCH_SHARE if remote else 0.0
+    least = own * min(ahead, share) * sample / PREFETCH_SHARE if remote else 0.0
     chosen = reader.population * sample
     return SourceBytes(
         reader.info.branch,
@@ -249,14 +257,17 @@ def _of(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: 
 
 
 def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
-    """Bytes of the pieces that hold samples of the first node's lanes in a pass; of all, where that is too many."""
+    """Return the bytes of the pieces with samples of the first node's lanes.
+
+    It is all bytes if there are too many pieces to count.
+    """
     touched: set[tuple[int, int]] = set()
-    left = _LOOKED_AT
+    remaining = _LOOKED_AT
     for lane in (lane for lane in range(lanes) if lane % ranks < ranks // nodes):
         reader = builder.build(lane, lanes).readers[number]
         wanted = -(-reader.population // lanes)
-        left -= wanted
-        if left < 0:
+        remaining -= wanted
+        if remaining < 0:
             return float(sum(entry.size for entry in reader.dataset.entries))
         while wanted > 0 and len(refs := reader.take(wanted)):
             wanted -= len(refs)
@@ -266,7 +277,7 @@ def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: i
 
 
 def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
-    """Shard and number of the piece of each sample, as if all samples of a shard were of one size."""
+    """Return shard and piece of each sample, as if a shard's samples had equal sizes."""
     firsts, entries = reader.dataset.firsts, reader.dataset.entries
     shards = np.searchsorted(firsts, indices, side="right") - 1
     sizes = np.array([entry.size / max(1, entry.samples) for entry in entries])
@@ -274,19 +285,22 @@ def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
     return set(zip(shards.tolist(), pieces.tolist(), strict=True))
 
 
-def _held_refs(parts: PathParts) -> list[tuple[str, int]]:
-    """For each reader's branch, the samples of a buffer behind it, whose bytes are not read before they are given."""
+def _buffered_refs(parts: PathParts) -> list[tuple[str, int]]:
+    """Return the size of the buffer after each reader, by the reader's branch.
+
+    Bytes of these samples are not read before they are yielded.
+    """
     found: list[tuple[str, int]] = []
     for before, stage in pairwise(parts.stages):
         if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
             branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
-            found += [(branch, stage.size) for branch in branches]
+            found += [(branch, stage.capacity) for branch in branches]
     return found
 
 
 @dataclass(frozen=True)
 class WorkersNeeded:
-    """What keeps up with the trainers, by what was measured."""
+    """Workers that keep up with the trainers, from measured times."""
 
     a_rank: int
     a_node: int
@@ -294,7 +308,10 @@ class WorkersNeeded:
 
     @classmethod
     def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """For batches that take a worker so long, a batch of each rank a step. Raises ValueError for none."""
+        """Compute them from seconds per batch and step. Raises ValueError.
+
+        `ranks` take one batch each per step.
+        """
         if not (batch_s > 0 and step_s > 0 and a_node > 0):
             raise ValueError("--batch-s, --step-s and --node-workers are given together, each more than 0")
         busy = round(batch_s / step_s, 9)
@@ -303,13 +320,15 @@ class WorkersNeeded:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run; see the fields' classes."""
+    """Plan of a run; see the classes of its fields."""
 
     target: str
     ranks: int
     nodes: int
     lanes: int
     """Of the loader."""
+    by_default: bool
+    """Whether the loader was created without `lanes`."""
     planned_lanes: int
     """The lanes of all that follows: the loader's or, if the ranks do not divide them, the next that they do."""
     better_lanes: int
@@ -325,16 +344,16 @@ class RunPlan:
 def plan_run(
     settings: LoaderSettings, *, ranks: int = 1, nodes: int = 1, target: str = "", workers: WorkersNeeded | None = None
 ) -> RunPlan:
-    """Work out the plan of a run with these settings on this many ranks, spread over the nodes.
+    """Plan a run with these settings on this many ranks and nodes.
 
-    Opens the data, and indexes them on first use; encodes nothing. Raises ValueError for wrong wishes, and what the
-    pipeline raises.
+    This opens the data and indexes it on first use, but encodes nothing. Raises ValueError for wrong arguments, and
+    what the pipeline raises.
     """
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ValueError(
             f"--nodes must divide --ranks, so that each node has as many ranks: {ranks} ranks on {nodes} nodes"
         )
-    lanes = fitting_lanes(settings.lanes, ranks)
+    lanes = next_lanes(settings.lanes, ranks)
     builder = LaneBuilder(settings)
     parts = builder.build(0, lanes)
     choices = lanes_choices(settings, builder, ranks=ranks)
@@ -343,6 +362,7 @@ def plan_run(
         ranks=ranks,
         nodes=nodes,
         lanes=settings.lanes,
+        by_default=settings.by_default,
         planned_lanes=lanes,
         better_lanes=better_lanes(settings, choices, planned=lanes),
         path=repr(parts.last),

@@ -1,4 +1,4 @@
-"""`savable preview`: HTML pages that show the samples of a dataset, or the batches of a pipeline.
+"""`savable preview`: HTML pages of a dataset's samples or a pipeline's batches.
 
     dataset_page ── sample_entries ─┬─ image_entries ────────────────┐
                         │           └─ media_entries ─ sound_entries ┤
@@ -6,8 +6,8 @@
                                     └─ image_entries, sound_entries ─┘
     report_page ─ ledger_numbers ───────────────────────────────────────────────────────── page
 
-A page has no script and loads nothing. Data is escaped as text, decoded and encoded again as an image or a clip, or, of
-short audio and video, passed to a player of the page as it is. How much of it is read and shown is bounded.
+A page has no script and loads nothing. Data is escaped as text, or decoded and encoded again as an image or a clip.
+Only short audio and video is passed unchanged to a player of the page. The amount that is read and shown is bounded.
 """
 
 from savable_pipeline.tools.preview.dataset_page import preview_dataset

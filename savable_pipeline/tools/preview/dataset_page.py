@@ -1,4 +1,4 @@
-"""The pages of a dataset: its numbers, and samples drawn from all of its shards, or from those that match."""
+"""Pages of a dataset: its numbers, and samples drawn from all shards."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from savable_pipeline.tools.preview.sample_entries import part_entry, sample_car
 MOST_SAMPLES = 500  # of a page
 _AT_ONCE = 1 << 16
 
-Numbers = NDArray[np.int64]
+SampleNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
-    """What a user wants to see: at most `pages` pages of `samples` samples, drawn by `seed`.
+    """Request of a user: at most `pages` pages of `samples` samples, drawn by `seed`.
 
     `part` and `key` are shell patterns, of the name of a part, where case does not matter, and of a key; "": any.
     """
@@ -53,22 +53,25 @@ class SampleChoice:
 
     @property
     def words(self) -> str:
-        """What a sample must have; "" for nothing."""
+        """Conditions for a sample, in words; "" for none."""
         parts = [f"a part {self.part!r}"] * bool(self.part) + [f"a key {self.key!r}"] * bool(self.key)
         return " and ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The numbers of the samples of each page, ascending; of `matching` samples, `unread` could not be asked."""
+    """Numbers of the samples of each page, ascending.
 
-    pages: list[Numbers]
+    `matching` samples match. `unread` ones could not be read.
+    """
+
+    pages: list[SampleNumbers]
     matching: int
     unread: int = 0
 
 
 def chosen_samples(dataset: Dataset, wanted: SampleChoice) -> Chosen:
-    """Raises ValueError if no sample matches."""
+    """Draw the samples of each page. Raises ValueError if no sample matches."""
     if not wanted.words:
         return Chosen(_paged(np.arange(dataset.count), wanted), dataset.count)
     matching, unread = _matching(dataset, wanted)
@@ -78,14 +81,14 @@ def chosen_samples(dataset: Dataset, wanted: SampleChoice) -> Chosen:
     return Chosen(_paged(matching, wanted), len(matching), unread)
 
 
-def _paged(numbers: Numbers, wanted: SampleChoice) -> list[Numbers]:
+def _paged(numbers: SampleNumbers, wanted: SampleChoice) -> list[SampleNumbers]:
     shown = min(wanted.samples * wanted.pages, len(numbers))
     drawn = np.sort(numbers[Bijection(derive_key(wanted.seed, "preview"), len(numbers))(np.arange(shown))])
     return np.split(drawn, np.arange(wanted.samples, shown, wanted.samples))
 
 
-def _matching(dataset: Dataset, wanted: SampleChoice) -> tuple[Numbers, int]:
-    """The samples that match, in order, and how many could not be read: all are looked at, in the order of shards."""
+def _matching(dataset: Dataset, wanted: SampleChoice) -> tuple[SampleNumbers, int]:
+    """Return the samples that match, in order, and how many could not be read."""
     found, unread = [], 0
     for number, shard, row in _rows(dataset):
         try:
@@ -129,14 +132,19 @@ class _PartRow:
 
 
 def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0, part: str = "", key: str = "") -> bytes:
-    """The first of `dataset_pages`, with `samples` samples, or all if there are fewer; UTF-8."""
+    """Return the first of `dataset_pages` as UTF-8.
+
+    It has `samples` samples, or all if there are fewer.
+    """
     return next(dataset_pages(shards, SampleChoice(samples, 1, seed, part, key)))[1]
 
 
 def dataset_pages(
     shards: Shards, wanted: SampleChoice, name: str = "preview.html", **settings: Any
 ) -> Iterator[tuple[str, bytes]]:
-    """The file name and content, UTF-8, of each page, linked to each other: "preview.html", "preview-2.html", ….
+    """Yield the file name and content, UTF-8, of each page.
+
+    The pages "preview.html", "preview-2.html", … are linked to each other.
 
     Samples are in the order of the dataset; the first page has its numbers, too. Damaged samples are shown with their
     fault; `settings` are those of the store. Raises `ShardError` for no sample, ValueError where none matches.
@@ -168,7 +176,7 @@ _READ = 500  # samples that are read to find some with an error
 _MOST_BROKEN = 12  # of these that are shown beside the drawn ones
 
 
-def _unreadable(dataset: Dataset, seed: int) -> tuple[Numbers, int]:
+def _unreadable(dataset: Dataset, seed: int) -> tuple[SampleNumbers, int]:
     """Samples with a part that cannot be read, ascending, and how many were read: all of a small dataset."""
     numbers = np.sort(Bijection(derive_key(seed, "unreadable"), dataset.count)(np.arange(min(_READ, dataset.count))))
     samples = zip(numbers.tolist(), _opened(dataset, numbers), strict=True)
@@ -176,7 +184,10 @@ def _unreadable(dataset: Dataset, seed: int) -> tuple[Numbers, int]:
 
 
 def _is_broken(sample: Sample) -> bool:
-    """Whether a part cannot be shown; audio and video, which take long, are not looked at."""
+    """Return whether a part cannot be shown.
+
+    Audio and video, which take long, are not checked.
+    """
     room = Room(0)
     try:
         return any(part_entry(sample, part, room).fault for part in sample if part_type(part) not in _SLOW)
@@ -184,13 +195,13 @@ def _is_broken(sample: Sample) -> bool:
         return True
 
 
-def _opened(dataset: Dataset, numbers: Numbers) -> list[Sample]:
+def _opened(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
     return dataset.open_samples(refs)
 
 
-def _cards(dataset: Dataset, numbers: Numbers) -> list[Card]:
+def _cards(dataset: Dataset, numbers: SampleNumbers) -> list[Card]:
     """The cards of these samples, those with an error first."""
     drawn = zip(_opened(dataset, numbers), numbers.tolist(), strict=True)
     cards = [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
@@ -215,7 +226,7 @@ def _numbers(dataset: Dataset) -> dict[str, Any]:
 
 
 def _splits(dataset: Dataset) -> dict[str, str]:
-    """The number of samples of each split, in words; or the fault of the file of splits."""
+    """Return the number of samples of each split, in words, or an error."""
     try:
         return {name: f"{count:,} samples" for name, count in split_counts(dataset).items()}
     except ShardError as error:
@@ -223,7 +234,7 @@ def _splits(dataset: Dataset) -> dict[str, str]:
 
 
 def _sizes(dataset: Dataset) -> dict[str, NDArray[np.int64]]:
-    """The sizes of parts; none where a sample that is looked at is damaged."""
+    """Return the sizes of parts; none if a sample that is read is damaged."""
     try:
         return dataset.part_sizes()[0]
     except ShardError:

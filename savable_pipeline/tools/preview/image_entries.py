@@ -1,6 +1,6 @@
-"""Arrays of a batch as entries, and images as thumbnails: small images, every byte of which we encode.
+"""Arrays of a batch as entries, and images as thumbnails.
 
-No byte of an image is copied to the page: it is decoded, and only its pixels are encoded again.
+No byte of an image is copied to the page. It is decoded, and only its pixels are encoded again, in a small size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LISTED = 16  # values shown one by one
 
 
 def as_array(value: Any) -> NDArray[Any] | None:
-    """An array or a dense tensor of numbers as an array; None for anything else."""
+    """Return an array or a dense tensor of numbers as an array, or None."""
     torch = imported("torch")  # if nothing has imported torch, no value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_complex():
@@ -46,7 +46,10 @@ def as_array(value: Any) -> NDArray[Any] | None:
 
 
 def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
-    """The mean and deviation by which an encoder normalizes images, its own or those of its crop or vision."""
+    """Return the mean and deviation by which an encoder normalizes images.
+
+    They are its own or those of its crop or vision.
+    """
     for holder in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
         mean, std = getattr(holder, "mean", None), getattr(holder, "std", None)
         if isinstance(mean, tuple | list) and isinstance(std, tuple | list):
@@ -55,14 +58,16 @@ def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[floa
 
 
 def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """An array as thumbnails if it may be images, else in numbers."""
+    """Return an array as thumbnails if it may be images, else in numbers."""
     images = _images(name, array)
     if images is None:
         values = _values(array)
-        return CardEntry(name, describe(value, array) + (f": {values}" if values else ""))
+        return CardEntry(name, describe_array(value, array) + (f": {values}" if values else ""))
     if array.ndim == 5 and len(images) > _MOST_IMAGES:
-        return _clips_entry(name, describe(value, array), images.reshape(*array.shape[:2], *images.shape[1:]), encoder)
-    return images_entry(name, describe(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
+        return _clips_entry(
+            name, describe_array(value, array), images.reshape(*array.shape[:2], *images.shape[1:]), encoder
+        )
+    return images_entry(name, describe_array(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
 
 
 def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
@@ -78,7 +83,10 @@ def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder
 def images_entry(
     name: str, note: str, images: Sequence[NDArray[Any]], count: int, encoder: TaskEncoder | None
 ) -> CardEntry:
-    """The first of `count` images, each (height, width, channels), as thumbnails."""
+    """Return the first of `count` images as thumbnails.
+
+    Each is (height, width, channels).
+    """
     mean, std = colours(encoder)
     thumbnails: list[Thumbnail] = []
     how = ""
@@ -91,7 +99,10 @@ def images_entry(
 
 
 def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | None) -> CardEntry | None:
-    """`patches` (n, channels, side, side) put together by `grids`, rows and columns of each tile; None if unfit."""
+    """Join `patches` to tiles by `grids`, or return None if they do not fit.
+
+    `patches` is (n, channels, side, side). `grids` has rows and columns of each tile.
+    """
     patches, grids = as_array(fields.get("patches")), as_array(fields.get("grids"))
     if patches is None or grids is None or patches.ndim != 4 or grids.ndim != 2 or grids.shape[1] != 2:
         return None
@@ -103,7 +114,7 @@ def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | Non
         _tile(patches[end - size : end], int(rows), int(columns))
         for (rows, columns), size, end in zip(grids[:_MOST_IMAGES], sizes, ends, strict=False)
     ]
-    return images_entry(name, f"{describe(fields['patches'], patches)}, as tiles", tiles, len(grids), encoder)
+    return images_entry(name, f"{describe_array(fields['patches'], patches)}, as tiles", tiles, len(grids), encoder)
 
 
 def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
@@ -112,8 +123,8 @@ def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
     return laid.reshape(rows * height, columns * width, channels)
 
 
-def describe(value: Any, array: NDArray[Any]) -> str:
-    """Kind, shape, least and greatest value."""
+def describe_array(value: Any, array: NDArray[Any]) -> str:
+    """Return kind, shape, least and greatest value in words."""
     kind = str(getattr(value, "dtype", array.dtype)).removeprefix("torch.")
     text = f"{kind} ({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
     if not array.size:
@@ -151,13 +162,16 @@ def _flat(array: NDArray[Any]) -> NDArray[Any]:
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 LARGEST_BYTES = 64 << 20  # of an encoded image that is looked at
-LARGEST_PIXELS = 50_000_000
+MOST_PIXELS = 50_000_000
 _SIDE = 192  # pixels, at most
 _SMALL = 64  # up to here PNG keeps every pixel at little cost
 
 
 def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
-    """The thumbnail of an encoded image, and its size and kind in words. Raises ValueError for an unreadable image."""
+    """Return the thumbnail of an encoded image, and its size and kind in words.
+
+    Raises ValueError for an unreadable image.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata and of large images
@@ -165,8 +179,8 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
                 width, height = upright_size(image)
                 about = f"{width:,} × {height:,} {image.format} {image.mode}"
                 about += ", with alpha, on white" if has_alpha(image) else ""
-                if image.width * image.height > LARGEST_PIXELS:
-                    raise ValueError(f"not decoded: {about}, more than {LARGEST_PIXELS:,} pixels")
+                if image.width * image.height > MOST_PIXELS:
+                    raise ValueError(f"not decoded: {about}, more than {MOST_PIXELS:,} pixels")
                 return thumbnail_of_pixels(_decoded(image)), about
     except UnidentifiedImageError:
         raise ValueError(f"unreadable image: not {', '.join(IMAGE_FORMATS)}") from None
@@ -176,7 +190,7 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
 
 
 def thumbnail_of_pixels(pixels: Pixels) -> Thumbnail:
-    """The thumbnail of uint8 (height, width, 3), encoded again."""
+    """Return the thumbnail of uint8 (height, width, 3)."""
     image = Image.fromarray(np.ascontiguousarray(pixels), "RGB")
     image.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
     kind, options = ("PNG", {}) if max(pixels.shape[:2]) <= _SMALL else ("JPEG", {"quality": 85})
@@ -188,17 +202,19 @@ def thumbnail_of_pixels(pixels: Pixels) -> Thumbnail:
 
 
 def stretched(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Any numbers as 0 to 255, from the least to the greatest finite one."""
+    """Scale numbers to 0 … 255, from the least to the greatest finite one."""
     finite = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = float(finite.min(initial=np.inf)), float(finite.max(initial=-np.inf))
     return (finite - low) * (255 / (high - low) if high > low else 1.0)
 
 
 def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> tuple[Pixels, str]:
-    """An image (height, width, channels) of any numbers as pixels, and how it was taken, in words.
+    """Return an image of any numbers as pixels, and the conversion in words.
 
-    Floats are un-normalized by `mean` and `std` where these are as many as it has channels; else they are taken as
-    0 to 1 or -1 to 1 if they are in that range, and stretched to their range if not.
+    The image is (height, width, channels).
+
+    Floats are un-normalized by `mean` and `std` where these are as many as it has channels; else they are taken as 0 to
+    1 or -1 to 1 if they are in that range, and stretched to their range if not.
     """
     step = max(1, max(image.shape[:2]) // (2 * _SIDE))
     image = image[::step, ::step]

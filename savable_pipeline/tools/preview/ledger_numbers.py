@@ -1,4 +1,4 @@
-"""What a ledger says of a run: the batches given, the counters that ranks noted, the shares of its sources."""
+"""Numbers of a run from its ledger: batches, counters and proportions of sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECES = 48  # of the run, in pictures
 
 @dataclass(frozen=True, slots=True)
 class RunPiece:
-    """Batches of successive slots: samples of each source, samples of all before it, and the start they were of."""
+    """Batches of successive slots: samples of each source, and of all before it."""
 
     samples: list[int]
     before: int
@@ -34,35 +34,41 @@ class RunPiece:
 
 @dataclass(frozen=True, slots=True)
 class CostStep:
-    """A step of all ranks: the costs of their batches, of which each rank waits for the largest."""
+    """Step of all ranks: the costs of their batches.
+
+    Each rank waits for the largest.
+    """
 
     number: int
     costs: list[int]
 
 
-class GivenCounts:
-    """The batches of a ledger that count, in the order of their slots. Lost ones are only counted."""
+class BatchCounts:
+    """Batches of a ledger that count, in the order of slots.
+
+    Lost ones are only counted.
+    """
 
     def __init__(self, ledger: LedgerFiles) -> None:
         self.sources = ledger.sources
         self._column = {source.tag: number for number, source in enumerate(self.sources)}
         self.lost = 0
-        self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # of each start's number: given, and lost
-        kept = []
-        for given in (each for each in ledger.batches() if not each.batch.again):
-            self.by_start[given.start.number][given.lost] += 1
-            self.lost += given.lost
-            if not given.lost:
-                kept.append((given.batch.position, self._samples_of(given), given))
-        kept.sort(key=lambda entry: entry[0])
-        self._given = [given for *_, given in kept]
-        self._samples = np.array([samples for _, samples, _ in kept], dtype=np.int64).reshape(-1, len(self.sources))
+        self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by a start's number: batches, lost ones
+        counted = []
+        for recorded in (each for each in ledger.batches() if not each.batch.again):
+            self.by_start[recorded.start.number][recorded.lost] += 1
+            self.lost += recorded.lost
+            if not recorded.lost:
+                counted.append((recorded.batch.position, self._samples_of(recorded), recorded))
+        counted.sort(key=lambda entry: entry[0])
+        self._recorded = [recorded for *_, recorded in counted]
+        self._samples = np.array([samples for _, samples, _ in counted], dtype=np.int64).reshape(-1, len(self.sources))
 
-    def _samples_of(self, given: RecordedBatch) -> list[int]:
+    def _samples_of(self, recorded: RecordedBatch) -> list[int]:
         """The number of samples of each source in a batch."""
         found = [0] * len(self.sources)
-        if given.batch.items:
-            indices: Integers = unpack_column(given.batch.indices, given.batch.items)
+        if recorded.batch.items:
+            indices: Integers = unpack_column(recorded.batch.indices, recorded.batch.items)
             tags, counts = np.unique(indices >> TAG_SHIFT, return_counts=True)
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
                 found[self._column[tag]] = count
@@ -71,7 +77,7 @@ class GivenCounts:
     @property
     def batches(self) -> int:
         """The number of batches that count."""
-        return len(self._given)
+        return len(self._recorded)
 
     @property
     def samples(self) -> list[int]:
@@ -80,20 +86,20 @@ class GivenCounts:
         return found
 
     def pieces(self) -> list[RunPiece]:
-        """The run in at most `PIECES` pieces of about as many batches."""
+        """Return the run in at most `PIECES` pieces with about equally many batches."""
         bounds = np.linspace(0, self.batches, min(PIECES, self.batches) + 1).astype(int).tolist()
         before = np.concatenate([[0], self._samples.sum(axis=1).cumsum()]).tolist()
         return [
-            RunPiece(self._samples[begin:end].sum(axis=0).tolist(), before[begin], self._given[begin].start)
+            RunPiece(self._samples[begin:end].sum(axis=0).tolist(), before[begin], self._recorded[begin].start)
             for begin, end in pairwise(bounds)
         ]
 
     @cached_property
     def steps(self) -> list[CostStep]:
-        """The steps of several ranks of which all costs are known."""
+        """Steps of several ranks of which all costs are known."""
         found: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
-        for given in self._given:
-            start, batch = given.start, given.batch
+        for recorded in self._recorded:
+            start, batch = recorded.start, recorded.batch
             first = start.slot if batch.epoch == start.epoch else 0
             step = (batch.slot - first) // start.world_size
             found[start.position, start.world_size, batch.epoch, step].append(batch.cost)
@@ -102,7 +108,10 @@ class GivenCounts:
 
 
 def waiting(steps: list[CostStep]) -> float:
-    """The share of the ranks' time in which they wait for the slowest one, if a step takes as long as its cost."""
+    """Return the fraction of time in which ranks wait for the slowest one.
+
+    A step is assumed to take as long as its cost.
+    """
     return waiting_share(step.costs for step in steps)
 
 
@@ -112,7 +121,10 @@ Course = list[tuple[float, float]]
 
 
 class NotedCounters:
-    """Sums of differences within each file, since counters go on from start to start in one process."""
+    """Sums of counters' differences within each file.
+
+    In one process, counters continue from start to start.
+    """
 
     def __init__(self, ledger: LedgerFiles) -> None:
         self.totals: Counter[str] = Counter()  # of counters, over all ranks
@@ -142,12 +154,15 @@ class NotedCounters:
                     self.names[name] = last.names[name]
 
     def of_stages(self, before: str) -> dict[str, float]:
-        """The totals whose names begin so, by the rest of the name, the largest first."""
+        """Return the totals whose names start with `before`, the largest first."""
         found = {name[len(before) :]: total for name, total in self.totals.items() if name.startswith(before)}
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     def waits(self) -> tuple[Course, Course]:
-        """The share of the time in which trainers waited, by the time in `unit`: the mean, the worst rank."""
+        """Return the fraction of time in which trainers waited: the mean, the worst rank.
+
+        It is a function of the time in `unit`.
+        """
         mean, worst = [], []
         for at, spans in self._pieces():
             by_rank: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -160,7 +175,7 @@ class NotedCounters:
         return mean, worst
 
     def fills(self) -> Course:
-        """The share of the packs that holds tokens, by the time in `unit`."""
+        """Return the packing efficiency, by the time in `unit`."""
         found = []
         for at, spans in self._pieces():
             tokens, room = (sum(_grown(span, f"OnlinePacker/{name}") for span in spans) for name in ("tokens", "room"))
@@ -196,7 +211,10 @@ def _grown(span: tuple[int, Numbers, Numbers], name: str) -> float:
 
 
 class ExpectedShares:
-    """Of one start. `by`: "samples" or "tokens"; "" without a `Blend`, or where its settings cannot be read."""
+    """Expected proportions of sources of one start.
+
+    `by`: "samples" or "tokens"; "" without a `Blend`, or if its settings cannot be read.
+    """
 
     def __init__(self, start: Start) -> None:
         try:
@@ -205,22 +223,25 @@ class ExpectedShares:
             fields = {}
         self.by = str(fields.get("Blend.by", ""))
         self._weights: dict[str, int] = fields.get("weights", {})
-        told = fields.get("Blend.schedule")
-        self.schedule = None if told is None else Schedule(**told)
+        setting = fields.get("Blend.schedule")
+        self.schedule = None if setting is None else Schedule(**setting)
         self.names = list(self._weights) or sorted(self.schedule.names if self.schedule else ())
 
     def of(self, begin: int, end: int) -> list[float]:
-        """The share of each of `names` among what the run drew from number `begin` to `end`."""
+        """Return the fraction of each of `names` among draws `begin` to `end` of the run."""
         if self.schedule is None:
             return [weight / sum(self._weights.values()) for weight in self._weights.values()]
-        dues = Dues(self.schedule, self.names)
+        targets = Dues(self.schedule, self.names)
         whole = max(1, end - begin)
-        parts = zip(dues.at(begin), dues.at(begin + whole), strict=True)
-        return [(after - before) / (whole * dues.unit) for before, after in parts]
+        parts = zip(targets.at(begin), targets.at(begin + whole), strict=True)
+        return [(after - before) / (whole * targets.unit) for before, after in parts]
 
 
 def summed(names: Sequence[str], sources: Sequence[str], numbers: Sequence[float]) -> list[float]:
-    """Numbers of sources, summed for each of `names`: "text" is of "text" and of "text/web"."""
+    """Sum numbers of sources for each of `names`.
+
+    "text" is the sum of "text" and "text/web".
+    """
     return [
         sum(number for source, number in zip(sources, numbers, strict=True) if f"{source}/".startswith(f"{name}/"))
         for name in names

@@ -1,7 +1,7 @@
-"""A video or a sound as an entry: its facts, a player of an excerpt, frames of it or its waveform and spectrogram.
+"""A video or audio as an entry: facts, a player of an excerpt, and images.
 
-    part, as a browser plays it, within the room ─ its bytes as they are ─┐
-    part, any other ─ its first seconds, encoded anew: `clip` ────────────┴─ Player
+    part that a browser plays, if there is room ─ its bytes unchanged ────┐
+    any other part ─ its first seconds, encoded again: `clip` ────────────┴─ Player
     video ─ 9 frames, each with its time ── Thumbnail
     sound ─ its first 30 s (sound_entries) ─ Sound
 
@@ -46,7 +46,10 @@ _HEARD_HZ = 16_000
 
 
 def is_range(sample: Sample, part: str, head: bytes) -> bool:
-    """Whether a part that begins so is a range of a longer file, which its own bytes name."""
+    """Return whether a part with this head is a range of a longer file.
+
+    Its own bytes name the file.
+    """
     if not head.startswith(b'{"path":'):
         return False
     with sample.open(part) as file:
@@ -54,7 +57,10 @@ def is_range(sample: Sample, part: str, head: bytes) -> bool:
 
 
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
-    """What is damaged is the fault of the entry. Raises `MediaError` where nothing is known, and `SavableError`."""
+    """Return the entry of audio or video, which may be damaged.
+
+    Raises `MediaError` if nothing is known, and `SavableError`.
+    """
     try:
         info = sample.media(part)
         with ExitStack() as opened:
@@ -62,7 +68,7 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
             audio = opened.enter_context(sample.audio(part)) if info.channels else None
             if video is None and audio is None:
                 raise MediaError(f"part {part!r}: its header says neither the size of a picture nor how it sounds")
-            facts = " · ".join(filter(None, [_seen(video), _heard(audio), note]))
+            facts = " · ".join(filter(None, [_video_facts(video), _audio_facts(audio), note]))
             entry = CardEntry(part, facts)
             try:
                 return _shown(entry, sample, video, audio, room)
@@ -76,13 +82,13 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
 
 def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
     """First what is decoded: the bytes of what is damaged go no further."""
-    half = room.left // 2
+    half = room.free // 2
     pictures = Room(half)
     if video is not None:
         entry = replace(entry, thumbnails=_sheet(video, pictures))
     if audio is not None:
         entry = replace(entry, sounds=[_sound(audio, pictures, coloured=video is None)])
-    room.left -= half - pictures.left
+    room.free -= half - pictures.free
     kind = "audio" if video is None else "video"
     plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
     player = _as_it_is(sample, entry.name, kind, room) if plays else None
@@ -112,14 +118,14 @@ def _clipped(video: Video | None, audio: Audio | None, kind: str, room: Room) ->
     return Player(kind, room.take(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
 
 
-def _seen(video: Video | None) -> str:
+def _video_facts(video: Video | None) -> str:
     if video is None:
         return ""
     width, height = video.size
     return f"{clock(video.duration_s)}, {width:,} × {height:,}, {video.fps:.4g} fps, {_codec(video)}"
 
 
-def _heard(audio: Audio | None) -> str:
+def _audio_facts(audio: Audio | None) -> str:
     if audio is None:
         return ""
     channels = counted(audio.channels, "channel")
@@ -133,7 +139,7 @@ def _codec(stream: Video | Audio) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time: "3.25 s", "2:03", "1:02:03"."""
+    """Format a time: "3.25 s", "2:03", "1:02:03"."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -184,7 +190,10 @@ _BLOCK = 1024  # samples of a frame of AAC
 
 
 def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
-    """How long a clip of at most `limit` bytes is, which takes no more than some seconds to decode; 0: too short."""
+    """Return the length of a clip of at most `limit` bytes; 0: too short.
+
+    Decoding it takes no more than some seconds.
+    """
     duration = _stream(video, audio).duration_s
     if video is None:
         seconds = min(duration, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
@@ -195,18 +204,21 @@ def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
 
 
 def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -> bytes:
-    """The first seconds, encoded anew; empty where that takes more than `limit` bytes. Raises `MediaError`."""
+    """Encode the first seconds again; b"" if they take more than `limit` bytes.
+
+    Raises `MediaError`.
+    """
     file = io.BytesIO()
     with (
         media_errors(_stream(video, audio).name, "its clip cannot be encoded"),
-        pyav().open(file, "w", format="mp4") as made,
+        pyav().open(file, "w", format="mp4") as output,
     ):
-        sound = _sound_stream(made, audio) if audio is not None else None
+        sound = _sound_stream(output, audio) if audio is not None else None
         if video is not None:
             own = 0 if audio is None else _AUDIO_BYTES
-            _write_frames(made, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
+            _write_frames(output, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
         if audio is not None:
-            _write_samples(made, sound, audio, seconds)
+            _write_samples(output, sound, audio, seconds)
     return file.getvalue() if len(file.getvalue()) <= limit else b""
 
 
@@ -216,9 +228,9 @@ def _stream(video: Video | None, audio: Audio | None) -> Video | Audio:
     return stream
 
 
-def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
+def _write_frames(output: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
     fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
-    stream = made.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+    stream = output.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
     rate, above = 8 * bytes_per_s, 8 * bytes_per_s * seconds / 6  # the bits that the begin may take more
     stream.options = {"preset": "veryfast", "maxrate": f"{rate}", "bufsize": f"{above:.0f}", "crf": "26"}
     stream.width, stream.height = size = _even_size(*video.size)
@@ -226,8 +238,8 @@ def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> 
     for number, frame in enumerate(_frames(video, max(1, round(seconds * fps)), fps, size)):
         picture = pyav().VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), "rgb24")
         picture.pts, picture.time_base = number, 1 / stream.codec_context.framerate
-        made.mux(stream.encode(picture))
-    made.mux(stream.encode())
+        output.mux(stream.encode(picture))
+    output.mux(stream.encode())
 
 
 def _frames(video: Video, count: int, fps: float, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
@@ -242,19 +254,19 @@ def _even_size(width: int, height: int) -> tuple[int, int]:
     return max(2, round(width * scale) // 2 * 2), max(2, round(height * scale) // 2 * 2)
 
 
-def _sound_stream(made: Any, audio: Audio) -> Any:
+def _sound_stream(output: Any, audio: Audio) -> Any:
     rate = next((rate for rate in _RATES if rate <= audio.rate), _RATES[-1])
-    stream = made.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")
+    stream = output.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")
     stream.codec_context.bit_rate = 8 * _AUDIO_BYTES * 3 // 4
     return stream
 
 
-def _write_samples(made: Any, stream: Any, audio: Audio, seconds: float) -> None:
+def _write_samples(output: Any, stream: Any, audio: Audio, seconds: float) -> None:
     rate, layout = stream.codec_context.sample_rate, stream.codec_context.layout.name
     samples = audio.samples(0.0, seconds, rate=rate, mono=layout == "mono")
     for begin in range(0, samples.shape[1], _BLOCK):
         block = np.ascontiguousarray(samples[:, begin : begin + _BLOCK])
         frame = pyav().AudioFrame.from_ndarray(block, "fltp", layout)
         frame.sample_rate, frame.pts, frame.time_base = rate, begin, Fraction(1, rate)
-        made.mux(stream.encode(frame))
-    made.mux(stream.encode())
+        output.mux(stream.encode(frame))
+    output.mux(stream.encode())

@@ -1,6 +1,7 @@
-"""A page: its content as plain values, cards of entries with text, thumbnails or tokens; and its template filled in.
+"""A page: its content as plain values, and its template filled in.
 
-Every value is escaped, and invisible characters are spelled out. `Room` is how many bytes of media it may hold.
+The content is cards of entries with text, thumbnails or tokens. Every value is escaped, and invisible characters are
+spelled out. `Room` bounds the bytes of media.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _UNSEEN = re.compile("[\0-\b\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small image that we encoded: a data URI, and its width and height in pixels.
+    """Small image that we encoded: a data URI, and its width and height in pixels.
 
     `caption` stands below it; it is a link to the element of the page whose `id` is `link`.
     """
@@ -41,10 +42,11 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens that are shown as one: `kind` is "loss", "ignored" or "unknown"; `begins`: a document begins here.
+    """Tokens that are shown as one.
 
-    `repeat` is how often the token stands there, `next` what is predicted where that is not the next token here;
-    `anchor` is the `id` of a document that begins here and may be linked to.
+    `kind` is "loss", "ignored" or "unknown". `begins`: whether a document starts here. `repeat` is how often the token
+    is repeated, `next` the target if it is not the next token shown. `anchor` is the `id` of a document that starts
+    here, for links.
     """
 
     text: str
@@ -58,7 +60,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A row of tokens, in words and in spans."""
+    """Row of tokens, in words and in spans."""
 
     note: str
     spans: Sequence[TokenSpan]
@@ -66,7 +68,10 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says; `role` is "" for the words of the page itself, such as "3 turns more"."""
+    """Turn of a conversation.
+
+    `role` is "" for the words of the page itself, such as "3 turns more".
+    """
 
     role: str
     text: str
@@ -75,7 +80,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """A player of "video" or "audio": the data URI of what it plays, "" for nothing, and a note below it."""
+    """Player of "video" or "audio": the data URI, "" for nothing, and a note below it."""
 
     kind: str
     uri: str
@@ -84,7 +89,10 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """A waveform, as a path of SVG, and a spectrogram, a data URI, each "" for none; `note` says of what."""
+    """Waveform, a path of SVG, and spectrogram, a data URI; "" for none.
+
+    `note` is the caption.
+    """
 
     waveform: str
     spectrogram: str
@@ -93,7 +101,10 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class CardEntry:
-    """A part of a sample or a field of a batch: its kind and its content; or `fault`, why it cannot be shown."""
+    """Part of a sample or field of a batch: its content, or a `fault`.
+
+    `fault` says why it cannot be shown.
+    """
 
     name: str
     note: str
@@ -108,7 +119,7 @@ class CardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A sample or a batch: its title, its place, and its entries."""
+    """A sample or a batch: its title, its position, and its entries."""
 
     title: str
     where: str
@@ -123,23 +134,23 @@ class Card:
 
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:
-    """At most `longest` characters of a text."""
+    """Return at most `longest` characters of a text."""
     return text if len(text) <= longest else f"{text[:longest]} …"
 
 
-def visible(text: str) -> str:
-    """Text that UTF-8 can hold, with invisible characters and changes of direction spelled out."""
+def escape_invisible(text: str) -> str:
+    """Spell out invisible characters and those that UTF-8 cannot encode."""
     spelled = _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return spelled.encode("utf-8", "backslashreplace").decode()
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an error, in one line."""
+    """Return the message of an error in one line."""
     return cut(" ".join(str(error).split()) or type(error).__name__, 500)
 
 
 def render(template: str, **values: Any) -> bytes:
-    """The page that a template gives with these values, UTF-8."""
+    """Fill in a template, and return the page as UTF-8."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -156,7 +167,7 @@ def render(template: str, **values: Any) -> bytes:
 
 
 def _docs() -> str:
-    """The address of the documentation, as the package that is installed names it; "" if it is not installed."""
+    """Return the URL of the documentation, or "" if the package is not installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         for link in metadata.metadata("savable_pipeline").get_all("Project-URL") or ():
             name, _, url = link.partition(", ")
@@ -166,7 +177,7 @@ def _docs() -> str:
 
 
 def _finalize(value: Any) -> Any:
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return escape_invisible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
@@ -175,23 +186,23 @@ EXCERPT_BYTES = 2_000_000  # of one part
 
 @dataclass(slots=True)
 class Room:
-    """The bytes that media may still take in a page, or in a card of it."""
+    """Bytes that media may still take in a page, or in a card of it."""
 
-    left: int
+    free: int
 
     @property
     def excerpt(self) -> int:
-        """The most bytes of an excerpt, which takes a third more as base64."""
-        return min(EXCERPT_BYTES, self.left * 3 // 4 - 3)
+        """Return the most bytes of an excerpt, which takes a third more as base64."""
+        return min(EXCERPT_BYTES, self.free * 3 // 4 - 3)
 
     def take(self, kind: str, data: bytes) -> str:
-        """The data as a URI, or "" where there is no room for it."""
+        """Return the data as a URI, or "" if there is no room."""
         uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         return uri if self.fits(uri) else ""
 
     def fits(self, uri: str) -> bool:
-        """Whether there is room for this URI, which then takes it."""
-        if len(uri) > self.left:
+        """Return whether there is room for this URI, and take the room."""
+        if len(uri) > self.free:
             return False
-        self.left -= len(uri)
+        self.free -= len(uri)
         return True

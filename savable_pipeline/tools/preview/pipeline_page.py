@@ -1,4 +1,4 @@
-"""The page of a pipeline: its data path, and the first batches of a lane, field by field, with the samples in them."""
+"""Page of a pipeline: its data path, and the first batches of a lane."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_SOURCES = 64  # samples of a batch that are named
 
 
 class PipelinePage(NamedTuple):
-    """A page, UTF-8, and the error that ended its batches; empty without one."""
+    """Page in UTF-8, and the error that ended its batches or ""."""
 
     html: bytes
     fault: str
@@ -44,7 +44,7 @@ class PipelinePage(NamedTuple):
 def preview_pipeline(
     pipeline: PipelineFunction, name: str, *, batches: int = 3, seed: int = 0, lane: int = 0, lanes: int = 1
 ) -> PipelinePage:
-    """A page with the first batches of one lane of a run with `seed` and `lanes`; UTF-8.
+    """Return a page with the first batches of one lane of a run.
 
     An error of the pipeline is shown in the place of its batch, and no batch follows. Raises ValueError for a wrong
     number, and any error of the pipeline function itself.
@@ -59,7 +59,10 @@ def preview_pipeline(
 
 
 def batch_page(stage: Stage, lane: Lane, title: str, number: int, batch: Any) -> bytes:
-    """A page with the batch that a lane's last stage gave last, its `number`-th; UTF-8."""
+    """Return a page with the last batch of a lane's last stage.
+
+    It is the `number`-th.
+    """
     return _page(stage, lane, title, [_card(stage, number, batch, Fields(stage.info.encoder))])
 
 
@@ -128,7 +131,10 @@ _DEEPEST = 6  # fields within fields
 
 
 class Fields:
-    """Makes entries of the fields of a batch; `encoder` says how tokens are decoded and how images were normalized."""
+    """Builds entries of the fields of a batch.
+
+    `encoder` says how tokens are decoded and how images were normalized.
+    """
 
     def __init__(self, encoder: TaskEncoder | None) -> None:
         self._encoder = encoder
@@ -137,7 +143,10 @@ class Fields:
         self._names = count()  # of the sequences of a page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
-        """An entry for every field, named by a path such as `items[0].tokens`; a field that fails is a fault."""
+        """Yield an entry for every field, named by a path such as `items[0].tokens`.
+
+        A field that fails has an error.
+        """
         yield from self._of("", batch, 0)
 
     def _of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:

@@ -1,4 +1,4 @@
-"""The page of a run's ledger: what it waited for and what would help, what it was given, and what was left out.
+"""Page of a run's ledger: waits and advice, batches, and skipped samples.
 
 Its pictures are plain values for a template that writes SVG: lines over the run, and bars.
 """
@@ -15,9 +15,9 @@ from savable_pipeline.core.wording import counted
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.tools.preview.ledger_numbers import (
     PIECES,
+    BatchCounts,
     CostStep,
     ExpectedShares,
-    GivenCounts,
     NotedCounters,
     summed,
     waiting,
@@ -34,7 +34,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark at an axis: its place in the picture, and its text."""
+    """Mark at an axis: its position in the picture, and its text."""
 
     at: float
     text: str
@@ -42,7 +42,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line: its name, the class of its colour, and its points as SVG has them. `dashed`: what was expected."""
+    """Line: its name, the class of its colour, and its points in SVG.
+
+    `dashed` is the expected line.
+    """
 
     name: str
     colour: str
@@ -66,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a share of the whole, 0 to 1, with its number in words."""
+    """Bar of a fraction of the whole, 0 to 1, with its number in words."""
 
     name: str
     share: float
@@ -81,7 +84,7 @@ def picture(
     most: float = 0.0,
     y_text: Callable[[float], str] = "{:.0%}".format,
 ) -> Picture | None:
-    """Lines by name, and beside them what was expected of each; None if no line has two points.
+    """Return lines by name, with the expected ones; None without two points.
 
     Both axes start at 0. The y axis goes up to `most`, or as far as a point does.
     """
@@ -136,7 +139,7 @@ _PERCENTILES = ("p50", "p90", "p99")
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A source: its share of the samples given, what that should be, and its counters."""
+    """Source: its fraction of the samples, the expected one, and its counters."""
 
     name: str
     samples: int
@@ -154,27 +157,30 @@ class StartRow:
     ranks: int
     epoch: int
     slot: int
-    given: int
+    yielded: int
     lost: int
 
 
 def report_page(ledger: LedgerFiles) -> bytes:
-    """One file of HTML without scripts, UTF-8. Raises `SavableError` for a ledger that cannot be read."""
-    given, counters = GivenCounts(ledger), NotedCounters(ledger)
+    """Return one file of HTML without scripts, UTF-8.
+
+    Raises `SavableError` for a ledger that cannot be read.
+    """
+    recorded, counters = BatchCounts(ledger), NotedCounters(ledger)
     expected = ExpectedShares(ledger.starts[-1])
-    slowest_wait = waiting(given.steps)
+    slowest_wait = waiting(recorded.steps)
     mean, worst = counters.waits()
     return render(
         "report.html.jinja",
         title=str(ledger.folder),
         width=WIDTH,
         height=HEIGHT,
-        given=given,
-        samples=sum(given.samples),
-        starts=_starts(ledger, given),
+        recorded=recorded,
+        samples=sum(recorded.samples),
+        starts=_starts(ledger, recorded),
         started=len(ledger.together),
         waited=waited(counters),
-        advice=list(advice(counters, slowest_wait=slowest_wait)),
+        advice=list(run_advice(counters, slowest_wait=slowest_wait)),
         seconds=counters.seconds,
         waits=picture(
             {"all ranks": mean} | ({"the rank that waited most": worst} if worst != mean else {}),
@@ -185,28 +191,28 @@ def report_page(ledger: LedgerFiles) -> bytes:
         times=_times(counters),
         names=counters.names,
         last=counters.last,
-        sources=_sources(given, counters, expected),
+        sources=_sources(recorded, counters, expected),
         by=expected.by,
         scheduled=expected.schedule is not None,
-        courses=_courses(given),
+        courses=_courses(recorded),
         fill=fill_of(counters),
         fills=picture({"tokens in packs": counters.fills()}, counters.unit, most=1.0),
-        steps=given.steps,
+        steps=recorded.steps,
         slowest_wait=slowest_wait,
-        step_waits=_step_waits(given.steps),
+        step_waits=_step_waits(recorded.steps),
         skipped=_skipped(counters),
         totals=counters.totals,
     )
 
 
-def _starts(ledger: LedgerFiles, given: GivenCounts) -> list[StartRow]:
+def _starts(ledger: LedgerFiles, recorded: BatchCounts) -> list[StartRow]:
     """The last starts in the order of time."""
     rows = []
     for group in ledger.together[-_MOST_STARTS:]:
         at = datetime.fromtimestamp(group[0].number / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        counts = [given.by_start[number] for number in {start.number for start in group}]
-        kept, lost = (sum(column) for column in zip(*counts, strict=True))
-        rows.append(StartRow(at, group[0].world_size, group[0].epoch, group[0].slot, kept, lost))
+        counts = [recorded.by_start[number] for number in {start.number for start in group}]
+        yielded, lost = (sum(column) for column in zip(*counts, strict=True))
+        rows.append(StartRow(at, group[0].world_size, group[0].epoch, group[0].slot, yielded, lost))
     return rows
 
 
@@ -226,10 +232,10 @@ def _times(counters: NotedCounters) -> list[tuple[str, list[float]]]:
     ]
 
 
-def _sources(given: GivenCounts, counters: NotedCounters, expected: ExpectedShares) -> list[SourceRow]:
-    if len(given.sources) < 2:
+def _sources(recorded: BatchCounts, counters: NotedCounters, expected: ExpectedShares) -> list[SourceRow]:
+    if len(recorded.sources) < 2:
         return []
-    whole = max(1, sum(given.samples))
+    whole = max(1, sum(recorded.samples))
     shares = dict(zip(expected.names, expected.of(0, whole), strict=True)) if expected.by == "samples" else {}
     return [
         SourceRow(
@@ -240,19 +246,19 @@ def _sources(given: GivenCounts, counters: NotedCounters, expected: ExpectedShar
             counters.totals[f"source/{source.name}/drawn"],
             counters.totals[f"source/{source.name}/skipped"],
         )
-        for source, samples in zip(given.sources, given.samples, strict=True)
+        for source, samples in zip(recorded.sources, recorded.samples, strict=True)
     ]
 
 
-def _courses(given: GivenCounts) -> Picture | None:
+def _courses(recorded: BatchCounts) -> Picture | None:
     """The shares of the largest sources in the course of the run, beside those of the weights at that place."""
-    names = [source.name for source in given.sources]
+    names = [source.name for source in recorded.sources]
     if len(names) < 2:
         return None
-    pieces = [piece for piece in given.pieces() if sum(piece.samples)]
-    told = {id(piece.start): ExpectedShares(piece.start) for piece in pieces}
-    top = told[id(pieces[-1].start)].names if pieces else []
-    shown = sorted(top or names, key=lambda name: -sum(summed([name], names, given.samples)))[:_MOST_LINES]
+    pieces = [piece for piece in recorded.pieces() if sum(piece.samples)]
+    setting_of = {id(piece.start): ExpectedShares(piece.start) for piece in pieces}
+    top = setting_of[id(pieces[-1].start)].names if pieces else []
+    shown = sorted(top or names, key=lambda name: -sum(summed([name], names, recorded.samples)))[:_MOST_LINES]
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in shown}
     dashed: dict[str, list[tuple[float, float]]] = {}
     for piece in pieces:
@@ -260,7 +266,7 @@ def _courses(given: GivenCounts) -> Picture | None:
         middle = piece.before + samples / 2
         for name, number in zip(shown, summed(shown, names, piece.samples), strict=True):
             lines[name].append((middle, number / samples))
-        wanted = told[id(piece.start)]
+        wanted = setting_of[id(piece.start)]
         if wanted.by == "samples":
             for name, share in zip(wanted.names, wanted.of(piece.before, piece.before + samples), strict=True):
                 if name in lines:
@@ -304,14 +310,17 @@ _HELP = {
 
 @dataclass(frozen=True, slots=True)
 class WaitVerdict:
-    """The counters that tell whether the trainer waited for data. `share` is that of its time."""
+    """Counters that show whether the trainer waited for data.
+
+    `share` is the fraction of its time.
+    """
 
     share: float
     verdict: str
 
 
 def waited(counters: NotedCounters) -> WaitVerdict | None:
-    """None where the ledger has no counters."""
+    """Return the verdict, or None if the ledger has no counters."""
     if not counters.seconds:
         return None
     share = min(1.0, counters.totals["wait_s"] / counters.seconds)
@@ -320,8 +329,11 @@ def waited(counters: NotedCounters) -> WaitVerdict | None:
     return WaitVerdict(share, "data-bound" if share >= _MUCH_WAIT else "hardly data-bound")
 
 
-def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
-    """Sentences, the most useful one first. `slowest_wait`: the share of waiting for the slowest rank."""
+def run_advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
+    """Yield sentences of advice, the most useful one first.
+
+    `slowest_wait` is the fraction of time that ranks wait for the slowest one.
+    """
     found = waited(counters)
     if found is not None and found.share >= _NO_WAIT:
         yield _workers(counters)
@@ -382,6 +394,6 @@ def _tail(counters: NotedCounters) -> Iterator[str]:
 
 
 def fill_of(counters: NotedCounters) -> float | None:
-    """The share of the packs that holds tokens; None without packs."""
+    """Return the packing efficiency, or None without packs."""
     tokens, room = counters.totals["OnlinePacker/tokens"], counters.totals["OnlinePacker/room"]
     return tokens / (tokens + room) if tokens + room else None

@@ -1,4 +1,4 @@
-"""The parts of a sample as entries: images as thumbnails, texts and JSON as text, the rest as bytes.
+"""Parts of a sample as entries: images as thumbnails, text and JSON as text.
 
 A conversation in JSON is shown as turns: the records of OpenAI and of LLaVA, and lists alone, under whatever name, of
 objects with a role ("role", "from") and what it says ("content", "value"), a text or a list of parts.
@@ -27,7 +27,7 @@ _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, Memory
 
 
 def sample_card(sample: Sample, number: int, room: Room) -> Card:
-    """A sample with its parts; a fault of it, or of a part, is shown in its place."""
+    """Return a sample with its parts, with errors instead of parts that fail."""
     where = f"{sample.shard} · " * (sample.shard != ".") + f"sample {number:,} of the dataset"
     try:
         names = list(sample)
@@ -40,7 +40,7 @@ def sample_card(sample: Sample, number: int, room: Room) -> Card:
 
 
 def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
-    """One part, of which no more is read than is shown."""
+    """Return one part, of which no more is read than is shown."""
     suffix = extension.lower().rpartition(".")[2]
     is_json = suffix == "json" or suffix in _CONVERSATIONS
     limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if is_json else _TEXT_HEAD
@@ -112,7 +112,10 @@ _LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters: a question must not
 
 
 def conversation_in(record: Any) -> tuple[list[Turn], Any] | None:
-    """The turns of the first conversation of a record and what else it holds, None for nothing; None without one."""
+    """Return the turns of the first conversation of a record, and the rest; or None.
+
+    The rest is None for nothing.
+    """
     if _is_conversation(record):
         return _turns(record), None
     if isinstance(record, dict):
@@ -141,11 +144,11 @@ def _turns(conversation: Sequence[dict[str, Any]]) -> list[Turn]:
     return [*map(_turn, first), Turn("", f"… {hidden:,} turns more …"), *map(_turn, last)]
 
 
-def _turn(said: dict[str, Any]) -> Turn:
-    role = _first(said, _ROLES)
+def _turn(message: dict[str, Any]) -> Turn:
+    role = _first(message, _ROLES)
     answers = role.lower() in _ANSWERING
-    more = {name: value for name, value in said.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
-    texts = [_content(_first(said, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
+    more = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
+    texts = [_content(_first(message, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
     text = "\n".join(filter(None, texts))
     return Turn(role, _cut_inside(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
 

@@ -1,4 +1,4 @@
-"""Sounds as pictures, a waveform as a path of SVG and a spectrogram; and arrays of a batch that are such, or features.
+"""Audio as a waveform (SVG) and a spectrogram, and arrays that are such.
 
     audio     float (clips, channels, samples)   samples from -1 to 1
     features  float (sounds, bins, frames)       log-mel, as encoders make them; or (frames, bins) of all sounds
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from savable_pipeline.tools.preview.image_entries import Pixels, describe, stretched
+from savable_pipeline.tools.preview.image_entries import Pixels, describe_array, stretched
 from savable_pipeline.tools.preview.page import CardEntry, Room, Sound
 
-Samples = NDArray[np.float32]  # (samples,), from -1 to 1
+Waveform = NDArray[np.float32]  # (samples,), from -1 to 1
 
 WAVE_WIDTH, WAVE_HEIGHT = 240, 48  # of the waveform's `viewBox`
 _WINDOW = 512  # samples: N
@@ -31,8 +31,8 @@ _SILENCE_DB = -40.0  # the rounding of 16 bits is about as loud: silence is dark
 _COLOURS = np.array([(8, 8, 24), (76, 20, 112), (196, 54, 88), (250, 148, 48), (252, 244, 190)], float)  # RGB
 
 
-def waveform(samples: Samples) -> str:
-    """The least and the greatest of the samples of each column, as a closed path; "" for no samples."""
+def waveform(samples: Waveform) -> str:
+    """Return the range of the samples of each column as a closed path; "" for none."""
     if not len(samples):
         return ""
     columns = np.array_split(samples, min(WAVE_WIDTH, len(samples)))
@@ -44,8 +44,11 @@ def waveform(samples: Samples) -> str:
     return "M" + "L".join(f"{x:.0f} {y:.1f}" for x, y in points) + "Z"
 
 
-def spectrogram(samples: Samples) -> NDArray[np.float64]:
-    """Decibels below the greatest, -80 to 0, float64 (frequencies, times): from 0 Hz to half the rate."""
+def spectrogram(samples: Waveform) -> NDArray[np.float64]:
+    """Return decibels below the greatest, -80 to 0: float64 (frequencies, times).
+
+    Frequencies are from 0 Hz to half the rate.
+    """
     padded = np.pad(samples, (0, max(0, _WINDOW - len(samples)))).astype(np.float64)
     hop = max(_LEAST_HOP, -(-(len(padded) - _WINDOW) // (_COLUMNS - 1)))
     pieces = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::hop]
@@ -56,21 +59,27 @@ def spectrogram(samples: Samples) -> NDArray[np.float64]:
     return below
 
 
-def spectrogram_pixels(samples: Samples) -> Pixels:
-    """The spectrogram as colours, low frequencies at the bottom: uint8 (128, times, 3)."""
+def spectrogram_pixels(samples: Waveform) -> Pixels:
+    """Return the spectrogram as colours: uint8 (128, times, 3).
+
+    Low frequencies are at the bottom.
+    """
     decibels = spectrogram(samples)
     return coloured(decibels[1:].reshape(_ROWS, -1, decibels.shape[1]).max(axis=1) / _RANGE_DB + 1)
 
 
 def coloured(shares: NDArray[np.floating[Any]]) -> Pixels:
-    """Numbers from 0, dark, to 1, (frequencies, times), as colours: uint8 (frequencies, times, 3), the first below."""
+    """Return numbers from 0 (dark) to 1 as colours.
+
+    They are (frequencies, times). The result is uint8 (frequencies, times, 3) with the first row at the bottom.
+    """
     scaled = shares[::-1] * (len(_COLOURS) - 1)
     channels = [np.interp(scaled, np.arange(len(_COLOURS)), channel) for channel in _COLOURS.T]
     return np.stack(channels, axis=-1).astype(np.uint8)
 
 
 def picture_of(pixels: Pixels, room: Room) -> str:
-    """A spectrogram as a data URI, or "" where there is no room for it."""
+    """Return a spectrogram as a data URI, or "" if there is no room."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=85)
     return room.take("image/jpeg", file.getvalue())
@@ -87,14 +96,14 @@ _MOST_FRAMES = 3_000
 
 
 def sound_entry(name: str, value: Any, array: NDArray[Any], room: Room) -> CardEntry | None:
-    """None for an array that is neither."""
+    """Return the entry of audio or features, or None for another array."""
     if array.dtype.kind != "f" or not array.size or not 1 <= array.ndim <= 3:
         return None
     last = name.lower().rpartition(".")[2]
     if any(word in last for word in _FEATURES):
-        return _features_entry(name, describe(value, array), array, room)
+        return _features_entry(name, describe_array(value, array), array, room)
     if any(word in last for word in _SOUNDS) and array.shape[-1] >= _LEAST_SAMPLES:
-        return _sounds_entry(name, describe(value, array), array, room)
+        return _sounds_entry(name, describe_array(value, array), array, room)
     return None
 
 

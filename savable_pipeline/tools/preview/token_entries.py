@@ -1,4 +1,4 @@
-"""Token sequences of a batch as spans: with loss or without, where documents begin, and as text if it can be decoded.
+"""Token sequences of a batch as spans: loss, documents, decoded text.
 
     tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
                       labels  - b - d        labels in place: b and d have loss, too
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.stages.task_encoder import TaskEncoder
-from savable_pipeline.tools.preview.image_entries import as_array, describe
+from savable_pipeline.tools.preview.image_entries import as_array, describe_array
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail, TokenRow, TokenSpan, cut
 
 Mask = NDArray[np.bool_]
@@ -47,7 +47,7 @@ class _Sequences:
 
 
 def tokens_name(fields: Mapping[str, Any]) -> str | None:
-    """The field that holds tokens, integers (length,) or (rows, length); None if none does."""
+    """Return the field of tokens, integers (length,) or (rows, length); or None."""
     for name in _TOKENS:
         array = as_array(fields.get(name))
         if array is not None and array.dtype.kind in "iu" and array.ndim in (1, 2) and array.size:
@@ -56,7 +56,10 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
 
 
 class PackDocuments:
-    """The documents of a batch's rows, numbered from 0 in each; `name` makes their anchors those of one page."""
+    """Documents of a batch's rows, numbered from 0 in each.
+
+    `name` is a prefix of their anchors in a page.
+    """
 
     def __init__(self, tokens: NDArray[Any], begins: Mask, name: str = "") -> None:
         self.tokens, self._name = tokens, name
@@ -65,12 +68,12 @@ class PackDocuments:
         self._numbers = np.cumsum(begins, axis=1) - 1  # of the document of each token, int64 (rows, length)
 
     def at(self, position: int) -> tuple[int, int]:
-        """The row, and the document in it, of the token at this position among those of all rows."""
+        """Return the row and the document of the token at a position among all rows."""
         row, column = divmod(position, self.length)
         return row, int(self._numbers[row, column])
 
     def anchor(self, row: int, number: int) -> str:
-        """The `id` of where a document begins; "" where that is not on the page."""
+        """Return the `id` of a document's start, or "" if it is not on the page."""
         shown = row < _MOST_ROWS and number <= self._numbers[row, :_LONGEST_ROW][-1]
         return f"{self._name}-{row}-{number}" if self._name and shown else ""
 
@@ -90,17 +93,20 @@ def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
 def tokens_entry(
     shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: PackDocuments | None = None
 ) -> CardEntry:
-    """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
+    """Return the tokens in field `name` as rows.
+
+    Labels or a loss mask and borders come from the other fields.
+    """
     array = _array(fields, name)
     found = _sequences(np.atleast_2d(array), fields)
     documents = documents or PackDocuments(found.tokens, found.begins)
     rows = [_row(found, row, decoder, documents) for row in range(min(_MOST_ROWS, len(found.tokens)))]
     more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
-    return CardEntry(shown_name, describe(fields[name], array) + more, rows=rows)
+    return CardEntry(shown_name, describe_array(fields[name], array) + more, rows=rows)
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
-    labels, mask = _beside(tokens, fields, _LABELS), _beside(tokens, fields, _LOSS_MASKS)
+    labels, mask = _matching(tokens, fields, _LABELS), _matching(tokens, fields, _LOSS_MASKS)
     begins, beyond = _begins(tokens, fields), np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:
         return _Sequences(tokens, None, begins, None, beyond)
@@ -120,7 +126,7 @@ def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
     return _Sequences(tokens, loss, begins, labels, beyond)
 
 
-def _beside(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
+def _matching(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
     """The first of these fields that has a number for each token."""
     for name in names:
         array = as_array(fields.get(name))
@@ -133,7 +139,7 @@ def _begins(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
     begins = np.zeros(tokens.shape, dtype=bool)
     begins[:, 0] = True
     borders = as_array(fields.get("cu_seqlens"))
-    documents, positions = _beside(tokens, fields, _DOCUMENTS), _beside(tokens, fields, _POSITIONS)
+    documents, positions = _matching(tokens, fields, _DOCUMENTS), _matching(tokens, fields, _POSITIONS)
     if borders is not None and borders.dtype.kind in "iu" and borders.ndim == 1:
         begins.reshape(-1)[_within(borders, tokens.size)] = True
     elif borders is not None and borders.dtype.kind in "iu" and borders.ndim == 2 and len(borders) == len(tokens):
@@ -224,7 +230,7 @@ _LONGEST_CHARACTER = 8  # tokens
 
 
 class Decoder:
-    """Pieces of text for tokens; their numbers where there is no text.
+    """Pieces of text for tokens, or their numbers if there is no text.
 
     Asks the encoder's `tokenizer`, or what that holds as `tokenize`, for `decode(ids)`. `bos`, `eos` and `pad` of the
     tokenizer are called so.
@@ -238,7 +244,10 @@ class Decoder:
         self._names = {number: name for name, number in special.items() if type(number) is int}
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Text and number of tokens of each piece: one token, or the few that share a character."""
+        """Return text and number of tokens of each piece.
+
+        A piece is one token, or the few that share a character.
+        """
         found: list[tuple[str, int]] = []
         start, before = 0, 0  # where the piece starts, and the one before it: its text shows what stands between
         for end in range(1, len(ids) + 1):
@@ -272,7 +281,7 @@ def _decoded(decode: Any, ids: list[int]) -> Any:
         return decode(ids)
 
 
-Positions = NDArray[np.int64]
+TokenPositions = NDArray[np.int64]
 
 
 def with_documents(
@@ -282,7 +291,10 @@ def with_documents(
     fields: Mapping[str, Any],
     encoder: TaskEncoder | None,
 ) -> CardEntry:
-    """The entry of pictures, of which `value` has one in each row, with a link below each whose document is known."""
+    """Return the entry of images with a link below each whose document is known.
+
+    `value` has one image in each row.
+    """
     array = as_array(value)
     if documents is None or not entry.thumbnails or array is None or array.ndim > 4:
         return entry
@@ -302,7 +314,7 @@ def _linked(thumbnail: Thumbnail, documents: PackDocuments, position: int) -> Th
 
 def _positions(
     documents: PackDocuments, fields: Mapping[str, Any], encoder: TaskEncoder | None, pictures: int
-) -> Positions | Sequence[int]:
+) -> TokenPositions | Sequence[int]:
     """The position of the first token of each picture among those of all rows; empty where that is not known."""
     index = as_array(fields.get("image_index"))
     if index is not None and index.size == documents.size:
@@ -315,7 +327,7 @@ def _positions(
     return np.arange(pictures) * documents.length if pictures == documents.rows else ()
 
 
-def _of_tiles(documents: PackDocuments, vision: Any, grids: Any) -> Positions | Sequence[int]:
+def _of_tiles(documents: PackDocuments, vision: Any, grids: Any) -> TokenPositions | Sequence[int]:
     try:
         sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
         positions = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))

@@ -1,11 +1,12 @@
-"""`verify`: runs a user's loader uninterrupted and cut, side by side in interpreters of their own, and compares.
+"""`verify`: compares an uninterrupted run with an interrupted and resumed one.
 
     uninterrupted   │ 0 ──────────────────────────────────────────▶ steps │     one interpreter, PYTHONHASHSEED=1
                     │ digest = digest = digest = …                        │
-    cut             │ 0 ──────▶ c₁ │ c₁ ────────────▶ c₂ │ c₂ ──▶ steps   │     an interpreter a leg, 2, 3, 4, …
+    interrupted     │ 0 ──────▶ c₁ │ c₁ ────────────▶ c₂ │ c₂ ──▶ steps   │     an interpreter per segment, 2, 3, 4, …
 
-After each step the digests of both batches are compared, so that only the states at the cuts are written to a file, and
-one batch at the first difference. Neither the user's code nor torch is imported here.
+Both run side by side, in interpreters of their own. After each step, the digests of both batches are compared. So only
+the states at the interruptions are written to a file, and one batch at the first difference. Neither the user's code
+nor torch is imported here. A segment is a `LegRun` in the code.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from savable_pipeline.tools.verify.leg import (
     Explain,
     Explained,
     Failed,
-    Keep,
     Save,
+    SaveBatch,
     Stepped,
     TakeBatch,
 )
@@ -43,9 +44,11 @@ _EXIT_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """The settings of a comparison. `steps=None` is two batches of each lane; `draw` keys the random cuts.
+    """Settings of a comparison.
 
-    Raises ValueError for settings with which nothing would be compared.
+    `steps=None` is two batches of each lane. `draw` is the seed of the random interruptions. Raises ValueError for
+    settings that would compare nothing.
+
     """
 
     target: str
@@ -67,7 +70,10 @@ class VerifyPlan:
             raise ValueError("nothing would be cut: give --cut STEP or --random-cuts")
 
     def bounds(self, steps: int) -> list[int]:
-        """The steps at which legs begin and end: 0, the cuts, `steps`. Raises ValueError for a cut outside of these."""
+        """Return the steps at which segments start and end.
+
+        These are 0, the interruptions and `steps`. Raises ValueError for one outside of them.
+        """
         outside = [cut for cut in self.cuts if not 0 < cut < steps]
         if outside:
             raise ValueError(f"--cut {outside[0]}: a cut is between two of the {steps} steps, 1 to {steps - 1}")
@@ -77,7 +83,7 @@ class VerifyPlan:
 
 @dataclass(frozen=True, slots=True)
 class LegRun:
-    """A leg of the run that is cut: its first step, number of workers and PYTHONHASHSEED."""
+    """Segment of the interrupted run."""
 
     number: int
     start: int
@@ -87,7 +93,10 @@ class LegRun:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first difference, in the step after `step` equal ones; `error` is given if only one of the runs raised."""
+    """First difference, in the step after `step` equal ones.
+
+    `error` is set if only one of the runs raised.
+    """
 
     step: int
     leg: LegRun
@@ -97,7 +106,10 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result: of `steps`, the first `equal` are equal, `ends` of them the last of an epoch; then `mismatch`."""
+    """Result: of `steps`, the first `equal` are equal; then `mismatch`.
+
+    `ends` of the equal ones are the last of an epoch.
+    """
 
     begun: Begun
     steps: int
@@ -108,7 +120,7 @@ class Verdict:
 
 
 class _Interpreter:
-    """A fresh Python process that runs a loader: the command's side of a `LegProcess`."""
+    """New Python process that runs a loader: the command's side of a `LegProcess`."""
 
     def __init__(self, hash_seed: int) -> None:
         self._process = subprocess.Popen(
@@ -120,7 +132,7 @@ class _Interpreter:
         )
 
     def send(self, order: ORDERS) -> None:
-        """Send an order; `answer` waits until it is carried out."""
+        """Send an order. `answer` waits until it is carried out."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
@@ -129,7 +141,10 @@ class _Interpreter:
             pass  # `answer` raises
 
     def answer(self) -> ANSWERS:
-        """The answer to the last order. Raises `SavableError` if the interpreter died."""
+        """Return the answer to the last order.
+
+        Raises `SavableError` if the interpreter died.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -144,7 +159,10 @@ class _Interpreter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the interpreter: it ends its workers first, unless an error was raised here."""
+        """End the interpreter.
+
+        It ends its workers first, unless an error was raised here.
+        """
         if kind is not None:
             self._process.terminate()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -158,7 +176,9 @@ class _Interpreter:
 
 
 def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
-    """Compare up to the first difference. `progress` gets the steps compared and those to compare.
+    """Compare the runs up to the first difference.
+
+    `progress` gets the steps compared and those to compare.
 
     Raises `SavableError` if the uninterrupted run fails, ValueError for a cut outside of the run.
     """
@@ -179,7 +199,7 @@ def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
 
 
 class _Comparison:
-    """The uninterrupted run, and the comparison of each leg with it."""
+    """The uninterrupted run, and the comparison of each segment with it."""
 
     def __init__(
         self, plan: VerifyPlan, reference: _Interpreter, folder: Path, steps: int, progress: Callable[[int, int], None]
@@ -193,7 +213,7 @@ class _Comparison:
         self.ends = 0
 
     def run(self, leg: LegRun, stop: int) -> Mismatch | None:
-        """Run a leg and the uninterrupted run side by side, up to step `stop` or the first difference."""
+        """Run a segment beside the uninterrupted run, to step `stop` or a difference."""
         plan = self._plan
         with _Interpreter(leg.hash_seed) as interpreter:
             state = str(self._state) if leg.start else None
@@ -224,7 +244,7 @@ class _Comparison:
             longer = "uninterrupted" if found.ends_epoch else "cut"
             return Mismatch(step, leg, error=f"the epoch ended, but the {longer} run has another batch in it")
         picture = self._plan.pictures / f"verify-resume-step-{step + 1:05d}.png"
-        self._reference.send(Keep(str(self._batch)))
+        self._reference.send(SaveBatch(str(self._batch)))
         answer = self._reference.answer()
         if isinstance(answer, Done):
             interpreter.send(Explain(str(self._batch), str(picture)))
@@ -236,7 +256,7 @@ class _Comparison:
 
 
 def _successful(answer: ANSWERS) -> ANSWERS:
-    """The answer. Raises `SavableError` for a failure."""
+    """Return the answer, or raise `SavableError` for a failure."""
     if isinstance(answer, Failed):
         raise SavableError(answer.error)
     return answer

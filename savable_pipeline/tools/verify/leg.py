@@ -1,11 +1,13 @@
-"""One interpreter of `savable verify-resume`: `python -m savable_pipeline.tools.verify.leg` runs a loader step by step.
+"""Interpreter of `savable verify-resume`, which runs a loader step by step.
+
+It is started by `python -m savable_pipeline.tools.verify.leg`.
 
     command ── an order, as a line of JSON ──▶ stdin
             ◀── its answer, as a line of JSON ── stdout     the user's own prints go to stderr
 
-A batch passes from the uninterrupted run's interpreter to the other's by `Keep` and `Explain`, as a pickle in a
-temporary folder of the command. A state passes by `torch.save` and `torch.load(weights_only=True)`. Of two images that
-should be equal, `draw_difference` leaves a picture.
+A batch passes from the uninterrupted run's interpreter to the other's by `SaveBatch` and `Explain`, as a pickle in a
+temporary folder of the command. A state passes by `torch.save` and `torch.load(weights_only=True)`. If two images
+should be equal but differ, `draw_difference` writes an image of both.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.tools.verify.target import load_target
 
 _GAP = 4  # white columns between two images
-_MIN_SIDE = 4  # pixels: smaller arrays are taken for no images
+_MIN_SIDE = 4  # pixels; smaller arrays do not count as images
 
 
 def draw_difference(difference: Difference, path: Path) -> bool:
-    """Write a PNG of the expected image, the found one and their absolute difference; False if they are no images.
+    """Write a PNG of the expected image, the found one and their difference.
+
+    Returns False if they are no images.
 
     An image is a tensor or array (channels, height, width) or (height, width, channels) with 1, 3 or 4 channels, or one
     row of a batch of such. Floats are scaled from black at the least value of both images to white at the greatest, the
@@ -57,7 +61,7 @@ def draw_difference(difference: Difference, path: Path) -> bool:
 
 
 def _image(part: Any, row: int | None) -> NDArray[Any] | None:
-    """The image as an array (height, width, channels); None if `part` is no image."""
+    """Return the image as an array (height, width, channels), or None."""
     if not hasattr(part, "shape"):
         return None
     if len(part.shape) == 4 and row is not None:
@@ -80,7 +84,7 @@ def _range(images: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _bytes(image: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:
-    """The image as uint8 (height, width, 3), with `low` as black and `high` as white."""
+    """Return the image as uint8 (height, width, 3); black is `low`, white `high`."""
     scaled = (image - low) * (255.0 / (high - low)) if high > low else np.zeros_like(image)
     return np.broadcast_to(np.clip(np.rint(scaled), 0, 255).astype(np.uint8), (*image.shape[:2], 3))
 
@@ -89,7 +93,10 @@ def _bytes(image: NDArray[np.float64], low: float, high: float) -> NDArray[np.ui
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Make the loader, with `workers` in place of its own `num_workers` if given, and load a saved state."""
+    """Create the loader and load a saved state.
+
+    `workers` replaces its own `num_workers` if set.
+    """
 
     target: str
     seed: int | None
@@ -108,14 +115,17 @@ class Save(msgspec.Struct, tag=True):
     file: str
 
 
-class Keep(msgspec.Struct, tag=True):
+class SaveBatch(msgspec.Struct, tag=True):
     """Save the last batch to a file."""
 
     file: str
 
 
 class Explain(msgspec.Struct, tag=True):
-    """Find where the last batch differs from the one in `file`; draw the difference in `picture` if it is an image."""
+    """Find where the last batch differs from the one in `file`.
+
+    It draws the difference in `picture` if it is an image.
+    """
 
     file: str
     picture: str
@@ -129,7 +139,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Begun(msgspec.Struct, tag=True):
-    """The loader is ready: its number of lanes, of lanes of its rank, of workers, and its encoders' classes."""
+    """Answer that the loader is ready.
+
+    It has the numbers of lanes, of lanes of its rank and of workers, and the encoders' classes.
+    """
 
     lanes: int
     own_lanes: int
@@ -138,14 +151,17 @@ class Begun(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """The digest of a batch, and whether it was the last of an epoch."""
+    """Digest of a batch, and whether it was the last of an epoch."""
 
     digest: str
     ends_epoch: bool
 
 
 class Explained(msgspec.Struct, tag=True):
-    """Where a batch differs, and the samples of that row, or of the batch if no single row differs."""
+    """Where a batch differs, and the samples of the row.
+
+    They are those of the batch if no single row differs.
+    """
 
     slot: int
     lane: int
@@ -158,12 +174,12 @@ class Explained(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The order raised an error."""
+    """Answer that the order raised an error."""
 
     error: str
 
 
-ORDERS = Begin | TakeBatch | Save | Keep | Explain
+ORDERS = Begin | TakeBatch | Save | SaveBatch | Explain
 ANSWERS = Done | Begun | Stepped | Explained | Failed
 
 
@@ -182,14 +198,14 @@ class LegProcess:
         match order:
             case TakeBatch():
                 if self._run.position.previous is not None:
-                    iter(self._run)  # begins the next epoch
+                    iter(self._run)  # starts the next epoch
                 self._batch = next(self._run)
                 return Stepped(digest(self._batch), self._run.position.previous is not None)
             case Save(file):
-                import torch  # here: it takes seconds, and the uninterrupted run's interpreter does without
+                import torch  # it takes seconds, and the uninterrupted run does not need it
 
                 torch.save(self._run.state_dict(), file)
-            case Keep(file):
+            case SaveBatch(file):
                 Path(file).write_bytes(pickle.dumps(self._batch))
             case Explain(file, picture):
                 return self._explain(self._run, pickle.loads(Path(file).read_bytes()), Path(picture))
@@ -232,10 +248,13 @@ class LegProcess:
 
 
 def _samples(run: Run, difference: Difference) -> list[TracedSample]:
-    """The samples of the row that differs, of all rows if no single one does, none if they cannot be traced."""
+    """Return the samples of the row that differs, or of all rows.
+
+    There are none if they cannot be traced.
+    """
     try:
         rows = run.trace().rows
-    except (SavableError, StopIteration):  # of an encoder that makes another number of items, or other lengths
+    except (SavableError, StopIteration):  # the encoder may build another number of items, or other lengths
         return []
     row = _first_number(difference.path)
     if row is None and difference.parts and difference.row is not None and len(difference.parts[0]) == len(rows):
@@ -267,7 +286,10 @@ def serve(orders: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve orders on the two pipes, which the user's code does not see: its stdin is empty, its stdout is stderr."""
+    """Serve orders on two pipes that the user's code does not see.
+
+    Its stdin is empty, and its stdout is stderr.
+    """
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

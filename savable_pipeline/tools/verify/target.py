@@ -1,8 +1,9 @@
-"""The loader that `savable verify-resume` or `savable plan` is about, from a name on the command line: its settings."""
+"""Settings of the loader that a command line names."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from savable_pipeline.core.named_object import named_object
@@ -13,28 +14,34 @@ LANES = 12  # of a pipeline function, unless the user says otherwise
 
 
 def load_target(
-    target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int = LANES
+    target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int | None = LANES
 ) -> LoaderSettings:
-    """The settings of what `target` names: a `SavableLoader`, a function without arguments that makes one, a pipeline.
+    """Return the settings of the loader, function or pipeline that `target` names.
 
-    The loader itself is closed. `seed` and `lanes` are for a pipeline, which is a function of a lane. Raises ValueError
-    for anything else.
+    A function without arguments must build a `SavableLoader`. A loader is closed. `seed` and `lanes` are for a
+    pipeline, which is a function of a lane. Without default lanes, it has as many as in a loader. Raises ValueError for
+    anything else.
     """
     found = named_object(target)
     if not isinstance(found, SavableLoader):
         if _takes_a_lane(found, target):
-            return LoaderSettings(found, seed=seed or 0, lanes=default_lanes if lanes is None else lanes)
+            lanes = default_lanes if lanes is None else lanes
+            with SavableLoader(found, seed=seed or 0, lanes=lanes, ranks=(0, 1)) as loader:
+                return replace(settings_of(loader), ranks=None)
         found = found()
     if not isinstance(found, SavableLoader):
         raise ValueError(f"{target} gave a {type(found).__name__}; it must give a SavableLoader")
     if seed is not None or lanes is not None:
         raise ValueError(f"{target} is a loader, which has its own seed and lanes; they are for a pipeline function")
-    found.close()
-    return settings_of(found)
+    with found:
+        return settings_of(found)
 
 
 def _takes_a_lane(found: Any, target: str) -> bool:
-    """Whether `found` is a function of one argument, a pipeline, rather than of none. Raises ValueError for others."""
+    """Return whether `found` is a pipeline, a function of one argument.
+
+    Raises ValueError if it is no function of one argument or none.
+    """
     if not callable(found) or isinstance(found, type):
         raise ValueError(
             f"{target} is a {type(found).__name__}: expected a SavableLoader, a function without arguments that gives "

@@ -189,35 +189,6 @@ def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
     assert said_of(lambda lane: plain(sp.TarShardReader(many, lane)), caplog) == []
 
 
-@pytest.mark.parametrize(
-    ("size", "lanes", "epochs", "told"),
-    [
-        (200, 96, None, "mixes samples of 32 epochs, because each of 96 lanes has 6.25"),
-        (200, 96, 8, "mixes samples of 8 epochs"),
-        (200, 96, 2, ""),
-        (200, 96, 1, ""),
-        (200, 6, None, ""),
-        (6, 96, None, ""),
-        (700, 4, None, "Use size=150 or less"),
-        (10, 700, None, "Use lanes=60 or fewer"),
-        (700, 700, None, "Use lanes=1 and size=600"),
-    ],
-)
-def test_a_buffer_of_many_epochs_is_told_with_lanes_and_size_that_fit(
-    make_shards: Any, caplog: pytest.LogCaptureFixture, size: int, lanes: int, epochs: int | None, told: str
-) -> None:
-    root = str(make_shards([600]))
-
-    def pipeline(lane: sp.Lane, size: int = size) -> custom.Stage:
-        samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane, epochs=epochs), size=size)
-        return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=1)
-
-    with caplog.at_level(logging.WARNING), sp.SavableLoader(pipeline, seed=0, lanes=lanes) as own:
-        repr(own)
-    found = [record.message for record in caplog.records if "hints" in record.name]
-    assert bool(found) == bool(told) and all(told in each for each in found), found
-
-
 class Unpacked(sp.TaskEncoder):
     """Has no `pack`."""
 

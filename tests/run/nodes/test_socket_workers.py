@@ -23,7 +23,14 @@ from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, agents, new_key, remote
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.processes import descendants
-from tests.support.toy_faults import CuredEncoder, FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
+from tests.support.toy_faults import (
+    CuredEncoder,
+    FaultyEncoder,
+    LargeEncoder,
+    NumberEncoder,
+    number_pipeline,
+    packed_numbers,
+)
 
 LANES = 6
 
@@ -369,3 +376,10 @@ def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
 def test_wrong_settings_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sp.SocketWorkers(**wrong, key_file=new_key(tmp_path))
+
+
+def test_nodes_build_lanes_of_the_number_that_the_data_set(shards: str, one: tuple[list[Agent], Path]) -> None:
+    pipeline = sp.read(shards).shuffle(5).encode(NumberEncoder()).batch(1)
+    expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=8), 20)
+    with sp.SavableLoader(pipeline, seed=3, workers=remote(*one)) as loader:
+        assert taken(loader, 20) == expected

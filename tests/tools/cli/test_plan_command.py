@@ -31,6 +31,8 @@ class Ids(sp.TaskEncoder):
 def pipeline(lane):
     return sp.Batcher(sp.Encode(sp.TarShardReader({shards!r}, lane, epochs=1), Ids()), size=4)
 
+chain = sp.read({shards!r}, epochs=1).encode(Ids()).batch(4)
+
 def loader():
     return sp.SavableLoader(pipeline, seed=1, lanes=6)
 """
@@ -67,7 +69,15 @@ def test_json_holds_the_same_numbers(train: str) -> None:
 
 
 def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:
-    assert "96 (yours)" in plan(f"{train}:pipeline --ranks 2")
+    assert "96 (default)" in plan(f"{train}:pipeline --ranks 2")
+    assert "12 (yours)" in plan(f"{train}:pipeline --ranks 2 --lanes 12")
+
+
+def test_a_chain_has_the_lanes_that_its_data_set(train: str) -> None:
+    """26 full batches, of one epoch."""
+    assert "2 (default)" in (printed := plan(f"{train}:chain --ranks 2")) and "runs on 2 ranks with 2 lanes" in printed
+    printed = plan(f"{train}:chain --ranks 3")
+    assert "cannot start: 3 ranks do not divide its 2 lanes. This plan is for lanes=3." in printed
 
 
 def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:

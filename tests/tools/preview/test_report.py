@@ -18,8 +18,8 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.ledger_numbers import CostStep, ExpectedShares, GivenCounts, NotedCounters, waiting
-from savable_pipeline.tools.preview.report_page import advice, picture, report_page, waited
+from savable_pipeline.tools.preview.ledger_numbers import BatchCounts, CostStep, ExpectedShares, NotedCounters, waiting
+from savable_pipeline.tools.preview.report_page import picture, report_page, run_advice, waited
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_pipelines import ToyEncoder
 
@@ -59,7 +59,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
-    given, counters = GivenCounts(LedgerFiles(ledger)), NotedCounters(LedgerFiles(ledger))
+    given, counters = BatchCounts(LedgerFiles(ledger)), NotedCounters(LedgerFiles(ledger))
     assert (given.batches, given.lost) == (2 * 35, 2 * 5)
     kept = [each.batch for each in LedgerFiles(ledger).batches() if not each.lost]
     assert sum(given.samples) == sum(batch.items for batch in kept)
@@ -70,18 +70,18 @@ def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
     assert 0 < counters.totals["wait_s"] < counters.seconds
     found = waited(counters)
     assert found is not None and found.verdict == "data-bound"
-    assert any("num_workers=" in sentence for sentence in advice(counters, slowest_wait=0.0))
+    assert any("num_workers=" in sentence for sentence in run_advice(counters, slowest_wait=0.0))
 
 
 def test_a_trainer_that_only_takes_batches_is_not_told_to_have_millions_of_workers(ledger: Path) -> None:
     counters = NotedCounters(LedgerFiles(ledger))
     counters.totals["wait_s"] = counters.seconds * 0.9999  # type: ignore[assignment]
-    told = list(advice(counters, slowest_wait=0.0))
+    told = list(run_advice(counters, slowest_wait=0.0))
     assert "did hardly anything but wait" in told[0] and not any("num_workers=" in sentence for sentence in told)
 
 
 def test_shares_follow_the_schedule(ledger: Path) -> None:
-    given = GivenCounts(LedgerFiles(ledger))
+    given = BatchCounts(LedgerFiles(ledger))
     expected = ExpectedShares(LedgerFiles(ledger).starts[0])
     assert expected.of(0, 300) == [0.75, 0.25] and expected.of(200, 400) == [0.5, 0.5]
     first, last = given.pieces()[0], given.pieces()[-1]
@@ -103,7 +103,7 @@ def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> 
 
 def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
     assert waiting([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
-    steps = GivenCounts(LedgerFiles(ledger)).steps
+    steps = BatchCounts(LedgerFiles(ledger)).steps
     assert len(steps) == 35 and 0 < waiting(steps) < 1
     records = [record for path in ledger.glob("*") for record in read_records(path)]
     costs = [record.cost for record in records if isinstance(record, Batch)]
@@ -159,7 +159,7 @@ def test_the_workers_that_would_keep_up_are_beside_the_cores_of_the_run(ledger: 
     counters = NotedCounters(LedgerFiles(ledger))
     assert counters.cores == os.cpu_count()
     counters.cores = cores
-    first = next(iter(advice(counters, slowest_wait=0.0)))
+    first = next(iter(run_advice(counters, slowest_wait=0.0)))
     assert "num_workers=" in first and said in first, first
 
 
