@@ -69,6 +69,7 @@ def read(
     classes: Classes = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    format: str | None = None,
     per_sample: Sequence[Any] = (),
     replace: Mapping[Any, Any] | None = None,
 ) -> SamplePipeline:
@@ -104,6 +105,7 @@ def read(
             are numbered, as a list, a file, or the folder of the training split.
         file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
         files_from: The folder of these files. None: that of the table.
+        format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
         per_sample: A webdataset pipeline: your own stages that handle one sample at a time.
         replace: A webdataset pipeline: your own stages, and the stage of webdataset that each stands for.
 
@@ -123,8 +125,7 @@ def read(
         from savable_pipeline.stages.webdataset_chain import read_webdataset
 
         chosen = unlike_defaults(read, options)
-        pipeline: Any = read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})
-        return pipeline  # type: ignore[no-any-return]
+        return read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})  # type: ignore[return-value]
     check_name("read", "split", split)
     check_samples("read", subset, block_size, window, on_error)
     check_epochs("read", epochs)

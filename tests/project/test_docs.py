@@ -27,8 +27,9 @@ NOT_RUN = {
     "docs/hub.md": 1,
     "docs/migrate/lancedb.md": 1,
     "docs/migrate/energon.md": 2,
-    "docs/model-parallel.md": 1,
+    "docs/model-parallel.md": 2,
     "docs/multimodal.md": 1,
+    "docs/own-format.md": 1,
     "docs/remote-workers.md": 3,
     "docs/remote.md": 2,
     "docs/trainers/accelerate.md": 2,
@@ -41,6 +42,7 @@ NOT_RUN = {
     "docs/trainers/trl.md": 3,
     "docs/trainers/vision-language.md": 2,
 }
+FOR_CONTRIBUTORS = {"docs/own-format.md"}  # pages whose code is to be a part of the library
 # Pages that begin in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/tutorials/images.md", "docs/tutorials/language-model.md", "docs/tutorials/multi-gpu.md"}
 RUN = [
@@ -129,7 +131,7 @@ def test_pages_speak_of_loggers_that_are_there() -> None:
 
 def test_pages_import_only_what_is_promised() -> None:
     for page in [*PAGES, README]:
-        for block in blocks_of(page):
+        for block in blocks_of(page) if name_of(page) not in FOR_CONTRIBUTORS else ():
             inner = re.findall(
                 r"^\s*(?:from|import) (savable_pipeline\.(?!custom\b|errors\b|testing\b|trainers\b|energon\b)\S+)",
                 block.text,

@@ -29,9 +29,9 @@ code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 397,
     "savable_pipeline/core": 1321,
-    "savable_pipeline/data": 13547,
+    "savable_pipeline/data": 13545,
     "savable_pipeline/run": 8409,
-    "savable_pipeline/stages": 6655,
+    "savable_pipeline/stages": 6649,
     "savable_pipeline/tools": 6538,
     "savable_pipeline/trainers": 2598,
     "task_encoders": 2508,

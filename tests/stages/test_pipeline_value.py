@@ -75,7 +75,11 @@ def test_read_has_the_options_of_all_readers_with_their_defaults() -> None:
     readers = [getattr(sp if name in sp.__all__ else custom, name) for name, _ in READERS.values()]
     theirs = [each for reader in readers for each in inspect.signature(reader).parameters.values()]
     keywords = [each for each in theirs if each.kind is each.KEYWORD_ONLY]
-    assert ours.keys() - {each.name for each in keywords} == {"per_sample", "replace"}  # of webdataset pipelines
+    assert ours.keys() - {each.name for each in keywords} == {
+        "format",
+        "per_sample",
+        "replace",
+    }  # of webdataset pipelines
     assert not {each.name for each in keywords} - ours.keys()
     assert all(ours[each.name].default == each.default for each in keywords if each.name != "cache_bytes")
 

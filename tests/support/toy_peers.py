@@ -6,7 +6,9 @@ Each writes what it returns to FOLDER/RANK.pt.
 from __future__ import annotations
 
 import os
+import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,17 @@ import torch.distributed as dist
 
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.savable_loader import run_of
+from savable_pipeline.stages.batch_difference import digest
 from tests.support.peer_threads import alone
 from tests.support.streams import take
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [each for child in children for each in (child, *descendants(child))]
 
 
 def groups_of(size: int) -> tuple[Any, Any]:
@@ -48,6 +59,7 @@ def train(shards: str, how: str, workers: str) -> dict[str, Any]:
         seen: dict[str, Any] = {"before": take(loader, 6)}
         seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
         seen["after"] = take(loader, 4)
+        seen["links"] = [reader.is_local for reader in run_of(loader).backend._readers]  # type: ignore[attr-defined]
     with make(shards, num_workers=int(workers), epochs=1) as finite:
         seen["epoch"] = take(finite, 1000)
     return seen
@@ -67,6 +79,32 @@ def die(shards: str, victim: str, workers: str) -> dict[str, Any]:
             seen["error"] = str(error)
         seen["state"] = loader.state_dict()
     return seen
+
+
+def disturbed(shards: str, state: str, size: str, seed: str) -> dict[str, Any]:
+    """Go on from a state, and save it now and then, until this or another process is killed, or 12 batches are taken.
+
+    The first rank writes the state of all ranks. Each batch is written down before the next is taken.
+    """
+    drawn, rank = random.Random(int(seed)), dist.get_rank()
+    victim, step, hits_worker = drawn.randrange(4), drawn.randrange(1, 12), drawn.random() < 0.5
+    loader = in_groups(shards, int(size), num_workers=drawn.randrange(3), workers=sp.Workers(timeout=8))
+    if Path(state).exists():
+        loader.load_state_dict(torch.load(state))
+    path = Path(state).parent / size / f"{rank}.batches"
+    with path.open("w") as file, suppress(SavableError, RuntimeError):
+        for taken in range(12):
+            if taken == step and rank == victim:
+                workers = descendants(os.getpid())
+                os.kill(drawn.choice(workers) if hits_worker and workers else os.getpid(), signal.SIGKILL)
+            batch = next(loader)
+            print(loader.trace().slot, digest(batch), file=file, flush=True)
+            if taken % 3 == 2:
+                saved = loader.global_state_dict()
+                if rank == 0:
+                    torch.save(saved, f"{state}.new")
+                    Path(f"{state}.new").replace(state)
+    os._exit(0)
 
 
 def wrong_groups(shards: str) -> dict[str, Any]:
@@ -93,3 +131,10 @@ def main(function: str, folder: str, *arguments: str) -> None:
         dist.barrier()
         dist.destroy_process_group()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

@@ -86,6 +86,7 @@ def open_dataset(
     classes: Classes = False,
     file_fields: Sequence[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    format: str | None = None,
 ) -> Samples:
     """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
 
@@ -108,6 +109,7 @@ def open_dataset(
         classes: As for `custom.FolderReader`.
         file_fields: As for `custom.CsvReader`.
         files_from: As for `custom.CsvReader`.
+        format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
 
     Returns:
         A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
@@ -137,6 +139,7 @@ def open_dataset(
         "classes": classes or None,
         "file_fields": None if file_fields is None else tuple(file_fields),
         "files_from": files_from,
+        "format": format,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     return Samples(_Opened((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)

@@ -346,8 +346,6 @@ class Format:
     """How the names of such files end when they are compressed, and cannot be read in place."""
     markers: tuple[str, ...] = ()
     """The names of files of other programs below the folder, which say what is in it."""
-    lists_all: bool = False
-    """Whether there is no such folder without a marker that lists its files."""
     claims: Callable[[Mapping[str, bytes]], bool] = lambda heads: False
     """Returns whether the markers that exist, by name, say that the folder has this format."""
     listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] = lambda heads: None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import struct
 import tempfile
 import time
@@ -281,7 +280,7 @@ def _scanned(
     count = processes or os.cpu_count() or 1
     if each is not None:
         return _scanned_elsewhere(root, each(form.scan, root, names))
-    if count == 1 or b"__main__" in pickle.dumps(form):  # a child process has another main module
+    if count == 1:
         return (form.scan(root, name) for name in names)
 
     def several(left: list[str]) -> Iterator[ShardTable]:

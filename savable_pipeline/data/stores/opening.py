@@ -31,7 +31,6 @@ from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
 from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.indexing import check_faults, index_files, is_marked, open_files
-from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
@@ -95,7 +94,7 @@ def find_source(
         root = Path(specs[0]).absolute()
         if format in ("", TAR) and is_marked(root, TARS) and not any((root / name).exists() for name in _markers("")):
             return Source(files, TARS)
-        if not format and any((root / META).glob("savable.folder*.index")) and is_known(root):
+        if not format and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
     known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
@@ -110,8 +109,8 @@ def find_source(
 
 def _markers(format: str) -> list[str]:
     """Return the markers of a format, and of those that its reader reads too; of all formats for ""."""
-    forms = [form for form in formats.FORMATS if format in ("", form.name, form.reader)]
-    return [marker for form in forms for marker in form.markers]
+    formats.format_named(format or TAR)  # raises ValueError
+    return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
 def _recognized(

@@ -34,7 +34,7 @@ from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.csv_table import CSV, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
-from savable_pipeline.data.stores.record_files import index_format
+from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -47,6 +47,7 @@ CONTAINERS = {
     **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
     LANCE: LANCE_CURE,
     ".mds": "name the folder with its index.json",
+    ".scp": "write its lines as JSONL, with the fields audio and text",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
 _ROW_FIELDS = (*FILE_FIELDS, "audio_filepath")  # that name files; the last one in manifests of NeMo
@@ -127,11 +128,10 @@ def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
 def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
     """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
     json_files = sorted(name for name in heads if name.endswith(JSON.suffixes))
-    lists = [name for name in json_files if _LIST.match(heads[name])]
-    lines = [name for name in json_files if _LINES.match(heads[name])]
+    lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in formats.FORMATS:
-        if form in (TARS, FOLDER) or form.reader or form.lists_all:
+        if form in (TARS, FOLDER) or form.reader or INDEX in form.markers:
             continue
         files = lists if form is JSON else form.files(names, {})
         files = sorted([*files, *lines]) if form is JSONL else files

@@ -249,7 +249,6 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store
         is_same=functools.partial(is_as_listed, kind),
         beside=("", INDEX),
         markers=(INDEX,),
-        lists_all=True,
         claims=functools.partial(_is_format, name),
         listed=kind.names,
     )

@@ -108,10 +108,12 @@ class ReaderData:
         return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
 
 
-def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None)) -> Source:
+def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
     """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
     known = "source", files, kind, cache
-    return lane.shared(known, lambda: find_source(files, format=kind, pinned=lane.worker.pinned, cache=cache))
+    return lane.shared(
+        known, lambda: find_source(files, format=kind, settings=(*settings,), pinned=lane.worker.pinned, cache=cache)
+    )
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:

@@ -21,6 +21,7 @@ from savable_pipeline.data.stores.sample_names import Classes
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
+READERS: dict[str, type[FileReader]] = {}  # by the name of the format
 
 
 class FileReader(RecordReader):
@@ -32,7 +33,7 @@ class FileReader(RecordReader):
         """A name for files of this kind; of those here, `inspect.signature` shows all settings for `**settings`."""
         super().__init_subclass__()
         if kind:
-            cls.kind = kind
+            cls.kind, READERS[kind] = kind, cls
         if "__init__" in vars(cls) and cls.__module__ == __name__:
             shown, usual = inspect.signature(cls.__init__), inspect.signature(RecordReader.__init__).parameters
             common = [usual[name] for name in ReaderSettings.__annotations__]
@@ -549,21 +550,11 @@ class LitDataReader(FileReader, kind="litdata"):
         super().__init__(folder, lane, {"key": key, "cache_bytes": cache_bytes}, settings)
 
 
-READERS: dict[str, type[FileReader]] = {
-    each.kind: each
-    for each in (
-        TarShardReader,
-        ParquetReader,
-        ArrowReader,
-        JsonlReader,
-        CsvReader,
-        JsonReader,
-        FolderReader,
-        TokenReader,
-        MdsReader,
-        LitDataReader,
-    )
-}
+class FormatReader(FileReader):
+    """Yields the samples of files of a format that has no reader of its own."""
+
+    def __init__(self, files: Shards, lane: Lane, **settings: Unpack[ReaderSettings]) -> None:
+        super().__init__(files, lane, {}, settings)
 
 
 Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
@@ -580,10 +571,11 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
         return RecordReader(path, lane, **_of_reader("a store", RecordReader, options))
     names, cache = as_names(path), options.get("cache")
     where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
-    source = source_at(names, "", lane, where)
+    own = {*options}.difference(ReaderSettings.__annotations__, ("cache", "cache_bytes", "format"))
+    source = source_at(names, options.get("format") or "", lane, where, sorted(own))
     kind = source.format.name
-    reader: Any = READERS[source.format.reader or kind]
-    options = {**source.settings, **options}
+    reader: Any = READERS.get(source.format.reader or kind) or type("FormatReader", (FormatReader,), {"kind": kind})
+    options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
     # the listing that told the kind is used to open them
     lane.shared(("source", names, reader.kind, where), lambda: source)
     made: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))

@@ -98,7 +98,7 @@ def test_a_network_disk_that_stays_away_is_the_environments_error_whatever_the_p
 ) -> None:
     WRITERS["tar"](tmp_path / "data", [4])
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
-    monkeypatch.setattr(patience, "_is_of_network", lambda path: True)
+    monkeypatch.setattr(patience, "_is_on_network_disk", lambda path: True)
     reader = sp.TarShardReader(tmp_path / "data", sp.Lane(), shuffle=False, epochs=1, on_error=on_error)
     stage = iter(sp.Encode(reader, Everything(), on_error=on_error))
     next(stage)

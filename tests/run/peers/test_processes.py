@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ def run(folder: Path, world_size: int, function: str, *arguments: str, ends: boo
 def test_two_data_parallel_ranks_of_two_peers(make_shards: MakeShards, tmp_path: Path, how: str, workers: int) -> None:
     shards = make_shards([40, 40, 40])
     seen = run(tmp_path, 4, "train", str(shards), how, str(workers))
+    for each in seen.values():
+        del each["links"]
     assert seen[0] == seen[1] and seen[2] == seen[3]
     one = alone(shards)
     in_slots = [batch for step in zip(seen[0]["before"], seen[2]["before"], strict=True) for batch in step]
@@ -64,3 +70,73 @@ def test_first_ranks_in_two_data_groups_are_refused(make_shards: MakeShards, tmp
     seen = run(tmp_path, 4, "wrong_groups", str(make_shards([4])))
     for errors in seen.values():
         assert "have one data group, but one alone is a first peer" in errors["errors"][-1]
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[str]]:
+    """Two network namespaces, A at 10.77.0.1 and B at 10.77.0.2."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and ip")
+    names = [f"peers{os.getpid()}{side}" for side in "ab"]
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"link add va{os.getpid()} netns {names[0]} type veth peer name vb{os.getpid()} netns {names[1]}"]
+    for name, end, host in zip(names, "ab", (1, 2), strict=True):
+        commands += [f"-n {name} address add 10.77.0.{host}/24 dev v{end}{os.getpid()}"]
+        commands += [f"-n {name} link set v{end}{os.getpid()} up", f"-n {name} link set lo up"]
+    try:
+        for command in commands:
+            if subprocess.run(["ip", *command.split()], capture_output=True).returncode:
+                pytest.skip("network namespaces cannot be made here")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.long
+def test_two_network_namespaces_are_two_machines(
+    make_shards: MakeShards, tmp_path: Path, two_networks: list[str]
+) -> None:
+    shards = make_shards([40, 40, 40])
+    ranks = []
+    for rank in range(4):
+        name = two_networks[rank // 2]
+        env = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
+        env["GLOO_SOCKET_IFNAME"] = f"v{'ab'[rank // 2]}{os.getpid()}"
+        words = ["ip", "netns", "exec", name, sys.executable, "-m", "tests.support.toy_peers", "train", str(tmp_path)]
+        ranks.append(subprocess.Popen([*words, str(shards), "4", "1"], env={**os.environ, **env}))
+    assert [rank.wait(200) for rank in ranks] == [0] * 4
+    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    assert [each.pop("links") for each in seen] == [[True, False], [], [True], []]
+    assert seen == [seen[0]] * 4
+    one = alone(shards)
+    assert seen[0]["before"] == take(one, 6) and seen[0]["state"] == one.state_dict()
+    assert seen[0]["after"] == take(one, 4) and seen[0]["epoch"] == take(alone(shards, epochs=1), 1000)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 50))])
+def test_runs_killed_at_random_resume_with_other_sharing(make_shards: MakeShards, tmp_path: Path, seed: int) -> None:
+    """Four ranks share by 4, 2 and 1, and one alone goes on; a peer or a worker is killed in each of the first."""
+    shards = make_shards([40, 40, 40])
+    drawn = random.Random(seed)
+    seen: dict[int, str] = {}
+    state, whole = tmp_path / "state.pt", alone(shards)
+    for size in (4, 2, 1):
+        (tmp_path / str(size)).mkdir()
+        words = ["-m", "tests.support.forked_ranks", "tests.support.toy_peers", "4", "disturbed"]
+        words += [str(tmp_path / str(size)), str(shards), str(state), str(size), str(drawn.randrange(1 << 30))]
+        subprocess.run([sys.executable, *words], capture_output=True, timeout=250)
+        reached = 0
+        for file in (tmp_path / str(size)).glob("*.batches"):
+            for line in file.read_text().splitlines():
+                slot, found = line.split()
+                assert seen.setdefault(int(slot), found) == found
+                reached = max(reached, int(slot))
+        assert reached, "no rank took a batch"
+    one = alone(shards)
+    if state.exists():
+        one.load_state_dict(torch.load(state))
+    expected = take(whole, max(seen) + 1)
+    assert [seen[slot] for slot in sorted(seen)] == [expected[slot] for slot in sorted(seen)]
+    start = one.state_dict()["slot"]
+    assert take(one, 3) == take(alone(shards), start + 3)[start:]

@@ -1,0 +1,67 @@
+"""A segment with two readers: it is reused once both flags are free, and each reader's writes stay its own."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
+
+
+@pytest.fixture
+def shared() -> tuple[SegmentWriter, SegmentReader, SegmentReader]:
+    """A writer, and two readers of its first segment, which has the bytes "aaa"."""
+    writer, first, second = SegmentWriter(), SegmentReader(0, private=True), SegmentReader(1, private=True)
+    written = writer.write([memoryview(b"a" * 3)])
+    assert written.fd is not None
+    for reader in (first, second):
+        reader.add(1, os.dup(written.fd))
+    os.close(written.fd)
+    first.lend(1, [1])
+    return writer, first, second
+
+
+def test_it_is_reused_once_both_are_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+    writer, first, second = shared
+    views = [np.frombuffer(reader.read(1, [(64, 3)])[0], np.uint8) for reader in (first, second)]
+    del views[0]
+    assert writer.write([memoryview(b"b" * 3)]).segment == 2
+    assert bytes(views[0]) == b"aaa"
+    views.clear()
+    assert 1 in (writer.write([memoryview(b"c" * 3)]).segment, writer.write([memoryview(b"d" * 3)]).segment)
+
+
+def test_writes_are_private_and_gone_with_the_batch(
+    shared: tuple[SegmentWriter, SegmentReader, SegmentReader],
+) -> None:
+    writer, first, second = shared
+    mine, other = (np.frombuffer(reader.read(1, [(64, 3)])[0], np.uint8) for reader in (first, second))
+    mine[:] = 7
+    assert bytes(other) == b"aaa"
+    del mine, other
+    assert writer.write([memoryview(b"b" * 3)]).segment == 1
+    assert bytes(first.read(1, [(64, 3)])[0]) == b"bbb"
+
+
+def test_that_of_a_lost_reader_is_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+    writer, first, _ = shared
+    first.read(1, [(64, 3)])
+    assert writer.write([memoryview(b"b" * 3)]).segment == 2
+    first.release(1)
+    assert writer.write([memoryview(b"c" * 3)]).segment == 1
+
+
+def test_one_that_was_viewed_in_a_fork_is_never_reused(
+    shared: tuple[SegmentWriter, SegmentReader, SegmentReader],
+) -> None:
+    writer, first, second = shared
+    first.read(1, [(64, 3)])
+    view = np.frombuffer(second.read(1, [(64, 3)])[0], np.uint8)
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+    del view
+    second.release(1)
+    assert [writer.write([memoryview(b"b" * 3)]).segment for _ in range(3)] == [2, 3, 4]
