@@ -40,6 +40,18 @@ def fresh(shards: str, chosen: dict[str, Any], held_bytes: int) -> Any:
 @example(
     {**PLAIN, "after": [*SHUFFLED_PACKS[:1], ("pack", ("first_fit", 60))], "tells": True, "gap": 1, "candidates": None}
 )
+@example(  # packs whose sizes an own stage loses: a resume must not know them either
+    {
+        **PLAIN,
+        "branches": [(20, [("choose", 7), ("swap", None), ("shuffle", 2)])],
+        "after": [("shuffle", 12), ("filter", None)],
+        "tells": True,
+        "fans_out": False,
+        "gap": 7,
+        "candidates": 8,
+        "size": 2,
+    }
+)
 @given(chosen=stacks)
 def test_a_stack_gives_the_same_batches_after_each_resume_and_with_any_memory(
     shards: str, chosen: dict[str, Any]

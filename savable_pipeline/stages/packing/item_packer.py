@@ -26,7 +26,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
@@ -101,8 +101,8 @@ class ItemPacker(ChunkedStage, ItemStage):
             self, max_bytes=max_buffer_bytes
         )  # of pending packs, or of a round before they are chosen
         self._groups: list[int] = []  # how many of them are in each pending pack
-        self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped
-        self._in_vain = 0  # items in a row that came into no pack
+        # rounds chosen; packs given, or skipped; items in a row that came into no pack
+        self._rounds, self._count, self._in_vain = 0, 0, 0
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `pack` is used."""
@@ -187,8 +187,9 @@ class ItemPacker(ChunkedStage, ItemStage):
                 )
             items = [Element(part) for part in parts]
             self.source.make(items)
-            element.value, refs, element.sizes = self._pack(items, number)
-            element.ref = (number, *refs) if refs else ()
+            element.value, refs, _ = self._pack(items, number)
+            left = (number, *refs) if refs else ()
+            element.sizes, element.ref = left_sizes(element.sizes, element.ref, left), left
 
     def save_state(self) -> State:
         """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""
