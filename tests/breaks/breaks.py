@@ -567,7 +567,7 @@ DATA = [
         "line-changed-in-the-middle",
         "index validity",
         "A file of JSON lines of which one in the middle was rewritten, as long as before, is taken for the one indexed.",
-        _DATA + "stores/jsonl.py",
+        _DATA + "stores/table_store.py",
         "    for line in sorted({0, lines // 2, lines - 1}) if lines else []:\n",
         "    for line in sorted({0, lines - 1}) if lines else []:\n",
         ("tests/data/stores/test_jsonl_store.py", "tests/data/stores/test_files_overwritten.py", "tests/data/stores"),
