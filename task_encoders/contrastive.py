@@ -89,15 +89,15 @@ class ContrastiveEncoder(TaskEncoder):
         def pair(clip: Any) -> dict[str, Any] | Skip:
             return self._pair("video", self.crop.clip(clip.frames, rng), sample, rng)
 
-        made: Iterator[dict[str, Any] | Skip] = self.clips.of(sample.video(part), rng, make=pair)
-        return made
+        items: Iterator[dict[str, Any] | Skip] = self.clips.of(sample.video(part), rng, make=pair)
+        return items
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """A batch of B pairs."""
         texts = [item["tokens"] for item in items]
-        seen = "image" if self.clips is None else "video"
+        medium = "image" if self.clips is None else "video"
         return {
-            seen: self.crop.normalize(torch.stack([item[seen] for item in items])),
+            medium: self.crop.normalize(torch.stack([item[medium] for item in items])),
             "tokens": pad_rows(texts, self.tokenizer.pad, max(map(len, texts))),
             "lengths": torch.tensor([len(text) for text in texts]),
         }
@@ -108,13 +108,13 @@ class ContrastiveEncoder(TaskEncoder):
         clips = {} if self.clips is None else {"clips": self.clips.settings(), "video": self.video}
         return {**self.tokenizer.settings(), **self.crop.settings(), **own, **clips}
 
-    def _pair(self, name: str, seen: torch.Tensor, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
+    def _pair(self, name: str, medium: torch.Tensor, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         tokens = self.tokenizer(self._text(sample, rng))
         if len(tokens) == 0:
             return Skip("no text")
         if len(tokens) > self.max_tokens:
             tokens = torch.cat([tokens[: self.max_tokens - 1], tokens[-1:]])
-        return {name: seen, "tokens": tokens}
+        return {name: medium, "tokens": tokens}
 
     def _text(self, sample: Sample, rng: Rng) -> str:
         value = self.text.read(sample)

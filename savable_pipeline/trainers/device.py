@@ -1,10 +1,10 @@
-"""`OnDevice`: the batches of a loader on the device that trains, each moved during the step before.
+"""`OnDevice`: batches of a loader on the training device, moved one step ahead.
 
-    loader ── next ──▶ page-locked memory ── copy, on a stream of its own ──▶ GPU ── waits for that copy ──▶ trainer
-                                                                               └ one batch ahead
+    loader ── next ──▶ pinned memory ── copy, on a stream of its own ──▶ GPU ── waits for that copy ──▶ trainer
+                                                                          └ one batch ahead
 
-The loader is then one batch further than the trainer. A saved state is the trainer's: the position after the batch
-that it was given last, kept beside the batches.
+The loader is then one batch further than the trainer. A saved state is the trainer's: the position after the last batch
+that it got, which is stored with the batches.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ _AHEAD = 1
 
 
 class OnDevice:
-    """Wraps a loader so that its batches arrive on a device, moved one batch ahead of the trainer.
+    """Wraps a loader so that its batches are on a device, moved one batch ahead.
 
-    It takes the loader's place for iterating, saving and loading: `state_dict()` is the state after the batch that the
-    *trainer* was given last. Use the loader through it alone: while one batch is ahead, the loader's own saving,
-    loading and skipping raise `SavableError`. An error of the loader is raised where its batch would have come, not one
-    batch early.
+    It replaces the loader for iterating, saving and loading. `state_dict()` is the state after the last batch that the
+    *trainer* got. Use the loader only through it: while one batch is ahead, the loader's own saving, loading and
+    skipping raise `SavableError`. An error of the loader is raised instead of its batch, not one batch early.
 
-    On a GPU, tensors go through page-locked memory (the loader's, with `pin_memory=True`) by asynchronous copies on a
-    stream of their own; the trainer's stream waits for those of its batch. On other devices they are moved when they
-    are taken; on the CPU they stay where they are. Values that are no tensors stay unchanged, in containers of the same
-    kinds.
+    On a GPU, tensors pass through pinned memory (the loader's, with `pin_memory=True`) by asynchronous copies on a
+    stream of their own. The trainer's stream waits for those of its batch. On other devices they are moved when they
+    are taken, and on the CPU they stay in place. Other values stay unchanged, in containers of the same kinds.
 
     Args:
         loader: The loader to wrap.
-        device: Where the tensors go, such as "cuda:0".
-        repeat: How many times each batch is given, for measuring: a repeated batch is the same object, at once, as if
-            data were free. A state after any of the times is that after the first.
+        device: The device of the tensors, such as "cuda:0".
+        repeat: How many times each batch is yielded, for measuring (default 1). A repeated batch is the same object and
+            takes no time, as if data were free. A state after any repetition is that after the first.
 
     Example:
         >>> from savable_pipeline.trainers.device import OnDevice
@@ -72,55 +70,55 @@ class OnDevice:
         self._move = _mover(self.device)
         self._run = run_of(loader)
         self._run.check_not_ahead()
-        self._at = _Stand(_Standing(self._run.position))
-        self._run.is_ahead = self._at.holds
+        self._at = _PositionReference(_Progress(self._run.position))
+        self._run.is_ahead = self._at.has_ahead
         self._repeat, self._again = repeat, list[Any]()  # the batch given last, as often as it is still to be given
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch given last, as `SavableLoader.epoch`."""
-        return self._run.epoch_at(self._at.place.given)
+        """Epoch of the last batch, as `SavableLoader.epoch`."""
+        return self._run.epoch_at(self._at.current.yielded)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run)
         self._again = []
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
-            self._at.place = _Standing(self._at.place.given)
-        if not self._at.place.held:
+            self._at.current = _Progress(self._at.current.yielded)
+        if not self._at.current.ahead:
             self._failed = None
-            self._run.take_back(self._at.place.given)
+            self._run.take_back(self._at.current.yielded)
             iter(self.loader)
-            self._at.place = _Standing(self._run.position)
+            self._at.current = _Progress(self._run.position)
         return self
 
     def __next__(self) -> Any:
         if self._again:
             return self._again.pop()
         self._take(1 + _AHEAD)
-        if not self._at.place.held:
+        if not self._at.current.ahead:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._at.place = _Standing(self._run.position)
+            self._at.current = _Progress(self._run.position)
             raise failed
-        (moved, given), *held = self._at.place.held
+        (moved, yielded), *ahead = self._at.current.ahead
         batch = moved.ready()
         self._again = [batch] * (self._repeat - 1)
-        self._at.place = _Standing(given, tuple(held))  # last: an interrupt before this has given nothing
+        self._at.current = _Progress(yielded, tuple(ahead))  # last: an interrupt before this has given nothing
         return batch
 
     def _take(self, number: int) -> None:
-        """Take batches until `number` are held, or the loader ends or fails."""
+        """Take batches until `number` are ahead, or the loader ends or fails."""
         if self._failed is None:
-            self._run.take_back(self._at.place.last)  # what came when the last taking was interrupted
-        while len(self._at.place.held) < number and self._failed is None:
+            self._run.take_back(self._at.current.last)  # what came when the last taking was interrupted
+        while len(self._at.current.ahead) < number and self._failed is None:
             try:
                 batch = next(self.loader)
             except Exception as error:
                 self._failed = error
                 return
-            self._at.place = self._at.place.holding(_Moved(batch, self._move), self._run.position)
-        for moved, _ in self._at.place.held:
+            self._at.current = self._at.current.with_batch(_Moved(batch, self._move), self._run.position)
+        for moved, _ in self._at.current.ahead:
             moved.begin()
 
     def __len__(self) -> int:
@@ -136,27 +134,30 @@ class OnDevice:
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
-        """Pass over the next slots after the batch given last, as `SavableLoader.skip`.
+        """Skip slots after the last batch, as `SavableLoader.skip`.
 
         Args:
             slots: How many slots, of all ranks together.
         """
-        ended = not self._at.place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
-        self._run.take_back(self._at.place.given)
-        self._at.place, self._failed, self._again = _Standing(self._run.position), self._failed if ended else None, []
+        ended = not self._at.current.ahead and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
+        self._run.take_back(self._at.current.yielded)
+        self._at.current, self._failed, self._again = _Progress(self._run.position), self._failed if ended else None, []
         self.loader.skip(slots)
-        self._at.place = _Standing(self._run.position)
+        self._at.current = _Progress(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
-        """Return the samples of the batch given last, as `SavableLoader.trace`.
+        """Return the samples of the last batch, as `SavableLoader.trace`.
 
         Args:
-            lag: How many batches before that one; 0 is the batch given last.
+            lag: How many batches before that one. 0 (default) is the last batch.
         """
-        return self.loader.trace(lag=lag + len(self._at.place.held))
+        return self.loader.trace(lag=lag + len(self._at.current.ahead))
 
     def close(self) -> None:
-        """Stop the workers, as `loader.close()`; iterating again continues after the batch given last."""
+        """Stop the workers, as `loader.close()`.
+
+        Iterating again continues after the last batch.
+        """
         self.loader.close()
 
     def __enter__(self) -> OnDevice:
@@ -168,22 +169,24 @@ class OnDevice:
     # Saving and restoring.
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
-        """Return where this rank is after the batch given last, as `SavableLoader.state_dict`.
+        """Return the state after the last batch, as `SavableLoader.state_dict`.
 
         Args:
-            lag: Batches that the trainer itself is ahead: the state is that many batches earlier.
+            lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_at(self._at.place.given, lag)
+        return self._run.state_at(self._at.current.yielded, lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Continue from a saved state, as `SavableLoader.load_state_dict`; a batch moved ahead is dropped.
+        """Resume from a saved state, as `SavableLoader.load_state_dict`.
+
+        A batch moved ahead is dropped.
 
         Args:
             state: A state of this loader, or of any other of the same run.
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._at.place, self._failed, self._again = _Standing(self._run.position), None, []
+        self._at.current, self._failed, self._again = _Progress(self._run.position), None, []
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -201,44 +204,47 @@ class OnDevice:
         """Return the state with the lanes of all ranks, on each of them. Collective.
 
         Args:
-            group: The process group of the data-parallel ranks; None: that of the loader.
+            group: The process group of the data-parallel ranks. None (default): that of the loader.
             lag: As for `state_dict`.
         """
-        return self._run.global_state(group, position=self._at.place.given, lag=lag)
+        return self._run.global_state(group, position=self._at.current.yielded, lag=lag)
 
 
-class _Standing(NamedTuple):
-    """Where the trainer stands, in one value: an interrupt finds it as it was before a step or as it is after."""
+class _Progress(NamedTuple):
+    """Position of the trainer, in one value that an interrupt cannot split."""
 
-    given: Position  # of the loader, after the batch given last
-    held: tuple[tuple[_Moved, Position], ...] = ()  # batches that are not given yet; where the loader was after each
+    yielded: Position  # of the loader, after the batch given last
+    ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches that are not given yet; where the loader was after each
 
     @property
     def last(self) -> Position:
-        """Of the loader, after the last batch that is held or given."""
-        return self.held[-1][1] if self.held else self.given
+        """Position of the loader after the last batch that is yielded or ahead."""
+        return self.ahead[-1][1] if self.ahead else self.yielded
 
-    def holding(self, moved: _Moved, after: Position) -> _Standing:
-        """With one more batch."""
-        return self._replace(held=(*self.held, (moved, after)))
+    def with_batch(self, moved: _Moved, after: Position) -> _Progress:
+        """Return this position with one more batch ahead."""
+        return self._replace(ahead=(*self.ahead, (moved, after)))
 
 
-class _Stand:
-    """A place that the loader's run can look at without a reference to the `OnDevice`."""
+class _PositionReference:
+    """Position that the loader's run can read without a reference to the `OnDevice`."""
 
-    def __init__(self, place: _Standing) -> None:
-        self.place = place
+    def __init__(self, current: _Progress) -> None:
+        self.current = current
 
-    def holds(self) -> bool:
-        """Whether batches are held that have not been given yet."""
-        return bool(self.place.held)
+    def has_ahead(self) -> bool:
+        """Return whether batches are ahead of the trainer."""
+        return bool(self.current.ahead)
 
 
 # Moving.
 
 
 class _Moved:
-    """A batch on its way: kept as it was until its move has begun, so that a move that fails can be tried again."""
+    """Batch on its way to the device.
+
+    It is unchanged until its move has started, so a move that fails can be retried.
+    """
 
     def __init__(self, batch: Any, move: Callable[[Any], Callable[[], Any]]) -> None:
         self._batch = batch
@@ -257,7 +263,10 @@ class _Moved:
 
 
 def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
-    """Return the function that starts moving a batch to a device, and returns one that waits for the moved batch."""
+    """Return the function that starts moving a batch to a device.
+
+    That function returns one that waits for the moved batch.
+    """
     if device.type == "cuda":
         import torch
 
@@ -284,7 +293,7 @@ class _CudaCopies:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Any) -> Callable[[], Any]:
-        """Queue the copies of a batch, and an event behind them."""
+        """Queue the copies of a batch, and an event after them."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -302,11 +311,11 @@ class _CudaCopies:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def recorded(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(current)
             return tensor
 
-        return tensors_changed(batch, kept)
+        return tensors_changed(batch, recorded)
 
 
 def tensors_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -166,7 +166,7 @@ class _Batches(TrainerLoader):
                 if self._whole_epochs:
                     raise
             iter(self._loader)  # an epoch of `limit_train_batches` continues in the loader's next epoch
-            self._leave()
+            self._set_expected()
             return super()._next()
         finally:
             self._taking = False

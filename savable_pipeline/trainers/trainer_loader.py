@@ -1,19 +1,19 @@
-"""`TrainerLoader`: a loader as a trainer takes it. Its state is that of all ranks, after the batch trained on last.
+"""`TrainerLoader`: a loader whose state follows what the trainer has trained on.
 
-    given     1   2   3   4   5    counted here, from where the run began or was resumed
+    yielded   1   2   3   4   5    counted here, since the run started or was resumed
     begun     1   2   3   4        the trainer's own counts, from any start: it fetches 1 ahead
-    trained   1   2                the optimizer has stepped on these: the state saved now is that after 2
+    trained   1   2                the optimizer has stepped on these: a state saved now is that after 2
 
-A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). At any
-moment of a step, the state is that after the last batch which the optimizer has stepped on. Between the return of a
-batch and the moment when the trainer counts it as begun, one more may be on its way. A trainer that has fetched more
-beyond what it has begun than it ever does has skipped batches: it was set up to skip, beside a state that says where to
-continue. That is an error.
+The state is that of all ranks after the last batch trained on. A trainer may fetch batches ahead of those it trains on.
+Lightning does, by one batch, if the loader has no length. At any moment of a step, the state is that after the last
+batch that the optimizer has stepped on. Between the return of a batch and the moment when the trainer counts it as
+begun, one more may be on its way. If a trainer has fetched more batches ahead than it ever does, it has skipped
+batches, although the state already says where to resume. That is an error.
 
-An integration makes a `TrainerLoader` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
-(`most_ahead`) and a function that moves a batch to its device (`place`), passes it to the trainer in place of the
-loader, and makes the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on every rank
-before the first batch.
+An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
+ahead (`most_ahead`) and a function that moves a batch to its device (`place`). It passes the object to the trainer
+instead of the loader, and makes the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on
+every rank before the first batch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_sp
 
 
 class TrainerLoader:
-    """The batches of a loader, and on each rank the state of all lanes after the batch trained on last.
+    """Batches of a loader, and the state of all lanes after the last one trained on.
 
-    Batches that the trainer fetched and left when it began another pass come again. Each `iter()` starts with its first
-    batch, so that an iterator thrown away takes nothing. Between two batches only this object may move the loader: by
-    `load_state_dict` and `skip`.
+    Batches that the trainer fetched but did not use before it started another epoch are repeated. An iterator starts at
+    its first batch, so one that is discarded takes nothing. Between two batches only this object may move the loader,
+    by `load_state_dict` and `skip`.
 
     Args:
         loader: The loader to wrap.
         trained: Returns the number of batches that this rank's optimizer has stepped on, from any start. None: the
             trainer trains on each batch before it takes the next one.
-        begun: Returns the number that it has begun to train on, from the same start, where gradients of several batches
-            are accumulated: up to 16 with those fetched ahead. None: the same as `trained`.
-        most_ahead: How many batches the trainer may have fetched beyond those begun.
-        place: Moves a batch to the trainer's device. None: batches stay where they are.
-        carries: The trainer's gradients are carried over the end of a pass: batches left there do not come again unless
-            it calls `give_back()`, after it has dropped the gradients.
+        begun: Returns the number of batches that it has started to train on, from the same start, if gradients of
+            several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
+        most_ahead: How many batches the trainer may have fetched beyond those begun (default 0).
+        place: Moves a batch to the trainer's device. None (default): batches are not moved.
+        carries: Whether the trainer's gradients are carried over the end of an epoch (default False). Batches pending
+            there are then not repeated unless it calls `give_back()`, after it has dropped the gradients.
 
     Raises:
         TypeError: `loader` is not a `SavableLoader`.
@@ -88,20 +88,20 @@ class TrainerLoader:
         self._place = place
         self._carries = carries
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
-        self._most_kept = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
+        self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
         self._to_skip: list[SlotSpan] = []  # where the loader comes to them
         self._mark()
 
     def _mark(self) -> None:
-        """Start counting here."""
-        self._given: tuple[_Given, ...] = ()  # the last ones
+        """Start counting at the current position."""
+        self._yielded: tuple[_YieldedBatch, ...] = ()  # the last ones
         self._skipped: list[SlotSpan] = []  # since the last one
         self._begun_before: int | None = None  # what the trainer had begun before the first one; None: when it is given
-        self._leave()
+        self._set_expected()
 
-    def _leave(self) -> None:
-        """Remember where the loader stands."""
-        self._left_at = self._epoch_and_slot
+    def _set_expected(self) -> None:
+        """Record the position of the loader, to detect that something else moved it."""
+        self._expected_at = self._epoch_and_slot
 
     @property
     def _epoch_and_slot(self) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class TrainerLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch given last, as `SavableLoader.epoch`."""
+        """Epoch of the last batch, as `SavableLoader.epoch`."""
         return self._loader.epoch
 
     @property
@@ -123,10 +123,10 @@ class TrainerLoader:
 
     @property
     def ahead(self) -> int:
-        """How many batches the trainer has fetched beyond those that it has trained on."""
-        if not self._given or self._trained is None:
+        """Number of batches that the trainer has fetched but not trained on."""
+        if not self._yielded or self._trained is None:
             return 0
-        last = self._given[-1]
+        last = self._yielded[-1]
         return last.number - max(0, self._trained() - last.start)
 
     @property
@@ -147,17 +147,17 @@ class TrainerLoader:
         self._check_none_skipped()
 
     def _check_not_moved(self) -> None:
-        if self._epoch_and_slot != self._left_at:
-            (epoch, slot), (now_epoch, now_slot) = self._left_at, self._epoch_and_slot
+        if self._epoch_and_slot != self._expected_at:
+            (epoch, slot), (now_epoch, now_slot) = self._expected_at, self._epoch_and_slot
             raise SavableError(
                 f"something else moved the loader from slot {slot} of epoch {epoch} to slot {now_slot} of epoch "
                 f"{now_epoch}. Take batches and restore through the trainer alone."
             )
 
     def _check_none_skipped(self) -> None:
-        if self._begun is None or not self._given:
+        if self._begun is None or not self._yielded:
             return
-        last, begun = self._given[-1], self._begun()
+        last, begun = self._yielded[-1], self._begun()
         on_its_way = begun == last.begun
         if not 0 <= last.number - (begun - last.start) <= self._most_ahead + on_its_way:
             raise SavableError(
@@ -176,10 +176,13 @@ class TrainerLoader:
             self.give_back()
         iter(self._loader)
         self._begun_before = begun
-        self._leave()
+        self._set_expected()
 
     def give_back(self) -> None:
-        """Return to the place after the batch trained on last: what was fetched beyond it comes again."""
+        """Return to the position after the last batch trained on.
+
+        Batches fetched beyond it are repeated.
+        """
         self._check_not_moved()
         if ahead := self._fetched():
             position, self._to_skip = ahead[0].before, self._spans()
@@ -187,7 +190,9 @@ class TrainerLoader:
             self._mark()
 
     def take_over(self, other: TrainerLoader) -> None:
-        """Continue, on the same loader, where the trainer of another `TrainerLoader` has left it.
+        """Continue where the trainer of another `TrainerLoader` stopped.
+
+        Both have the same loader.
 
         Args:
             other: Its batches that were fetched but not trained on come again here.
@@ -197,45 +202,48 @@ class TrainerLoader:
         self._mark()
 
     def _next(self) -> Any:
-        """The next batch, placed. If that fails or is interrupted, everything stands as before."""
+        """Return the next batch, on the device.
+
+        If that fails or is interrupted, nothing has changed.
+        """
         self._check_not_moved()
-        self._skip_what_is_due()
-        before, given = self._run.position, self._given
+        self._skip_due_spans()
+        before, yielded = self._run.position, self._yielded
         try:
             batch = self._loader.__next__()  # in here, as what a signal may come behind
             placed = batch if self._place is None else self._place(batch)
             begun = self._now_begun
-            start, number = (given[-1].start, given[-1].number) if given else (self._begun_before, 0)
-            last = _Given(before, self._skipped, number + 1, begun if start is None else start, begun)
-            self._given = (*given, last)[-self._most_kept :]
-            self._leave()
+            start, number = (yielded[-1].start, yielded[-1].number) if yielded else (self._begun_before, 0)
+            last = _YieldedBatch(before, self._skipped, number + 1, begun if start is None else start, begun)
+            self._yielded = (*yielded, last)[-self._most_recorded :]
+            self._set_expected()
         except BaseException:
             self._run.take_back(before)
-            self._given = given
-            self._leave()
+            self._yielded = yielded
+            self._set_expected()
             raise
         self._skipped = []
         return placed
 
-    def _fetched(self) -> list[_Given]:
-        """The batches given but not trained on."""
+    def _fetched(self) -> list[_YieldedBatch]:
+        """Return the batches that were yielded but not trained on."""
         ahead = max(0, self.ahead)
-        if ahead > len(self._given):
+        if ahead > len(self._yielded):
             self._check_none_skipped()
             raise SavableError(
-                f"the optimizer has not used the last {ahead} batches, more than the limit of {self._most_kept}. "
+                f"the optimizer has not used the last {ahead} batches, more than the limit of {self._most_recorded}. "
                 "Accumulate fewer, larger batches."
             )
-        return list(self._given[-ahead:]) if ahead else []
+        return list(self._yielded[-ahead:]) if ahead else []
 
     def _spans(self) -> list[SlotSpan]:
-        """What the loader has passed over, or will, after the batch trained on last."""
+        """Return the slots that are skipped, or will be, after the last batch trained on."""
         fetched = self._fetched()
-        done = [*(span for given in fetched[1:] for span in given.skipped), *(self._skipped if fetched else [])]
+        done = [*(span for yielded in fetched[1:] for span in yielded.skipped), *(self._skipped if fetched else [])]
         return [*done, *self._to_skip]
 
-    def _skip_what_is_due(self) -> None:
-        """Pass over the spans that the loader has reached."""
+    def _skip_due_spans(self) -> None:
+        """Skip the spans that the loader has reached."""
         while self._to_skip:
             span, at = self._to_skip[0], self._run.position
             if (at.epoch, at.slot) < (span.epoch, span.first):
@@ -244,7 +252,7 @@ class TrainerLoader:
                 try:
                     self._loader.skip(span.stop - at.slot)
                 finally:
-                    self._leave()
+                    self._set_expected()
             self._skipped.append(span)
             del self._to_skip[0]
 
@@ -261,10 +269,10 @@ class TrainerLoader:
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
-        """Pass over slots after the batches that the trainer has fetched, as `SavableLoader.skip`.
+        """Skip slots after the batches that the trainer has fetched.
 
-        Call it on each rank. Fetched batches are trained on first, or come again in the next pass. States saved until
-        then contain what is still to be passed over; only `load_state_dict` of a `TrainerLoader` takes them.
+        Call it on each rank. Fetched batches are trained on first, or repeated in the next epoch. States saved until
+        then have the slots that are still to be skipped. Only `load_state_dict` of a `TrainerLoader` accepts these.
 
         Args:
             slots: How many slots, of all ranks together.
@@ -273,7 +281,7 @@ class TrainerLoader:
         self._run.check_whole_steps(slots)
         at = self._run.position
         if not self.ahead:
-            self._skip_what_is_due()
+            self._skip_due_spans()
             self._loader.skip(slots)
             self._mark()
         elif slots and (at.previous is None or at.iterator == "ended"):  # else the epoch is over
@@ -287,10 +295,10 @@ class TrainerLoader:
     # Saving and restoring.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the lanes of all ranks, after the batch trained on last. Collective.
+        """Return the state of all ranks after the last batch trained on. Collective.
 
         Returns:
-            A flat dict of int and bytes, the same on each rank; any number of ranks continues from it.
+            A flat dict of int and bytes, the same on each rank. Any number of ranks resumes from it.
 
         Raises:
             SavableError: The trainer skips batches, or it is Lightning's, for which there is `SavableDataModule`.
@@ -302,7 +310,7 @@ class TrainerLoader:
         return with_spans(state, self._spans())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Call it on each rank, before the trainer takes its first batch.
+        """Resume from a saved state, on each rank before the trainer's first batch.
 
         Args:
             state: A state of the same run, from any number of ranks.
@@ -313,8 +321,8 @@ class TrainerLoader:
         self._mark()
 
 
-class _Given(NamedTuple):
-    """A batch given to the trainer."""
+class _YieldedBatch(NamedTuple):
+    """Batch that the trainer got."""
 
     before: Position  # where the loader stood
     skipped: list[SlotSpan]  # since the one before
@@ -324,7 +332,7 @@ class _Given(NamedTuple):
 
 
 class _Pass:
-    """An iterator that starts with its first batch, and that an error does not end."""
+    """Iterator that starts at its first batch, and that an error does not end."""
 
     def __init__(self, begin: Callable[[], None], take: Callable[[], Any]) -> None:
         self._begin: Callable[[], None] | None = begin
@@ -350,7 +358,9 @@ class _Pass:
 
 
 def refuse_acknowledging(loader: Any) -> None:
-    """Check that a loader keeps no account of rows in flight, which no trainer acknowledges.
+    """Raise ValueError for a loader that waits for acknowledgements of rows.
+
+    No trainer acknowledges them.
 
     Args:
         loader: What a trainer is to take batches from.
@@ -362,19 +372,19 @@ def refuse_acknowledging(loader: Any) -> None:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
 
 
-def each(made: Any) -> list[Any]:
+def each(loaders: Any) -> list[Any]:
     """Return the loaders in a dict, list or tuple, or a single one, as a list.
 
     Args:
-        made: A loader, or a container of loaders.
+        loaders: A loader, or a container of loaders.
     """
-    if isinstance(made, dict):
-        return list(made.values())
-    return list(made) if isinstance(made, list | tuple) else [made]
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
 
 
 def length_of(batches: Any) -> int | None:
-    """Return the number of batches of an epoch; None where it is not known.
+    """Return the number of batches of an epoch, or None if unknown.
 
     Args:
         batches: A loader, or an object in its place.
@@ -385,11 +395,11 @@ def length_of(batches: Any) -> int | None:
         return None
 
 
-def restarting(made: Any) -> Any:
-    """Check that every `SavableLoader` starts each evaluation at the beginning.
+def restarting(loaders: Any) -> Any:
+    """Check that every `SavableLoader` restarts at each evaluation.
 
     Args:
-        made: A loader, or a container of loaders; other kinds pass.
+        loaders: A loader, or a container of loaders; other kinds pass.
 
     Returns:
         What was given.
@@ -397,9 +407,9 @@ def restarting(made: Any) -> Any:
     Raises:
         ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
     """
-    for loader in each(made):
+    for loader in each(loaders):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
             raise ValueError(
                 'set on_iter="restart" in a loader for evaluation, so that each evaluation starts at the first batch.'
             )
-    return made
+    return loaders

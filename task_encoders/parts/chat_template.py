@@ -86,8 +86,8 @@ class ChatML:
         for number, message in enumerate(messages):
             if message.more:
                 raise ValueError(f"messages[{number}]: ChatML does not support {', '.join(message.more)}")
-        said = [f"{self.start}{message.role}\n{_text(message, image)}{self.end}\n" for message in messages]
-        return "".join(said) + f"{self.start}assistant\n" * answering
+        rendered_messages = [f"{self.start}{message.role}\n{_text(message, image)}{self.end}\n" for message in messages]
+        return "".join(rendered_messages) + f"{self.start}assistant\n" * answering
 
     def settings(self) -> str:
         """Both marks."""
@@ -186,8 +186,8 @@ class OwnTemplate:
     def settings(self) -> str:
         """A hash of the template, the special tokens it may name, and the arguments."""
         special = {name: str(text) for name, text in getattr(self.tokenizer, "special_tokens_map", {}).items()}
-        made_of = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
-        return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())}"
+        contents = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
+        return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(contents, sort_keys=True).encode())}"
 
     def _listed(self, messages: Sequence[Message], image: str) -> list[dict[str, Any]]:
         return [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
@@ -216,7 +216,7 @@ def answers_in(
         text, places = marked
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
         if len(places) == len(answers):
-            places = [place for number, place in zip(answers, places, strict=True) if number in learned]
+            places = [span for number, span in zip(answers, places, strict=True) if number in learned]
         elif [*learned] != answers:
             raise ValueError(
                 f"the chat template marks {len(places)} generations in {len(answers)} answers, some of them masked. "

@@ -231,12 +231,12 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
     value = sample.json(name)
     if isinstance(value, dict):
         refuse_preferences(value)
-        beside = value
+        columns_read = value
     else:
         value = value if name.endswith("json") else _without_nulls(value)
         columns = [column for column in ("tools", "chat_template_kwargs") if column in sample]
-        beside = {column: _without_nulls(_read_json(sample.text(column) or "null", column)) for column in columns}
-    read = {each: _read_json(beside.get(each) or "null", each) for each in ("tools", "chat_template_kwargs")}
+        columns_read = {column: _without_nulls(_read_json(sample.text(column) or "null", column)) for column in columns}
+    read = {each: _read_json(columns_read.get(each) or "null", each) for each in ("tools", "chat_template_kwargs")}
     arguments: dict[str, Any] = _expect(read["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
     tools = [_read_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(read["tools"] or [], list, "tools"))]
     wrapped = [
@@ -308,11 +308,11 @@ def _obelics(record: dict[str, Any], media: SampleMedia) -> list[Part]:
     named = {kind: all(place is None or place in known[kind] for place in columns[kind]) for kind in others}
     parts: list[Part] = []
     for number, row in enumerate(zip(*columns.values(), strict=True)):
-        there = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
-        if len(there) != 1:
+        values = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
+        if len(values) != 1:
             at = _and([f"{name}[{number}]" for name in names])
             raise ValueError(f"{at}: expected null in all but one of them")
-        kind, value = there[0]
+        kind, value = values[0]
         if kind == "text":
             parts.append(_expect(value, str, f"texts[{number}]"))
         else:

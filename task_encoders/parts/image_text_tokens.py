@@ -90,7 +90,7 @@ class MixedTokens:
                 self._due.append(piece)
             else:
                 self._tokenize()
-                self._append_seen(piece)
+                self._append_medium(piece)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -108,14 +108,14 @@ class MixedTokens:
         target = torch.from_numpy(np.concatenate([*self._targets, np.empty(0, np.bool_)]))
         labels = torch.full_like(tokens, IGNORED)
         labels[:-1] = torch.where(target[1:], tokens[1:], IGNORED)
-        made: dict[str, Any] = {"tokens": tokens, "labels": labels}
+        fields: dict[str, Any] = {"tokens": tokens, "labels": labels}
         if self._rope is not None:
-            made["mrope_ids"] = self._rope.positions(self._runs)
+            fields["mrope_ids"] = self._rope.positions(self._runs)
         for medium in self._media:
-            made |= join_fields(
+            fields |= join_fields(
                 [medium.empty(), *(seen.fields for seen in self._seen if seen.medium.kind == medium.kind)]
             )
-        return made
+        return fields
 
     def _finish(self) -> None:
         self._tokenize()
@@ -138,11 +138,11 @@ class MixedTokens:
         done = 0
         for place, seen in zip(places, due, strict=True):
             self._append(ids[done:place], mask[done:place])
-            self._append_seen(seen)
+            self._append_medium(seen)
             done = place + 1
         self._append(ids[done:], mask[done:])
 
-    def _append_seen(self, seen: Seen) -> None:
+    def _append_medium(self, seen: Seen) -> None:
         self._append([seen.medium.token] * seen.tokens, False, seen.grids or [seen.tokens])
         self._seen.append(seen)
 

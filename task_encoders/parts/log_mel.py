@@ -55,8 +55,8 @@ def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> ND
     sounding = min(length, len(samples) + 2 * WINDOW)  # behind these every window holds zeros alone
     _mel_power(_cut_or_padded(samples, sounding), power[:, : sounding // HOP])
     log = np.log10(np.maximum(power, 1e-10))
-    made: NDArray[np.float32] = ((np.maximum(log, log.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
-    return made
+    result: NDArray[np.float32] = ((np.maximum(log, log.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+    return result
 
 
 def _cut_or_padded(samples: Floats, count: int) -> Floats:
@@ -87,11 +87,11 @@ def _bands(bins: int) -> list[tuple[int, Floats]]:
     mel = np.linspace(0, 15 + 27 * np.log(8) / np.log(6.4), bins + 2)  # up to 8,000 Hz
     edges = np.where(mel < 15, mel * (1_000 / 15), 1_000 * 6.4 ** ((mel - 15) / 27))
     frequencies = np.arange(WINDOW // 2 + 1) * (RATE / WINDOW)
-    made = []
+    result = []
     for low, centre, high in zip(edges, edges[1:], edges[2:], strict=False):
         rising, falling = (frequencies - low) / (centre - low), (high - frequencies) / (high - centre)
         weights = np.maximum(np.minimum(rising, falling), 0) * (2 / (high - low))
         inside = np.flatnonzero(weights)
         lowest, behind = (inside[0], inside[-1] + 1) if len(inside) else (0, 0)
-        made.append((int(lowest), weights[lowest:behind, None]))
-    return made
+        result.append((int(lowest), weights[lowest:behind, None]))
+    return result

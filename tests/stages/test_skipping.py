@@ -247,3 +247,25 @@ def test_an_own_stage_is_skipped_as_it_was_written(shards: str) -> None:
     pipeline = sp.read(shards).encode(Counting()).then(Pairs).shuffle(4).batch(2)
     assert any(isinstance(stage, Pairs) for stage in upstream(pipeline(sp.Lane())))
     assert calls_of(pipeline, 6)["encode"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("policy", ["best_fit", "first_fit", "first_fit_decreasing"])
+def test_each_packed_item_is_measured_once(shards: str, known: bool, policy: Any) -> None:
+    class Measured(Counting):
+        def length(self, item: Any) -> int:
+            CALLS[f"length {item[0]}"] += len(item) == 1 + item[0] % 4  # else it is a part that was cut
+            return len(item)
+
+    class Declared(Measured):
+        def length_of(self, sample: sp.Sample) -> int:
+            CALLS[f"length_of {sample.ref.index}"] += 1
+            return 1 + sample.ref.index % 4
+
+    samples = sp.read(shards, epochs=1).shuffle(10)
+    encoded = samples.encode(Declared() if known else Measured(), check=0.0)
+    batches = encoded.pack(max_length=30, policy=policy, too_long="skip").batch(2)(sp.Lane(seed=7))
+    CALLS.clear()
+    assert len(list(batches)) > 5
+    lengths = [calls for name, calls in CALLS.items() if name.startswith(("length ", "length_of "))]
+    assert len(lengths) == 180 * (1 + known) and max(lengths) == 1

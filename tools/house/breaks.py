@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_LEFT_OUT = ("[.]*", "__pycache__", "*.pyc", "build", "dist", "site", "*.egg-info")
+_IGNORED = ("[.]*", "__pycache__", "*.pyc", "build", "dist", "site", "*.egg-info")
 _OF_THE_EDIT = (
     "tests/project/test_breaks.py",
     "tests/project/test_house.py",
@@ -57,7 +57,7 @@ def try_break(each: Any, *, workers: int, likely_only: bool) -> Outcome:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="break-") as folder:
         copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT), symlinks=True)
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_IGNORED), symlinks=True)
         path = copy / each.file
         path.write_text(path.read_text().replace(each.old, each.new))
         _check_is_imported(copy)
@@ -106,14 +106,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="breaks tried at a time")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest for each")
     parser.add_argument("--likely", action="store_true", help="run only the tests that catch a break most likely")
-    given = parser.parse_args()
-    breaks = [each for each in all_breaks() if given.only is None or each.name in given.only]
+    arguments = parser.parse_args()
+    breaks = [each for each in all_breaks() if arguments.only is None or each.name in arguments.only]
     if wrong := [f"{each.name}: {matches(each)} times in {each.file}" for each in breaks if matches(each) != 1]:
         print("the old text of a break must be in its file once; adapt the edit:", *wrong, sep="\n  ")
         return 2
     caught = 0
-    with ThreadPoolExecutor(given.jobs) as pool:
-        tries = pool.map(lambda each: try_break(each, workers=given.workers, likely_only=given.likely), breaks)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tries = pool.map(lambda each: try_break(each, workers=arguments.workers, likely_only=arguments.likely), breaks)
         for each, outcome in zip(breaks, tries, strict=True):
             caught += bool(outcome.caught_by)
             now = f"caught  {outcome.caught_by}" if outcome.caught_by else "NOT CAUGHT"

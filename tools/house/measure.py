@@ -118,7 +118,7 @@ class Walk:
         return max(found, default=len(self._floors))
 
 
-def _lies_in(module: str, names: list[str]) -> bool:
+def _is_in(module: str, names: list[str]) -> bool:
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 

@@ -70,8 +70,8 @@ def write_chats(folder: Path) -> None:
         shown = digits()[number : number + 1 + number % 3]
         names, largest = ", ".join(digit.name for digit in shown), max(shown, key=lambda digit: digit.number)
         turns = [("Which digits are these?", names), ("Which is the largest?", largest.name)]
-        for place, digit in enumerate(shown):
-            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{place}.png")
+        for position, digit in enumerate(shown):
+            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{position}.png")
         record = as_llava(turns, len(shown)) if number % 2 else as_openai(turns, len(shown))
         (folder / f"{number:04}.json").write_text(json.dumps(record))
 
@@ -98,10 +98,10 @@ def write_documents(folder: Path) -> None:
         shown = digits()[number : number + 1 + number % 4]
         texts: list[str | None] = ["Scanned digits:"]
         places: list[str | None] = [None]
-        for place, digit in enumerate(shown):
-            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{place}.png")
+        for position, digit in enumerate(shown):
+            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{position}.png")
             texts += [None, f"is a {digit.name}, before {NAMES[(digit.number + 1) % 10]}."]
-            places += [f"{place}.png", None]
+            places += [f"{position}.png", None]
         (folder / f"{number:04}.json").write_text(json.dumps({"texts": texts, "images": places}))
 
 
@@ -119,8 +119,8 @@ def write_sounds(folder: Path) -> None:
 
 def key_of(number: int) -> tuple[int, int]:
     """The two tones of a digit: 1 2 3 are the first row, 0 is in the middle of the last."""
-    place = number - 1 if number else 10
-    return ROWS[place // 3], COLUMNS[place % 3]
+    position = number - 1 if number else 10
+    return ROWS[position // 3], COLUMNS[position % 3]
 
 
 def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:

@@ -49,16 +49,16 @@ class TwoTowers(nn.Module):
 
     def see(self, batch: dict[str, Any]) -> Tensor:
         """The images, float32 (pairs, width)."""
-        seen: Tensor = self.look(batch["image"])
-        return seen
+        visual: Tensor = self.look(batch["image"])
+        return visual
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a pair, both ways, float32 ()."""
         tokens, last = batch["tokens"], batch["lengths"] - 1
         read, _ = self.read(self.letter(tokens) + self.place.weight[: tokens.shape[1]])
         texts = functional.normalize(read[torch.arange(len(tokens)), last], dim=1)
-        seen = functional.normalize(self.see(batch), dim=1)
-        logits = self.scale.exp() * seen @ texts.T  # (pairs, pairs)
+        visual = functional.normalize(self.see(batch), dim=1)
+        logits = self.scale.exp() * visual @ texts.T  # (pairs, pairs)
         equal = (tokens[:, None] == tokens[None, :]).all(-1).float()
         wanted = equal / equal.sum(1, keepdim=True)
         return (functional.cross_entropy(logits, wanted) + functional.cross_entropy(logits.T, wanted)) / 2
@@ -113,9 +113,9 @@ class SeeingTransformer(Transformer):
 
     def embed(self, batch: dict[str, Any]) -> Tensor:
         """Tokens and places, and what is seen in the place of image tokens, float32 (rows, tokens, width)."""
-        seen = torch.cat([self._merged(*tile) for tile in self._tiles(batch)])  # (image tokens, 3 × merge² × patch²)
+        visual = torch.cat([self._merged(*tile) for tile in self._tiles(batch)])  # (image tokens, 3 × merge² × patch²)
         places = (batch["tokens"] == self.image_token).nonzero(as_tuple=True)
-        return super().embed(batch).index_put(places, self.look(seen), accumulate=True)
+        return super().embed(batch).index_put(places, self.look(visual), accumulate=True)
 
     def _tiles(self, batch: dict[str, Any]) -> list[tuple[Tensor, list[int]]]:
         grids = batch["grids"].tolist()
@@ -137,6 +137,6 @@ class WatchingTransformer(Transformer):
 
     def embed(self, batch: dict[str, Any]) -> Tensor:
         """Tokens and places, and what is seen in the place of video tokens, float32 (rows, tokens, width)."""
-        seen = batch["video_patches"].reshape(-1, self.token_pixels)  # the patches of a token follow each other
+        visual = batch["video_patches"].reshape(-1, self.token_pixels)  # the patches of a token follow each other
         places = (batch["tokens"] == self.video_token).nonzero(as_tuple=True)
-        return super().embed(batch).index_put(places, self.look(seen), accumulate=True)
+        return super().embed(batch).index_put(places, self.look(visual), accumulate=True)

@@ -33,10 +33,10 @@ class Captioner(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a letter, float32 ()."""
-        seen = self.look(batch["image"])  # float32 (images, width)
+        visual = self.look(batch["image"])  # float32 (images, width)
         packed = batch.get("image_index")  # of packs, with several captions a row; -1 is padding, which has no label
-        seen = seen[:, None] if packed is None else seen[packed.clamp(min=0)]  # (rows, 1 or tokens, width)
-        logits = self.tell(seen + self.letter(batch["tokens"]) + self.place(batch["position_ids"]))
+        visual = visual[:, None] if packed is None else visual[packed.clamp(min=0)]  # (rows, 1 or tokens, width)
+        logits = self.tell(visual + self.letter(batch["tokens"]) + self.place(batch["position_ids"]))
         return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 

@@ -28,8 +28,8 @@ class Trial:
         return first_difference(self.uninterrupted, [self.killed, self.resumed], self.steps)
 
     def __str__(self) -> str:
-        place = f"{self.name}: killed in step {max(self.killed) + 1}, resumed at step {min(self.resumed)}"
-        return f"{place}: {verdict(self.difference, f'all {self.steps} batches and losses are the same')}"
+        prefix = f"{self.name}: killed in step {max(self.killed) + 1}, resumed at step {min(self.resumed)}"
+        return f"{prefix}: {verdict(self.difference, f'all {self.steps} batches and losses are the same')}"
 
 
 def first_difference(expected: Log, found: Sequence[Log], steps: int) -> str | None:
@@ -38,10 +38,10 @@ def first_difference(expected: Log, found: Sequence[Log], steps: int) -> str | N
         entries = [log[step] for log in found if step in log]
         if step not in expected or not entries:
             return f"step {step} is missing"
-        for what, value in expected[step].items():
-            others = [entry.get(what) for entry in entries if entry.get(what) != value]
+        for field, value in expected[step].items():
+            others = [entry.get(field) for entry in entries if entry.get(field) != value]
             if others:
-                return f"step {step} has another {what}, {_readable(others[0])} instead of {_readable(value)}"
+                return f"step {step} has another {field}, {_readable(others[0])} instead of {_readable(value)}"
     return None
 
 

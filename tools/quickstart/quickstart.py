@@ -58,10 +58,10 @@ def write_digits(folder: Path) -> None:
 def write_python(folder: Path) -> None:
     """The source files of Python's standard library, without its tests and what was installed beside it."""
     library = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
-        if not left_out.intersection(name.parts):
+        if not excluded.intersection(name.parts):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
 
@@ -201,8 +201,8 @@ def prepare(recipe: Recipe, folder: Path) -> None:
     recipe.write_files(folder / "files")
     report = sp.convert(folder / "files", folder / "shards", shard_samples=256)
     reasons = ", ".join(sorted({reject.reason for reject in report.rejected}))
-    left_out = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
-    console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{left_out}")
+    excluded = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
+    console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{excluded}")
 
 
 def show_batch(recipe: Recipe, folder: Path) -> None:

@@ -50,15 +50,15 @@ CLIP_FRAMES = 4
 
 def train_tokenizer(path: Path) -> None:
     """A byte-pair tokenizer of some of Python's source, with special tokens for chats and images."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     sources = sorted(Path(json.__file__).parents[1].glob("*.py"))  # of Python's library
-    made.train([str(source) for source in sources[:60]], trainer)
-    made.save(str(path))
+    tokenizer.train([str(source) for source in sources[:60]], trainer)
+    tokenizer.save(str(path))
 
 
 @cache

@@ -97,10 +97,10 @@ def _changes_in_a_row(pipeline: Any, expected: list[str], cuts: int) -> Row:
     wrong, compared = "", 0
     for cut in range(1, cuts + 1):
         state: State | None = None
-        for place, setting in enumerate(IN_A_ROW):
+        for index, setting in enumerate(IN_A_ROW):
             slot = 0 if state is None else state["slot"]
             run = Run(pipeline, *setting, state)
-            found = [hashed for _ in range((cut + place) % 5 + 1) for hashed in run.step()]
+            found = [hashed for _ in range((cut + index) % 5 + 1) for hashed in run.step()]
             wrong = wrong or difference(expected[slot : slot + len(found)], found)
             compared += len(found)
             state = run.state()
@@ -119,7 +119,7 @@ def _where(states: list[State], ranks: int) -> str:
         cut["mid-pack"] += any(pack["packs"] for pack in packs)
         cut["mid-fan-out"] += any(pack["source"]["part"] for pack in packs)
         cut["at a slot that the ranks do not divide"] += state["slot"] % ranks != 0
-    return f"{len(states)} cuts: " + ", ".join(f"{number} {what}" for what, number in cut.items())
+    return f"{len(states)} cuts: " + ", ".join(f"{number} {outcome}" for outcome, number in cut.items())
 
 
 def _other_batch_size(shards: Path) -> Row:

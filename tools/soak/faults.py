@@ -54,14 +54,14 @@ class Witness(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: Counter[str] = Counter()
+        self.texts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "ended by signal SIGKILL" not in text:
-            self.told["otherwise"] += 1
+            self.texts["otherwise"] += 1
         for when in ("before it had started", "while it made a batch", "between two batches"):
-            self.told[when] += when in text
+            self.texts[when] += when in text
 
     def __enter__(self) -> Witness:
         logging.getLogger("savable_pipeline.run.engine.pool").addHandler(self)
@@ -98,14 +98,14 @@ class Killer(threading.Thread):
     def run(self) -> None:
         seen = 0
         while not self._over.wait(self._draw.uniform(0, self._gap_s)):
-            there = self._living()
-            all_started = len(there) == WORKERS and all(map(_has_started, there))
-            if self._progress() < seen + 2 or not there or (not all_started and (self._newborn or self._unborn >= 2)):
+            alive = self._living()
+            all_started = len(alive) == WORKERS and all(map(_has_started, alive))
+            if self._progress() < seen + 2 or not alive or (not all_started and (self._newborn or self._unborn >= 2)):
                 continue
             seen = self._progress()
-            self._kill(self._draw.choice(there))
+            self._kill(self._draw.choice(alive))
             if self._newborn:
-                self._kill_newborn(set(there))
+                self._kill_newborn(set(alive))
 
     def _living(self) -> list[int]:
         """The workers that are not dying already."""
@@ -117,9 +117,9 @@ class Killer(threading.Thread):
             self.killed.add(pid)
             self._unborn = 0 if started else self._unborn + 1
 
-    def _kill_newborn(self, there: set[int]) -> None:
+    def _kill_newborn(self, alive: set[int]) -> None:
         while not self._over.is_set():
-            if born := set(self._living()) - there:
+            if born := set(self._living()) - alive:
                 time.sleep(self._draw.choice([0, 0.0005, 0.002, 0.01]))
                 self._kill(born.pop())
                 self.newborn_kills += 1
@@ -176,9 +176,9 @@ def faults(shards: Path, *, kills: dict[str, int], each: int) -> Iterator[Row]:
             yield _killed_at(shards, method, small, moment, each)
 
 
-def _killed_outside(shards: Path, method: str, expected: Undisturbed, what: str, times: int, gap_s: float) -> Row:
+def _killed_outside(shards: Path, method: str, expected: Undisturbed, kind: str, times: int, gap_s: float) -> Row:
     found: list[str] = []
-    newborn = what == _NEWBORN
+    newborn = kind == _NEWBORN
     with Witness() as witness, _loader(shards, method) as (loader, parent):
         killer = Killer(parent, lambda: len(found), gap_s=gap_s, newborn=newborn)
         killer.start()
@@ -186,7 +186,7 @@ def _killed_outside(shards: Path, method: str, expected: Undisturbed, what: str,
         killer.stop()
         _take_the_rest(loader, found, killer.kills)
     done = f"{killer.newborn_kills} of {killer.kills}" if newborn else f"{killer.kills}"
-    return _row(f"{method}: {what}", done, found, expected, witness, killer.kills)
+    return _row(f"{method}: {kind}", done, found, expected, witness, killer.kills)
 
 
 def _killed_at(shards: Path, method: str, expected: Undisturbed, moment: Moment, times: int) -> Row:
@@ -213,10 +213,10 @@ def _killed_in_writing(shards: Path, method: str, expected: Undisturbed, times: 
         with Witness() as witness, _loader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
             killer = Executioner(Path(name), parent)
             killer.start()
-            _take(loader, found, lambda: witness.told["while it made a batch"] >= times)
+            _take(loader, found, lambda: witness.texts["while it made a batch"] >= times)
             killer.stop()
             _take_the_rest(loader, found, killer.kills)
-    done = f"{witness.told['while it made a batch']} of {killer.kills}"
+    done = f"{witness.texts['while it made a batch']} of {killer.kills}"
     return _row(f"{method}: while a batch is written", done, found, expected, witness, killer.kills)
 
 
@@ -261,12 +261,12 @@ def _take_the_rest(loader: sp.SavableLoader, found: list[str], kills: int) -> No
 
 
 def _row(case: str, done: str, found: list[str], expected: Undisturbed, witness: Witness, kills: int) -> Row:
-    told = witness.told
-    when = ", ".join(f"{told[text]} {short}" for text, short in _SHORT.items() if told[text])
+    texts = witness.texts
+    when = ", ".join(f"{texts[text]} {short}" for text, short in _SHORT.items() if texts[text])
     wrong = difference(expected.first(len(found)), found)
-    ended = sum(told[text] for text in _SHORT)
-    if told["otherwise"] or ended != kills:
-        wrong = wrong or f"{kills} were killed, {ended} ended, {told['otherwise']} of them otherwise"
+    ended = sum(texts[text] for text in _SHORT)
+    if texts["otherwise"] or ended != kills:
+        wrong = wrong or f"{kills} were killed, {ended} ended, {texts['otherwise']} of them otherwise"
     return Row("faults", case, f"{done} kills; {when}", f"{len(found):,} batches", wrong)
 
 

@@ -64,8 +64,8 @@ class _TooSlowError(BaseException):
 
 
 def _too_slow(signal_number: int, frame: FrameType | None) -> None:
-    place = "" if frame is None else f", now in {frame.f_code.co_filename}, line {frame.f_lineno}"
-    raise _TooSlowError(f"more than {_SLOW_S} s for one input{place}")
+    location = "" if frame is None else f", now in {frame.f_code.co_filename}, line {frame.f_lineno}"
+    raise _TooSlowError(f"more than {_SLOW_S} s for one input{location}")
 
 
 def _write_shards(folder: Path) -> None:

@@ -54,17 +54,17 @@ def _changed_index(raw: bytes, draw: random.Random) -> bytes:
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
     end = aligned(columns + 8 * known.shards * NUMBERS + known.names)
     header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
-    what = draw.random()
-    if what < 0.3:
+    chance = draw.random()
+    if chance < 0.3:
         header = encoded(changed(msgspec.msgpack.decode(header), draw))
-    elif what < 0.5:
+    elif chance < 0.5:
         header = changed_bytes(header, draw)
-    elif what < 0.75:
+    elif chance < 0.75:
         shards = changed_bytes(shards, draw)
     else:
         rows = changed_bytes(rows, draw)
-    said = len(header) if draw.random() < 0.95 else draw.choice([0, 7, 2**40, 2**64 - 1])
-    signed = said.to_bytes(8, "little") + header
+    length = len(header) if draw.random() < 0.95 else draw.choice([0, 7, 2**40, 2**64 - 1])
+    signed = length.to_bytes(8, "little") + header
     signed += bytes(-(16 + len(signed)) % 64) + shards
     return raw[:8] + xxh3_64_intdigest(signed).to_bytes(8, "little") + signed + rows
 
@@ -163,11 +163,11 @@ def yaml_files(folder: Path, draw: random.Random, count: int) -> Iterator[Callab
 def _changed_text(text: str, draw: random.Random) -> str:
     for _ in range(draw.randint(1, 3)):
         words = text.replace(",", " ,").split(" ")
-        place = draw.randrange(len(words))
+        index = draw.randrange(len(words))
         if draw.random() < 0.6:
-            words[place] = draw.choice(_WORDS)
+            words[index] = draw.choice(_WORDS)
         else:
-            words.insert(place, draw.choice(_WORDS))
+            words.insert(index, draw.choice(_WORDS))
         text = " ".join(words)
     return text
 

@@ -37,10 +37,10 @@ def changed(value: Any, draw: random.Random) -> Any:
             return {key: inner for key, inner in value.items() if key != name}
         return {**value, name: changed(value[name], draw)}
     if isinstance(value, list) and value and draw.random() < 0.8:
-        place = draw.randrange(len(value))
+        index = draw.randrange(len(value))
         if draw.random() < 0.2:
-            return value[:place] + value[place + 1 :]
-        return [*value[:place], changed(value[place], draw), *value[place + 1 :]]
+            return value[:index] + value[index + 1 :]
+        return [*value[:index], changed(value[index], draw), *value[index + 1 :]]
     if isinstance(value, int) and draw.random() < 0.4:
         return value + draw.choice([-1, 1, 1000, 1 << 40])
     if draw.random() < 0.05:

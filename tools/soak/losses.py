@@ -123,8 +123,8 @@ def losses(shards: Path, folder: Path) -> Iterator[Row]:
     """For each number of ranks: a run that is not disturbed, and one that is killed and resumed."""
     for world_size in WORLD_SIZES:
         calm, killed = folder / f"{world_size}_calm", folder / f"{world_size}_killed"
-        for made in (calm, killed):
-            made.mkdir(parents=True)
+        for target in (calm, killed):
+            target.mkdir(parents=True)
         _finish(_start(shards, calm, world_size, 0.0))
         last = random.randrange(SAVED + 1, STEPS - 2)
         _kill(_start(shards, killed, world_size, PACE_S), killed, last)

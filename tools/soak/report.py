@@ -34,9 +34,9 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 def difference(expected: Sequence[object], found: Sequence[object]) -> str:
     """Where two streams differ first; empty if they do not."""
-    for place, (left, right) in enumerate(zip(expected, found, strict=False)):
+    for index, (left, right) in enumerate(zip(expected, found, strict=False)):
         if left != right:
-            return f"differs at {place} of {len(expected)}"
+            return f"differs at {index} of {len(expected)}"
     return "" if len(expected) == len(found) else f"{len(found)} instead of {len(expected)}"
 
 

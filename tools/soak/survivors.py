@@ -107,9 +107,9 @@ class Replica:
             states = [state for state in gathered(self._state_at(model["slot"])) if state is not None]
             needed = range(rank, LANES, world_size)
             at_hand = {name for state in states for name in state}
-            made_up = sum(f"lane_{lane:05d}" not in at_hand for lane in needed)
+            completed = sum(f"lane_{lane:05d}" not in at_hand for lane in needed)
             loader.load_state_dict(complete_state(loader, states, last, lanes=needed))
-            self._store.add("made_up", made_up)
+            self._store.add("made_up", completed)
         last = sp.merge_states(gathered(loader.state_dict()))
         self._loader, self._model, self._last = loader, model, last
         self._store.set(f"has a model: {self._me}", "")
@@ -218,8 +218,8 @@ class Supervisor:
 
     def _replace_hung(self) -> None:
         """Kill the ranks that have not come to this generation, and fork others; one that has a model stays."""
-        kept = next((me for me in self._ranks if self.store.check([f"has a model: {me}"])), None)
-        for me in sorted(self._ranks.keys() - {kept}):
+        survivor = next((me for me in self._ranks if self.store.check([f"has a model: {me}"])), None)
+        for me in sorted(self._ranks.keys() - {survivor}):
             if self.store.check([f"ready{self._generation}/{me}"]):
                 continue
             self._kill(me)
@@ -273,11 +273,11 @@ def survive(folder: Path, kills: int) -> dict[str, Any]:
             supervisor.announce()
     supervisor.wait_for_steps(2)
     supervisor.end()
-    made_up = supervisor.store.add("made_up", 0)
+    completed = supervisor.store.add("made_up", 0)
     return {
         "kills": kills,
         "hung": supervisor.hung,
-        "made_up": made_up,
+        "made_up": completed,
         **_compared(shards, torch.load(folder / "model.pt")),
     }
 

@@ -37,19 +37,19 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
         with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
             expected = digest(next(loader))
         wrong = _start_and_stop(pipeline, method, 1, expected)  # begins what Python keeps for all spawned processes
-        before, shared = _held(), _shared()
+        before, shared = _resources(), _shared()
         measured = []
         for count in range(number):
             wrong = wrong or _start_and_stop(pipeline, method, count, expected)
             if count + 1 in (max(2, int(number * WARM_UP)), number):
                 measured.append(_memory())
         (early_kb, early_maps), (late_kb, late_maps) = measured
-        left = [f"{now} instead of {then} {what}" for what, then, now in _compare(before, _held()) if then != now]
-        left += [f"{path} is left" for path in _shared() - shared]
+        leaks = [f"{now} instead of {then} {name}" for name, then, now in _compare(before, _resources()) if then != now]
+        leaks += [f"{path} is left" for path in _shared() - shared]
         if late_kb - early_kb > GROWTH_KB or late_maps > early_maps + 4:
-            left.append("memory has grown")
+            leaks.append("memory has grown")
         memory = f"RSS {late_kb - early_kb:+,} kB, {late_maps - early_maps:+} mappings"
-        yield Row("starts", method, f"{number:,} starts and stops", memory, wrong or ", ".join(left))
+        yield Row("starts", method, f"{number:,} starts and stops", memory, wrong or ", ".join(leaks))
 
 
 def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, expected: str) -> str:
@@ -58,11 +58,11 @@ def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, ex
     if count % 2:
         loader.close()
     del loader  # one of two is left to be collected
-    left = descendants(os.getpid())
-    return wrong or (f"start {count}: processes {left} are left" if left else "")
+    leaks = descendants(os.getpid())
+    return wrong or (f"start {count}: processes {leaks} are left" if leaks else "")
 
 
-def _held() -> tuple[int, int]:
+def _resources() -> tuple[int, int]:
     gc.collect()
     return len(descendants(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
 
