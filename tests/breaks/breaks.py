@@ -374,7 +374,7 @@ RUN = [
         "        cut = min(cut, min(start.position for _, start in group))\n",
         "        cut = min(start.position for _, start in group)\n",
         ("tests/run/ledger",),
-        caught_by="tests/run/ledger/test_ledger.py::test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch_a_slot",
+        caught_by="tests/run/ledger/test_ledger.py::test_batches_yielded_after_the_resumed_state_are_lost_and_each_slot_keeps_one",
     ),
     Break(
         "step-beyond-the-end",

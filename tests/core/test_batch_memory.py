@@ -59,12 +59,12 @@ ITEMS = [
 
 
 @pytest.mark.parametrize("items", ITEMS, ids=[str(number) for number in range(len(ITEMS))])
-def test_collate_gives_what_torch_gives(items: list[Any], memory: Any) -> None:
+def test_collate_returns_the_same_batch_as_torch(items: list[Any], memory: Any) -> None:
     assert first_difference(default_collate(items), batch_memory.collate(items)) is None
 
 
 @pytest.mark.parametrize("items", [[torch.ones(2), torch.ones(3)], [1, "a"], [object(), object()]])
-def test_what_torch_refuses_is_refused(items: list[Any], memory: Any) -> None:
+def test_collate_rejects_what_torch_rejects(items: list[Any], memory: Any) -> None:
     with pytest.raises(ValueError, match=r"items differ: item 0 has|an item is of type object"):
         batch_memory.collate(items)
 
@@ -88,7 +88,7 @@ def test_what_torch_refuses_is_refused(items: list[Any], memory: Any) -> None:
         ([{"a": None}, {"a": None}], "['a'] is of type NoneType, which cannot be stacked"),
     ],
 )
-def test_what_cannot_be_stacked_is_told_by_field_and_shape(items: list[Any], told: str) -> None:
+def test_an_error_about_items_that_cannot_be_stacked_names_field_and_shape(items: list[Any], told: str) -> None:
     with pytest.raises(DifferingItemsError) as caught:
         batch_memory.collate(items)
     assert str(caught.value).startswith(told)
@@ -122,7 +122,7 @@ def test_tensors_that_lie_side_by_side_are_stacked_without_a_copy(length: int, m
         assert torch.equal(sp.stack(chosen), torch.stack(chosen))
 
 
-def test_what_is_held_from_an_earlier_batch_is_copied(memory: SegmentWriter | None) -> None:
+def test_tensors_kept_from_an_earlier_batch_are_copied(memory: SegmentWriter | None) -> None:
     items = [sp.empty((64,), torch.uint8).fill_(number) for number in range(2)]
     if memory is not None:
         memory.write([memoryview(items[0].numpy())])

@@ -43,7 +43,7 @@ def test_a_key_depends_on_every_part_its_type_and_its_place() -> None:
     assert len({derive_key(*parts) for parts in different}) == len(different)
 
 
-def test_keys_are_what_they_were() -> None:
+def test_keys_equal_the_golden_values() -> None:
     assert derive_key() == 0x2D06800538D394C2
     assert derive_key(7, "lane", 3, "shuffle", 1) == 0xFF95C62DB31276A9
 
@@ -60,7 +60,7 @@ def test_a_permutation_has_every_number_once(key: int, n: int) -> None:
     assert sorted(permutation(key, n).tolist()) == list(range(n))
 
 
-def test_permutations_are_what_they_were() -> None:
+def test_permutations_equal_the_golden_values() -> None:
     assert permutation(7, 10).tolist() == [1, 8, 5, 7, 0, 9, 4, 6, 3, 2]
 
 
@@ -104,7 +104,7 @@ def test_any_part_of_a_large_bijection_is_had_without_the_rest(key: int, n: int,
     assert images == [int(bijection(np.array([position]))[0]) for position in asked]
 
 
-def test_bijections_are_what_they_were() -> None:
+def test_bijections_equal_the_golden_values() -> None:
     assert Bijection(7, 8)(np.arange(8)).tolist() == [1, 5, 7, 0, 4, 6, 3, 2]
     assert Bijection(7, LIMIT + 1)(np.arange(4)).tolist() == [28067, 29448, 147, 38684]
     assert Bijection(7, 10**12)(np.arange(4)).tolist() == [427787012711, 554008358103, 457917073792, 959707039780]

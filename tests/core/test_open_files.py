@@ -62,7 +62,7 @@ class Ids(sp.TaskEncoder):
         return int(sample.json()["id"])
 
 
-def test_many_datasets_together_keep_half_of_what_the_process_may_open(make_shards: Any) -> None:
+def test_many_datasets_together_keep_half_of_the_descriptor_limit_open(make_shards: Any) -> None:
     roots = [make_shards([2] * 60, folder=f"shards{i}") for i in range(5)]
     with limited(100) as limit:
         before = open_files()
@@ -160,7 +160,7 @@ def test_threads_that_have_few_descriptors_read_each_sample_right(make_shards: A
     assert found == {number: [] for number in range(8)}
 
 
-def test_a_process_tries_again_where_another_thread_has_just_closed_what_was_open() -> None:
+def test_opening_is_retried_if_another_thread_has_just_closed_descriptors() -> None:
     answers = iter([OSError(errno.EMFILE, "Too many open files"), None])
 
     def act() -> str:

@@ -31,7 +31,7 @@ GOLDEN = {
 }
 
 
-def test_the_first_numbers_of_every_method_are_what_they_were() -> None:
+def test_the_first_numbers_of_every_rng_method_equal_the_golden_values() -> None:
     assert Rng(7, PARTS).key == GOLDEN["key"]
     assert Rng(7, PARTS).bits() == GOLDEN["bits"]
     assert Rng(7, PARTS).random() == GOLDEN["random"]
@@ -43,7 +43,7 @@ def test_the_first_numbers_of_every_method_are_what_they_were() -> None:
     assert Rng(7, PARTS).permutation(8) == GOLDEN["permutation"]
 
 
-def test_the_keys_of_other_kinds_of_generators_are_what_they_were() -> None:
+def test_the_keys_of_numpy_torch_and_python_generators_equal_the_golden_values() -> None:
     rng = Rng(7, PARTS)
     assert [word(rng.key, -1 - i) for i in (1, 2, 3)] != [word(rng.key, i) for i in (0, 1, 2)]
     assert int(rng.numpy.bit_generator.random_raw()) == GOLDEN["numpy"]
@@ -61,7 +61,7 @@ def test_the_same_key_gives_the_same_numbers_and_another_gives_others() -> None:
     assert len({Rng(7, PARTS).bits(), *(rng.bits() for rng in others)}) == 6
 
 
-def test_rekeyed_it_is_the_generator_of_the_new_key_from_its_beginning() -> None:
+def test_a_rekeyed_rng_starts_at_the_first_number_of_the_new_key() -> None:
     rng = Rng(7, (9, 9, 9))
     rng.random(), rng.numpy.random(), rng.python.random(), torch.rand(1, generator=rng.torch)
     rng.rekey(PARTS)

@@ -73,7 +73,7 @@ def decorated(value: Any) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("refer", [closing_over, with_default, with_keyword_default, decorated])
 @pytest.mark.parametrize("unsafe", UNSAFE)
-def test_what_a_function_refers_to_and_threads_must_not_share_is_refused_by_name(unsafe: str, refer: Any) -> None:
+def test_a_function_that_refers_to_an_object_threads_must_not_share_is_rejected(unsafe: str, refer: Any) -> None:
     value = UNSAFE[unsafe]()
     kind = type(value).__name__
     for each in (value, [value], {"a": value}):
@@ -136,7 +136,7 @@ class OfTheClass:
         (words().encode, "encode, a Tokenizer"),
     ],
 )
-def test_so_is_what_it_names_as_a_global_or_calls_by_one(function: Any, told: str | None) -> None:
+def test_a_function_that_reaches_an_unsafe_object_by_a_global_is_rejected(function: Any, told: str | None) -> None:
     if told is None:  # a method of Python: its object is bound to it, and copied
         assert thread_copy(function).__self__ is not DRAWS
         return
@@ -146,7 +146,7 @@ def test_so_is_what_it_names_as_a_global_or_calls_by_one(function: Any, told: st
 
 
 @pytest.mark.parametrize("unsafe", sorted(set(UNSAFE) - {"_TemporaryFileWrapper", "Connection", "CDLL"}))
-def test_what_is_bound_is_copied(unsafe: str) -> None:
+def test_objects_bound_to_a_function_are_copied_for_a_thread(unsafe: str) -> None:
     value = UNSAFE[unsafe]()
     copies = [
         thread_copy(partial(of_a_sum, value)).args[0],
@@ -159,7 +159,7 @@ def test_what_is_bound_is_copied(unsafe: str) -> None:
 
 
 @pytest.mark.parametrize("unsafe", ["_TemporaryFileWrapper", "Connection"])
-def test_what_is_bound_and_cannot_be_copied_is_refused(unsafe: str) -> None:
+def test_a_bound_object_that_cannot_be_copied_is_rejected(unsafe: str) -> None:
     with pytest.raises(ValueError, match=r"^of_a_sum cannot be copied for a worker thread \(TypeError: cannot pickle"):
         thread_copy(partial(of_a_sum, UNSAFE[unsafe]()))
 

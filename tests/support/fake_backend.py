@@ -51,6 +51,9 @@ class FakeBackend:
         self.fails()
         return self._answers.pop(ticket)
 
+    def agree(self, vote: Callable[[], int]) -> int:
+        return vote()
+
     def forget_requests(self) -> None:
         self._lanes, self._answers = {}, {}
 

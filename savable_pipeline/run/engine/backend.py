@@ -10,6 +10,7 @@ continue after it. No backend changes a batch or a state. `tests/support/fake_ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
@@ -46,6 +47,9 @@ class Backend(Protocol):
 
         Raises what the lane's stages raise, or `WorkerError`.
         """
+
+    def agree(self, vote: Callable[[], int]) -> int:
+        """Return what `vote` returns, called on the rank that builds the batches."""
 
     def forget_requests(self) -> None:
         """Drop all requests. Lanes restart at the states of new requests."""

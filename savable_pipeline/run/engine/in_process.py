@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
@@ -48,6 +49,10 @@ class InProcess:
         # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.
         with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
             return self._runner.deliver(lane, state, want)
+
+    def agree(self, vote: Callable[[], int]) -> int:
+        """Vote: this process builds the batches."""
+        return vote()
 
     def forget_requests(self) -> None:
         """Drop the lanes."""

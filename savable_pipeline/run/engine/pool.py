@@ -221,6 +221,10 @@ class Pool:
         avoid, version = tuple(lane.avoid), worker.version
         worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, avoid, version, facts))
 
+    def agree(self, vote: Callable[[], int]) -> int:
+        """Vote: workers of this process build the batches."""
+        return vote()
+
     def forget_requests(self) -> None:
         """Drop all requests, and answers that still arrive."""
         for number, lane in self._lanes.items():

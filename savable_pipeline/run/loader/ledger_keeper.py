@@ -254,7 +254,4 @@ def check_not_forgotten(folder: Path, start: Start) -> None:
             f"{has}, and its state was saved at slot {saved.slot} of epoch {saved.epoch}. Load the state before the "
             "first batch, or set another ledger=."
         )
-    log.warning(
-        "%s, which are repeated now. If there is a checkpoint, stop and load it before the first batch.",
-        has,
-    )
+    log.warning("%s, which are repeated now. If there is a checkpoint, stop and load it before the first batch.", has)

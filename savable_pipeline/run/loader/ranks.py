@@ -22,12 +22,13 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.run.peers.meeting import Sharing, find_sharing
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+    from savable_pipeline.run.peers.meeting import Sharing
 
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
@@ -89,6 +90,8 @@ class Ranks:
         """
         if share is None:
             return _ranks_of(mesh_or_group)
+        from savable_pipeline.run.peers.meeting import find_sharing  # imports the wire of run/nodes
+
         if isinstance(share, str | tuple | list):
             found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
         else:

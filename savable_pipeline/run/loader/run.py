@@ -33,7 +33,6 @@ from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.trace import Trace, traced_rows
-from savable_pipeline.run.peers.peer_backend import PeerBackend
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.state_dict import check_flat, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -223,7 +222,7 @@ class Run:
     def _vote(self, vote: int) -> int:
         """The smallest or largest of all ranks' votes."""
         ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
-        return self.backend.agree(partial(ask, vote)) if isinstance(self.backend, PeerBackend) else ask(vote)
+        return self.backend.agree(partial(ask, vote))
 
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """This rank's batch of the next step, and the position after it.

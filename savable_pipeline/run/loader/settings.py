@@ -16,7 +16,6 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks, RanksLike, find_ranks
-from savable_pipeline.run.peers.peer_backend import PeerBackend, open_passing
 from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 from savable_pipeline.stages.pipeline_value import Pipeline
 from savable_pipeline.stages.stage import Stage
@@ -157,8 +156,11 @@ class LoaderSettings:
         `runner` builds in this process.
         """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
-        backend: Backend = InProcess(runner)
-        if self.num_workers and ranks.builds:
-            host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
-            backend = Pool(partial(open_passing, host) if ranks.sharing else host, workers, last_stage, pinned)
-        return backend if ranks.sharing is None else PeerBackend(ranks.sharing, workers, backend)
+        host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
+        if ranks.sharing is None:
+            return Pool(host, workers, last_stage, pinned) if self.num_workers else InProcess(runner)
+        from savable_pipeline.run.peers.peer_backend import PeerBackend, open_passing  # imports the wire of run/nodes
+
+        host, uses_workers = partial(open_passing, host), self.num_workers and ranks.builds
+        builder = Pool(host, workers, last_stage, pinned) if uses_workers else InProcess(runner)
+        return PeerBackend(ranks.sharing, workers, builder)

@@ -96,9 +96,8 @@ class _Meeting:
     def __init__(self, sharing: Sharing, timeout: float) -> None:
         self.accepted: dict[int, Peer] = {}
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
-        self._timeout = timeout * (
-            1.1 if self._index else 1
-        )  # others wait longer than the first rank, which knows more
+        # The first rank knows most, so the others wait longer for it to report an error.
+        self._timeout = timeout * 1.1 if self._index else timeout
         self._until = time.monotonic() + self._timeout
         group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"
         self._key = f"{group}/{sharing.store.add(f'{group} of {sharing.number}', 1)}"

@@ -150,7 +150,7 @@ def test_who_loads_skips_or_goes_back_has_not_forgotten_it(make: Any, caplog: py
 
 
 @pytest.mark.usefixtures("meeting")
-def test_ranks_that_talk_raise_together_and_are_told_once(
+def test_ranks_that_communicate_raise_together_and_warn_once(
     make: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = [make(ranks=(rank, 2)) for rank in range(2)]

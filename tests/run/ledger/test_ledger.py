@@ -65,7 +65,9 @@ def kept(ledger: LedgerFiles) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize(("num_workers", "pack"), [(0, None), (2, "best_fit")])
-def test_what_was_given_is_in_it_with_every_row(shards: str, folder: Path, num_workers: int, pack: str | None) -> None:
+def test_the_ledger_has_every_row_of_every_yielded_batch(
+    shards: str, folder: Path, num_workers: int, pack: str | None
+) -> None:
     with loader(partial(toy_pipeline, shards, pack=pack), folder, num_workers=num_workers) as own:
         traced = [(own.trace(), numbers(batch)) for _, batch in zip(range(30), own, strict=False)]
     found = list(LedgerFiles(folder).batches())
@@ -75,9 +77,7 @@ def test_what_was_given_is_in_it_with_every_row(shards: str, folder: Path, num_w
         assert [len(row) for row in given.batch.samples.by_row()] == [len(row) for row in trace.rows]
 
 
-def test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch_a_slot(
-    shards: str, folder: Path
-) -> None:
+def test_batches_yielded_after_the_resumed_state_are_lost_and_each_slot_keeps_one(shards: str, folder: Path) -> None:
     pipeline = partial(toy_pipeline, shards)
     draw = random.Random(5)
     expected: dict[tuple[int, int], list[int]] = {}
@@ -100,7 +100,7 @@ def test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch
     assert any(given.lost for given in LedgerFiles(folder).batches())
 
 
-def test_a_kill_loses_nothing_that_was_given(shards: str, folder: Path) -> None:
+def test_a_killed_run_loses_no_record_of_a_yielded_batch(shards: str, folder: Path) -> None:
     command = [sys.executable, "-m", "tests.support.toy_ledger", shards, str(folder), "2"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
@@ -126,7 +126,7 @@ def test_loading_in_one_process_begins_another_file(shards: str, folder: Path) -
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_what_is_skipped_after_a_resume_no_longer_counts(shards: str, folder: Path, resumes: bool) -> None:
+def test_batches_skipped_after_a_resume_are_lost_in_the_ledger(shards: str, folder: Path, resumes: bool) -> None:
     """The spike of the loss: back to a state, and over the batches after it."""
     own = loader(partial(toy_pipeline, shards), folder)
     take(own, 5)
@@ -267,7 +267,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_batch_that_cannot_be_written_is_not_given(shards: str, folder: Path) -> None:
+def test_a_batch_that_cannot_be_recorded_is_not_yielded(shards: str, folder: Path) -> None:
     pipeline = partial(toy_pipeline, shards)
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 10)
     own = loader(pipeline, folder)
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_be_written_is_not_given(shards: str, folder: Path) 
     assert sorted(kept(LedgerFiles(folder))) == [(0, slot) for slot in range(10)]
 
 
-def test_a_batch_that_is_not_given_for_another_reason_is_not_in_it(
+def test_a_batch_that_is_not_yielded_is_not_in_the_ledger(
     shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where workers must be started again and there are no more processes."""
@@ -380,9 +380,7 @@ def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: 
     assert sorted(kept(ledger)) == [(0, 0), (0, 1), (0, 3)] and len(ledger.starts) == 2
 
 
-def test_what_a_crash_leaves_of_a_record_is_passed_over(
-    shards: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_cut_short_by_a_crash_is_ignored(shards: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     take(loader(partial(toy_pipeline, shards), folder), 5)
     (path,) = folder.iterdir()
     whole = path.read_bytes()
@@ -431,7 +429,7 @@ def test_batches_without_samples_have_a_record() -> None:
     assert Batch.of(1, 7, BatchSamples.of(())).items == 0
 
 
-def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
+def test_a_folder_without_a_ledger_of_one_run_is_an_error(tmp_path: Path, shards: str) -> None:
     with pytest.raises(sp.SavableError, match="no ledger"):
         LedgerFiles(tmp_path)
     (tmp_path / "0-rank.ledger").write_bytes(b"not a ledger")
@@ -449,7 +447,7 @@ def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
 # The commands.
 
 
-def test_seen_tells_each_time_that_a_sample_was_given(shards: str, folder: Path) -> None:
+def test_seen_returns_each_time_that_a_sample_was_yielded(shards: str, folder: Path) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), size=4)
 
@@ -563,7 +561,7 @@ def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder
         assert digest(make_again(pipeline, ledger, 0, slot).batch) == given[slot]
 
 
-def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:
+def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:
     shards = str(make_shards([12, 12]))
     (tmp_path / "forget").write_text("s000003\ns000020\n")
     first = loader(partial(toy_pipeline, shards, candidates=3, skip=0), folder)

@@ -74,7 +74,7 @@ HUGE = wire.HEADER.pack(wire.WIRE_MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16))
     ],
     ids=["a port scanner", "zeros", "a frame of 2**60 bytes"],
 )
-def test_what_strangers_send_is_refused(guarded: tuple[Agent, Path], sent: bytes) -> None:
+def test_messages_without_the_key_are_rejected(guarded: tuple[Agent, Path], sent: bytes) -> None:
     with connected(guarded[0]) as end:
         end.sendall(sent)
         assert is_refused(end)
@@ -86,7 +86,7 @@ def test_half_a_handshake_is_refused_in_seconds(guarded: tuple[Agent, Path]) -> 
         assert is_refused(end)
 
 
-def test_what_was_heard_cannot_be_said_again(guarded: tuple[Agent, Path]) -> None:
+def test_a_recorded_handshake_cannot_be_replayed(guarded: tuple[Agent, Path]) -> None:
     """Neither the proof of another connection, nor the agent's own."""
     key = handshake.read_key(guarded[1])
     said: list[bytes] = []

@@ -112,7 +112,7 @@ def test_two_ranks_use_one_agent(shards: str, nodes: tuple[list[Agent], Path]) -
             assert loader.stats()["num_workers"] == 1
 
 
-def test_what_a_trainer_keeps_is_not_written_over(shards: str, one: tuple[list[Agent], Path]) -> None:
+def test_batches_that_a_trainer_keeps_are_not_overwritten(shards: str, one: tuple[list[Agent], Path]) -> None:
     pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
     expected = [int(batch[0]) for batch, _ in taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one)) as loader:
@@ -134,7 +134,7 @@ def test_an_encoder_fails_as_in_a_local_worker(shards: str, one: tuple[list[Agen
         taken(loader, 24)
 
 
-def test_a_sample_that_kills_its_workers_is_blamed_and_left_out(
+def test_a_sample_that_kills_its_workers_is_named_and_skipped(
     shards: str, one: tuple[list[Agent], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(
@@ -149,7 +149,7 @@ def test_a_sample_that_kills_its_workers_is_blamed_and_left_out(
     assert one[0][0].address in caplog.text
 
 
-def test_a_worker_that_hangs_is_replaced_and_its_stack_is_told(
+def test_a_worker_that_hangs_is_replaced_and_its_stack_is_in_the_message(
     shards: str, one: tuple[list[Agent], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(number_pipeline, shards, encoder=CuredEncoder("hang", 20, 1, tmp_path / "log"))

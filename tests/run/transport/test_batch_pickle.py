@@ -230,7 +230,7 @@ def test_a_sample_arrives_with_its_parts_and_its_ref(make_shards: Any) -> None:
     assert (found.json(), found.key, found.ref, found.shard) == ({"id": 0}, "s000000", sample.ref, "0000.tar")
 
 
-def test_what_cannot_be_pickled_is_an_error_and_not_a_hang() -> None:
+def test_an_object_that_cannot_be_pickled_is_an_error_and_not_a_hang() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         dumps({"a": lambda: 1})
     with pytest.raises(TypeError):

@@ -68,7 +68,7 @@ def test_the_trainers_end_waits_for_nothing() -> None:
     theirs.close()
 
 
-def test_what_was_sent_before_the_end_is_received_and_then_the_end_is_told() -> None:
+def test_messages_sent_before_the_end_are_received_and_then_eof() -> None:
     ours, theirs = pair()
     theirs.send(b"last")
     theirs.close()

@@ -71,7 +71,7 @@ def test_a_segment_is_used_again_when_the_last_view_of_it_is_gone_and_not_before
     assert passing.made == 3 and int(second.sum()) == 5000 * ord("b")
 
 
-def test_a_consumer_that_keeps_everything_is_given_copies_and_the_worker_never_runs_out() -> None:
+def test_a_trainer_that_keeps_every_batch_gets_copies_and_the_worker_never_runs_out_of_segments() -> None:
     passing = Passing()
     kept = [passing(bytes([i]) * 3000)[0] for i in range(40)]
     assert passing.made == MOST_VIEWED + 1
@@ -121,7 +121,7 @@ def test_a_segment_that_was_viewed_when_the_trainer_forked_is_never_used_again()
 # Parts that are made in the segment of the next batch.
 
 
-def test_what_is_made_in_the_segment_is_not_copied_and_what_is_not_lies_behind_it() -> None:
+def test_buffers_allocated_in_the_segment_are_not_copied_and_others_follow_them() -> None:
     passing = Passing()
     assert passing.writer.allocate(10) is None  # before the first batch no one knows how large they are
     passing(b"a" * 5000)
@@ -169,7 +169,7 @@ def test_a_segment_of_which_the_worker_keeps_a_part_is_not_used_for_another_batc
     assert bytes(kept) == b"k" * 4000
 
 
-def test_room_made_for_a_batch_that_failed_is_given_again() -> None:
+def test_memory_allocated_for_a_failed_batch_is_reused() -> None:
     passing = Passing()
     passing(b"a" * 5000)
     for _ in range(10):
