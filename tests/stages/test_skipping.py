@@ -70,10 +70,24 @@ faults = st.fixed_dictionaries(
 
 DECLARED = {"branches": [(20, [])], "after": [], "by": "tokens", "fans_out": True, "size": 3, "last": "batch", "gap": 0}
 
+LOST_PACKS = {
+    "branches": [(3, []), (20, [("pack", ("function", 12))])],
+    "after": [("filter", None), ("pack", ("best_fit", 25)), ("swap", None), ("shuffle", 5)],
+    "fans_out": False,
+}
+
 
 @examples(200, suite=25)
 @example({"chosen": {**DECLARED, "tells": True, "candidates": None}, "all_fine": False, "before": 1, "skipped": 24})
 @example({"chosen": {**DECLARED, "tells": True, "candidates": 8}, "all_fine": False, "before": 0, "skipped": 24})
+@example(
+    {
+        "chosen": {**DECLARED, **LOST_PACKS, "tells": True, "candidates": None},
+        "all_fine": False,
+        "before": 3,
+        "skipped": 9,
+    }
+)
 @given(case=faults)
 def test_any_stack_continues_after_skipped_batches_as_after_batches_that_were_given(
     shards: str, case: dict[str, Any]

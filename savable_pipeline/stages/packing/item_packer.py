@@ -178,18 +178,17 @@ class ItemPacker(ChunkedStage, ItemStage):
         return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs; () if none is left."""
+        """Set the values of packs, of the items that are left, and their refs; these stay beside a `Skip`."""
         for element in elements:
             number, *parts = as_ref(element.ref)
             if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
-                raise CheckpointMismatchError(
-                    f"ItemPacker: {element.ref} is no pack. Use another copy of the checkpoint."
-                )
+                raise CheckpointMismatchError(f"ItemPacker: {element.ref} is no pack. Use another copy of the state.")
             items = [Element(part) for part in parts]
             self.source.make(items)
             element.value, refs, _ = self._pack(items, number)
-            left = (number, *refs) if refs else ()
-            element.sizes, element.ref = left_sizes(element.sizes, element.ref, left), left
+            if type(element.value) is not Skip:
+                element.sizes = left_sizes(element.sizes, element.ref, left := (number, *refs))
+                element.ref = left
 
     def save_state(self) -> State:
         """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""

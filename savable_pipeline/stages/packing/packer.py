@@ -263,18 +263,19 @@ class OnlinePacker(ChunkedStage, ItemStage):
         return self._calls.packs_all and all(map(self.source.is_certain, items))
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs and sizes; () if none is left."""
+        """Set the values of packs, of the items that are left, and their refs and sizes; these stay beside a `Skip`."""
         for element in elements:
             number, *parts = element.ref
             items = self._pieces.fetched(parts)
-            left = [at for at, item in enumerate(items) if type(item) is not Skip]
-            items = [items[at] for at in left]
-            element.ref = (number, *[parts[at] for at in left]) if left else ()
-            element.sizes = left_sizes(element.sizes, (number, *parts), element.ref)
+            left = [part for part, item in zip(parts, items, strict=True) if type(item) is not Skip]
+            items = [item for item in items if type(item) is not Skip]
             element.value = self._calls.combined(items, number, self.info) if left else _NOTHING
-            if left and type(element.value) is Skip:
-                self._pieces.count_skip(element.value.reason, element.ref[1])
-            elif left and self._counts_when_made:
+            if type(element.value) is Skip:
+                if left:
+                    self._pieces.count_skip(element.value.reason, left[0])
+                continue
+            element.sizes, element.ref = left_sizes(element.sizes, element.ref, (number, *left)), (number, *left)
+            if self._counts_when_made:
                 known = element.sizes if len(element.sizes or ()) == len(items) else None  # else of the whole pack
                 self._count_pack(known or [self._pieces.measured(item) for item in items])
 
