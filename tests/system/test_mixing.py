@@ -38,4 +38,5 @@ def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(shards
         begin += map(entropy, classes[:2])
         later += map(entropy, classes[2:])
     assert median(later) > share * random_entropy()
-    assert shards > 50 or median(begin) > share * random_entropy()
+    # The buffer has no more than the lane's 1,041 samples of an epoch, so the first batches are mixed a little less.
+    assert shards > 50 or median(begin) > 0.93 * random_entropy()
