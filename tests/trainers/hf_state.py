@@ -192,12 +192,12 @@ def test_a_checkpoint_leaves_what_a_user_has_put_in_the_place_of_save_pretrained
     model, calls = Own(PretrainedConfig()), list[dict[str, Any]]()
     model.save_pretrained = own = lambda **settings: calls.append(settings)
     for _ in range(2):
-        with hf._names_of_the_model(model):
+        with hf._model_names(model):
             model.save_pretrained()
         assert vars(model)["save_pretrained"] is own
     assert calls == [{"save_original_format": False}] * 2
     del model.save_pretrained
-    with hf._names_of_the_model(model):
+    with hf._model_names(model):
         pass
     assert "save_pretrained" not in vars(model)
 
