@@ -266,7 +266,7 @@ class OwnSamples(custom.PassThrough, custom.SampleStage):
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 4))
-def test_it_holds_at_most_the_lanes_part_of_an_epoch(count: int, size: int, lanes: int) -> None:
+def test_its_size_is_at_most_the_part_of_a_lane_in_an_epoch(count: int, size: int, lanes: int) -> None:
     most = min(size, -(-count // lanes))
     source = readers([count], lanes=lanes, epochs=None)
     stage = buffer(count, size, epochs=None, lanes=lanes)

@@ -89,9 +89,7 @@ LOST_PACKS = {
     }
 )
 @given(case=faults)
-def test_any_stack_continues_after_skipped_batches_as_after_batches_that_were_given(
-    shards: str, case: dict[str, Any]
-) -> None:
+def test_any_stack_continues_after_skipped_as_after_yielded_batches(shards: str, case: dict[str, Any]) -> None:
     chosen, all_fine = case["chosen"], case["all_fine"]
     kind = FaultyTelling if chosen["tells"] else Faulty
     encoder = kind(chosen["gap"], fans_out=chosen["fans_out"], all_fine=all_fine, known=chosen["tells"])

@@ -203,8 +203,8 @@ def make_index(
         stale.unlink(missing_ok=True)
     with ScannedTables(path) as scanned:
         if len(scanned):  # by a process that was stopped
-            _join(root, path, form, scanned, _kept(path, form, form.index.is_whole), ())
-    kept = _kept(path, form, partial(_is_kept, root, form, set(names) if tolerant else set()))
+            _join(root, path, form, scanned, _reusable(path, form, form.index.is_whole), ())
+    kept = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
     written = _of_writers(root, form, [name for name in names if name not in kept])
     missing = [name for name in names if name not in kept and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
@@ -243,16 +243,16 @@ def _join(
     write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
 
 
-def _kept(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
-    """The files in the index at `path` that are to be kept, with their numbers there."""
+def _reusable(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
+    """The files in the index at `path` that can be reused, with their numbers."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
         return {name: number for number, name in enumerate(old.shards.names) if keep(old, number)}
     return {}
 
 
-def _is_kept(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
-    """Whether a file is still right, or is kept `anyway`."""
+def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
+    """Whether an indexed file is unchanged, or is in `anyway` and undamaged."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
     return number not in old.shards.faults and is_as_indexed(root, old, number, form)

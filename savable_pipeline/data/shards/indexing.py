@@ -101,7 +101,7 @@ class _Mark(msgspec.Struct, array_like=True):
 def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
     """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        if (mark := _mark_that_holds(root, form)) is not None:
+        if (mark := _valid_mark(root, form)) is not None:
             index = form.index_at(root / form.index_name)
             fresh = mark.index == index.identity and mark.metadata == _metadata(root)
             return index if fresh and (tolerant or not index.shards.faults) else None
@@ -110,10 +110,10 @@ def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | No
 
 def is_marked(root: Path, form: Format) -> bool:
     """Whether no folder below this one has changed since all its files were looked at."""
-    return _mark_that_holds(root, form) is not None
+    return _valid_mark(root, form) is not None
 
 
-def _mark_that_holds(root: Path, form: Format) -> _Mark | None:
+def _valid_mark(root: Path, form: Format) -> _Mark | None:
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are ValueErrors
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
         return mark if all(_look(root / name) == at for name, at in mark.folders.items()) else None

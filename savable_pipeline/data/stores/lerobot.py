@@ -138,7 +138,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         """See `RangedRows.range_of`."""
         where = f"videos/{part}/"
         path = self._path(shard, row, self._info.video_path or "", where, part)
-        begin_s, end_s = (self._told(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
+        begin_s, end_s = (self._number(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
         checked_range(self, shard, row, path, begin_s, end_s)
         return EpisodeRange(path, begin_s=begin_s, end_s=end_s, fps=self._info.fps)
 
@@ -153,8 +153,8 @@ class LeRobotStore(RangedRows, ParquetStore):
         except msgspec.DecodeError as error:
             raise self.damaged(number, "the features", str(error)) from error
 
-    def _told(self, shard: int, row: int, name: str, kind: type[Number]) -> Number:
-        """A number that a row says. Raises `ShardError` if there is none."""
+    def _number(self, shard: int, row: int, name: str, kind: type[Number]) -> Number:
+        """The number in a column of a row. Raises `ShardError` if there is none."""
         try:
             return msgspec.json.decode(self.value(shard, row, name) or b"", type=kind)
         except (KeyError, msgspec.DecodeError) as error:
@@ -164,7 +164,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         """The path that a template gives for a row; which never is a template of Python, that could do more."""
 
         def filled(field: re.Match[str]) -> str:
-            found = part if field[1] == "video_key" else str(self._told(shard, row, where + field[1], int))
+            found = part if field[1] == "video_key" else str(self._number(shard, row, where + field[1], int))
             return found.rjust(int(field[2] or 0), "0")
 
         return _FIELD.sub(filled, template)
@@ -172,7 +172,7 @@ class LeRobotStore(RangedRows, ParquetStore):
     def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
         """The values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
         data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
-        first, end = (self._told(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
+        first, end = (self._number(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
         begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
         if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
             raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")

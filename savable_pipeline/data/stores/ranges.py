@@ -163,7 +163,7 @@ class RangedTable(RangedRows):
     def range_of(self, shard: int, row: int, part: str) -> MediaRange | None:
         """See `RangedRows.range_of`."""
         columns = self._ranges[part]
-        path, begin, end = (None if name is None else self._told(shard, row, name) for name in columns)
+        path, begin, end = (None if name is None else self._field_value(shard, row, name) for name in columns)
         if path is None:
             return None
         try:
@@ -172,7 +172,7 @@ class RangedTable(RangedRows):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _no_range(self, shard, row, f"{part!r}: {error}") from error
 
-    def _told(self, shard: int, row: int, name: str) -> bytes | None:
+    def _field_value(self, shard: int, row: int, name: str) -> bytes | None:
         try:
             return self.value(shard, row, name)
         except KeyError:
@@ -194,14 +194,14 @@ def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below
     return dataclasses.replace(
         form,
         suffixes=(*form.suffixes, *media),
-        read=partial(_read_beside, form, samples_below),
-        is_same=partial(_is_same_beside, form),
+        read=partial(_read_table_or_media, form, samples_below),
+        is_same=partial(_is_unchanged, form),
         all_used=bool(samples_below),  # of long files, rows name some ranges
         **changes,
     )
 
 
-def _read_beside(form: Format, samples_below: str, file: ByteSource, name: str) -> ShardTable:
+def _read_table_or_media(form: Format, samples_below: str, file: ByteSource, name: str) -> ShardTable:
     if not name.endswith(form.suffixes):
         return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
     table = form.read(file, name)
@@ -210,7 +210,7 @@ def _read_beside(form: Format, samples_below: str, file: ByteSource, name: str) 
     return table
 
 
-def _is_same_beside(form: Format, file: ByteSource, index: ShardIndex, number: int) -> bool:
+def _is_unchanged(form: Format, file: ByteSource, index: ShardIndex, number: int) -> bool:
     if index.shards.names[number].endswith(form.suffixes):
         return form.is_as_indexed(file, index, number)
     return _digest(file) == int(index.shards.digests[number])

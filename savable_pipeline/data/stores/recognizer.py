@@ -115,7 +115,7 @@ def recognize(
     if len(able) == 1:
         return Recognized(able[0], found[able[0]])
     if media and not (settings and set(settings) <= set(FOLDER.settings)):
-        return _beside_media(names, heads, found)
+        return _with_media(names, heads, found)
     return _without_media(names, found)
 
 
@@ -140,7 +140,7 @@ def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format,
     return found
 
 
-def _beside_media(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized:
+def _with_media(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized:
     """Return the table that names files, else the folder of samples beside which a single table may be."""
     tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
     for form, files in tables.items():

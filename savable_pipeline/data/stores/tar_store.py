@@ -234,7 +234,7 @@ class TarStore:
     def left_out(self) -> str:
         """See `RecordStore.left_out`: links that the index counts."""
         index = self._rows.index
-        return links_told(self.address, index, self.found.numbers.tolist()) if index.links else ""
+        return warning_of_links(self.address, index, self.found.numbers.tolist()) if index.links else ""
 
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, or read ahead by the disk."""
@@ -301,8 +301,8 @@ def links_warning(address: str, count: int, first: str) -> str:
     )
 
 
-def links_told(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
-    """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
+def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
+    """Return a warning of the links that an index counts in these shards, "" without links."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""

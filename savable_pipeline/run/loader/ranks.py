@@ -163,7 +163,7 @@ class Ranks:
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN if smallest else dist.ReduceOp.MAX, group=group)
         return int(agreed.item())
 
-    def first_said(self, key: str, value: str) -> str:
+    def first_value(self, key: str, value: str) -> str:
         """The value of the first rank to set `key`, which may be this `value`. Not collective, waits for no rank.
 
         When a rank sets a key again, which its group's store counts, it is compared with the others' values of the same
@@ -171,8 +171,8 @@ class Ranks:
         error if the store does not answer.
 
         Args:
-            key: What is said.
-            value: What this rank says.
+            key: The name of the value.
+            value: The value of this rank.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
         store = self.sharing.store if self.sharing else find and find()
@@ -339,7 +339,7 @@ def check_same_data(ranks: Ranks, found: FingerprintHere, *, by_default: bool = 
     key = _digest([found.fields["stages"], None if by_default else found.fields["lanes"], *names])
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
-    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
+    first = ranks.first_value(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
     digest, other, there, seed_there = first.split()
     if seed_there != str(seed):
         raise ValueError(

@@ -21,7 +21,7 @@ import msgspec
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.sample_names import TAR_ENDINGS, Reject, is_tar, printable
-from savable_pipeline.data.stores.tar_store import TARS, links_told
+from savable_pipeline.data.stores.tar_store import TARS, warning_of_links
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.describe import describe, describe_tables
@@ -95,7 +95,7 @@ def repack(
     if moved or there is None or not there.done:
         write_manifest(target.folder, msgspec.structs.replace(manifest, done=True))
     entries = [] if index is None else index.shards
-    told = "" if index is None else links_told(target.name, index, range(len(entries)))
+    told = "" if index is None else warning_of_links(target.name, index, range(len(entries)))
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, 0, [told] if told else [], already=not looked_at)
 

@@ -352,8 +352,6 @@ def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
 
     The trainer's random generators stay as they are. Raises ValueError for an invalid key, and EncodeError if the
     sample is skipped this time.
-
-    Raises ValueError for what is no key, and EncodeError where nothing is made of a sample this time.
     """
     with as_in_a_worker(set(KINDS)):
         return as_torch_converts(_rebuilt(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))

@@ -324,7 +324,7 @@ class SharedStore(Ranks):
         super().__init__(rank, 2)
         self._values = values
 
-    def first_said(self, key: str, value: str) -> str:
+    def first_value(self, key: str, value: str) -> str:
         return self._values.setdefault(key, value)
 
 

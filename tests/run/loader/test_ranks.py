@@ -281,6 +281,6 @@ class _Alone:
     def __init__(self, told: list[str]) -> None:
         self._told = told
 
-    def first_said(self, key: str, said: str) -> str:
+    def first_value(self, key: str, said: str) -> str:
         self._told.append(said)
         return said

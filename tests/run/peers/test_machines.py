@@ -87,7 +87,7 @@ def take_some(number: int, loader: sp.SavableLoader) -> list[str]:
     return take(loader, number)
 
 
-def test_places_that_differ_on_two_machines_are_an_error_on_all(
+def test_positions_that_differ_on_two_machines_are_an_error_on_all(
     make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = make_shards([40, 40, 40])

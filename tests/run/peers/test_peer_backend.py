@@ -188,7 +188,7 @@ def test_calls_may_differ_by_prefetch(shards: Path) -> None:
 # What ends all peers.
 
 
-def test_peers_at_different_places_are_an_error_on_all(shards: Path) -> None:
+def test_peers_at_different_positions_are_an_error_on_all_ranks(shards: Path) -> None:
     one = alone(shards)
     take(one, 3)
     with closing(loaders(shards, 3)) as found:
@@ -201,7 +201,7 @@ def test_peers_at_different_places_are_an_error_on_all(shards: Path) -> None:
         }
 
 
-def test_another_place_of_the_same_lane_is_an_error_on_all_too(shards: Path) -> None:
+def test_another_position_of_one_lane_is_an_error_on_all_ranks(shards: Path) -> None:
     one = alone(shards)
     take(one, 4)
     with closing(loaders(shards, 2)) as found:
