@@ -118,7 +118,8 @@ def trained(names: dict[str, Any], trainer: str, base: Path, stop: int | None = 
     notes = {"documents": Documents(base / "qwen"), "seen": [], "leaks": [], "stop": stop}
     script = {**names, trainer: type("Noted", (Notes, names[trainer]), notes)}
     made = FunctionType(names["main"].__code__, script)()
-    assert max(notes["leaks"]) > 1e-4, "the losses would not show a leak"
+    # A row of one long document and a short one may show a leak by less.
+    assert sum(leak > 1e-4 for leak in notes["leaks"]) >= len(notes["leaks"]) - 1, notes["leaks"]
     weights = [value for _, value in sorted(made.model.state_dict().items())]
     return notes["seen"], digest(weights)
 
