@@ -387,3 +387,11 @@ def test_a_layout_of_several_kinds_opens_by_its_format_or_by_a_setting(root: Pat
     assert list(sp.open_dataset(root, columns=["text"])[0]) == ["text"]
     with pytest.raises(ValueError, match=r"no format 'table'\. Use one of tar, mds"):
         sp.open_dataset(root, format="table")
+
+
+def test_a_table_beside_photos_that_is_not_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("cat.jpg", "cat.txt", "notes.jsonl"):
+        (tmp_path / name).write_text('{"a": 1}\n')
+    assert [sample.key for sample in sp.open_dataset(tmp_path)] == ["cat"]
+    assert f"{tmp_path}: notes.jsonl is not read" in caplog.text and "name it alone" in caplog.text
+    assert sp.open_dataset(tmp_path / "notes.jsonl")[0].json() == {"a": 1}

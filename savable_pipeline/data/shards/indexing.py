@@ -101,19 +101,15 @@ class _Mark(msgspec.Struct, array_like=True):
 def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
     """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        if (mark := _valid_mark(root, form)) is not None:
+        if (mark := valid_mark(root, form)) is not None:
             index = form.index_at(root / form.index_name)
             fresh = mark.index == index.identity and mark.metadata == _metadata(root)
             return index if fresh and (tolerant or not index.shards.faults) else None
     return None
 
 
-def is_marked(root: Path, form: Format) -> bool:
-    """Whether no folder below this one has changed since all its files were looked at."""
-    return _valid_mark(root, form) is not None
-
-
-def _valid_mark(root: Path, form: Format) -> _Mark | None:
+def valid_mark(root: Path, form: Format) -> _Mark | None:
+    """Return the mark beside an index; None if a folder below it changed."""
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are ValueErrors
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
         return mark if all(_look(root / name) == at for name, at in mark.folders.items()) else None
@@ -190,7 +186,7 @@ def open_files(
     """
     if isinstance(files, str | os.PathLike):
         root = Path(files).absolute()
-        if is_marked(root, form) and (known := marked_index(root, form, tolerant=tolerant)) is not None:
+        if valid_mark(root, form) and (known := marked_index(root, form, tolerant=tolerant)) is not None:
             return _checked(IndexedFiles(form, known, root / form.index_name, None, root, tolerant=tolerant))
     listed = files if isinstance(files, paths.ListedFiles) else paths.list_files(files)
     for error in listed.unlistable:

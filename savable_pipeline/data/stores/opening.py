@@ -18,6 +18,7 @@ in `entries` (one a file: name, bytes, samples), reads them by (shard, row), and
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
 from savable_pipeline.data.shards.index_making import Progress
-from savable_pipeline.data.shards.indexing import check_faults, index_files, is_marked, open_files
+from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
@@ -43,6 +44,8 @@ from savable_pipeline.errors import RemoteError, ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
+
+log = logging.getLogger(__name__)
 
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]  # its folder and bytes; None: the defaults
 
@@ -92,7 +95,7 @@ def find_source(
     specs = paths.spelled_out(files)
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()
-        if format in ("", TAR) and is_marked(root, TARS) and not any((root / name).exists() for name in _markers("")):
+        if format in ("", TAR) and valid_mark(root, TARS) and not any((root / name).exists() for name in _markers("")):
             return Source(files, TARS)
         if not format and is_known(root):
             return Source(files, FOLDER)
@@ -100,11 +103,10 @@ def find_source(
     known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
     what = _recognized(str(found.root), found.names, found.heads(known), format, settings)
     if not found.whole and not format and what.format is FOLDER:
-        exists = (found.root / found.names[0]).exists()  # the error of its format says what to do
-        what = Recognized(_by_suffix(found.names[0], FOLDER if exists else TARS), [])
+        # The error of its format says what to do.
+        what = Recognized(_by_suffix(name := found.names[0], FOLDER if (found.root / name).exists() else TARS), [])
     _check_suffix(files, found.names if format and found.exact else (), what.format)
-    chosen = None if format else what.files
-    return Source(files, what.format, what.settings, replace(found, chosen=chosen or None))
+    return Source(files, what.format, what.settings, replace(found, chosen=None if format else what.files or None))
 
 
 def _markers(format: str) -> list[str]:
@@ -117,9 +119,12 @@ def _recognized(
     where: str, names: Sequence[str], heads: Mapping[str, bytes], format: str, settings: Collection[str]
 ) -> Recognized:
     try:
-        return recognize(names, heads, format=format, settings=settings)
+        found = recognize(names, heads, format=format, settings=settings)
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
+    for name in found.unread:
+        log.warning("%s: %s is not read, as its first row names no file here. To read it, name it alone.", where, name)
+    return found
 
 
 def _by_suffix(name: str, default: Format = TARS) -> Format:
@@ -147,17 +152,13 @@ def _remote_source(
     if root.startswith("http"):
         names = _on_server(root, session, indexes, _markers(format))
     known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(names)
-    heads = {
-        name: head for name, most in known.items() if root and (head := session.head(root, name, most)) is not None
-    }
+    heads = {name: head for name, n in known.items() if root and (head := session.head(root, name, n)) is not None}
     visible = [name for name in names if not (name.startswith(".") or "/." in name)]
     own = [indexes[name] for name in names if name in indexes]
-    if not format and len(own) == 1:
-        what = Recognized(own[0], [])
-    else:
-        what = _recognized(str(files), visible, heads, format, settings)
+    is_indexed = not format and len(own) == 1
+    what = Recognized(own[0], []) if is_indexed else _recognized(str(files), visible, heads, format, settings)
     if what.format is FOLDER and root:
-        raise ShardError(f"{files}: raw files behind a URL are not read in remote. Copy them to a disk")
+        raise ShardError(f"{files}: raw files are read from disks alone. Copy them to a disk, or convert them to tars")
     if what.format is FOLDER and not format:
         what = Recognized(_by_suffix(names[0]), [])
     _check_suffix(files, names if format and not root else (), what.format)

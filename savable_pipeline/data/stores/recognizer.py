@@ -9,7 +9,7 @@ are the addresses that were named and the markers that exist, of anything else a
 1. A marker of another program decides: `index.json`, `meta/info.json`, `state.json`, `dataset_dict.json`.
 2. Tars are the dataset, whatever tables lie beside them.
 3. Beside images, audio or video, a table whose first row names one of the files is the dataset. Else the files are a
-   folder of samples, and a single other table is skipped.
+   folder of samples, and a single other table is not read, with a warning.
 4. Else files of rows are the dataset, of one format; then tokens, tables and lists of JSON; then raw files.
 
 What could be meant otherwise is an error that lists what there is, and how to choose.
@@ -57,11 +57,12 @@ _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its sorted files, and the settings of its store that they need."""
+    """A format, its files, settings of its store, and tables that are not read."""
 
     format: Format
     files: list[str]
     settings: Mapping[str, Any] = {}
+    unread: Sequence[str] = ()
 
 
 def wanted(names: Sequence[str]) -> dict[str, int]:
@@ -150,7 +151,7 @@ def _with_media(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping
     strays = [(form, name) for form, files in tables.items() for name in files]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or name.endswith(JSON.suffixes) for form, name in strays):
         raise _ambiguous({**tables, FOLDER: [name for name in names if is_media_file(name)]})
-    return _folder(names)
+    return _folder(names)._replace(unread=[name for _, name in strays])
 
 
 def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
