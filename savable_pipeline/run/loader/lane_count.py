@@ -23,7 +23,8 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import Ranks, check_lanes
 from savable_pipeline.run.loader.settings import MOST_LANES, LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
-from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.chunked_stage import is_one_to_one
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -82,7 +83,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     reader, *steps = upstream(last)
     if not (isinstance(reader, RecordReader) and isinstance(last, Batcher)):
         return None
-    if not all(step.one_for_one is not None or isinstance(step, SampleFilter | ItemFilter) for step in steps[:-1]):
+    if not all(is_one_to_one(step) is not None or isinstance(step, Filter) for step in steps[:-1]):
         return None
     excluded, selection = list(reader.info.excluded.numbers.get(reader.tag, ())), reader.selection
     count = reader.shares_of(0).count(0)

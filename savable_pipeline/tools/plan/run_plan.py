@@ -23,6 +23,7 @@ from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.ranks import next_lanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
@@ -127,7 +128,7 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
-    counts = [] if endless else [parts.last.count_of(lane, 0) for lane in range(parts.last.lane.count)]
+    counts = [] if endless else [count_of(parts.last, lane, 0) for lane in range(parts.last.lane.count)]
     known = [count for count in counts if count is not None]
     if known and len(known) == len(counts):
         return _finite("counted", settings, parts, known, ranks)

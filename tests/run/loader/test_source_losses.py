@@ -15,7 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.filters import SampleFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.testing import assert_exact_resume
 
 Skips = Callable[[sp.Sample], str]
@@ -160,7 +160,7 @@ def no_fourth(sample: sp.Sample) -> bool:
 def finite_blend(root: str, lane: sp.Lane, *, web: int = 1) -> custom.Stage:
     """Of "web" a filter leaves out a quarter, and the encoder the rest, long before "books" ends."""
     readers: dict[str, Any] = {"books": sp.TarShardReader(root, lane, epochs=1)}
-    readers["web"] = SampleFilter(sp.TarShardReader(f"{root}/0000.tar", lane, epochs=1), no_fourth)
+    readers["web"] = Filter(sp.TarShardReader(f"{root}/0000.tar", lane, epochs=1), no_fourth)
     samples = sp.Blend(readers, weights={"web": web, "books": 1})
     return sp.Batcher(sp.Encode(samples, Numbers(all_of_web)), size=2)
 

@@ -19,7 +19,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.filters import SampleFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
@@ -294,7 +294,7 @@ def test_where_one_that_skips_is_added_what_the_state_holds_is_left_out_too(
         samples = custom.Join(samples, {"captions": data / "captions"}) if join else samples
         samples = samples if late else sp.ShuffleBuffer(samples, size=7)
         if after == "filter":
-            samples = SampleFilter(samples, lambda sample: not join or bool(sample["captions.txt"]))
+            samples = Filter(samples, lambda sample: not join or bool(sample["captions.txt"]))
         made: Any = sp.Encode(samples, Needs(join, declares=declares))
         if after == "pack":
             return sp.OnlinePacker(made, max_length=5, open_packs=2)
