@@ -20,20 +20,13 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, skip_counters
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import (
-    ChunkedStage,
-    count_of,
-    is_one_to_one,
-    make_elements,
-    maker_of,
-    take_elements,
-)
+from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, make_elements, maker_of, take_elements
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, batch_rows, sample_indices
 from savable_pipeline.stages.packing.pack_stage import PackStage
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.reader import set_batch_size
 from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
@@ -96,12 +89,12 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return due is not None
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of batches, of the items that can be made; a `Skip` where none can."""
+        """Set the values of batches, without lost items; a `Skip` where all are lost."""
         for element in elements:
             element.value = self.rebuilt(element.ref)[0]
 
     def rebuilt(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
-        """Make a batch again, and return the numbers of the rows that it lacks, since they can no longer be made.
+        """Rebuild a batch, and return the numbers of the rows that can no longer be made.
 
         Where batches are padded, it has `size` rows, as it had before, or those of a full batch of such items.
         """
@@ -118,7 +111,10 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     @abstractmethod
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
-        """The items of the next batch, unmade if it is skipped, their refs, and its rows if full; None at the end."""
+        """The next batch: its items, their refs, and its rows if full; None at the end.
+
+        Items of a batch that is skipped may be unmade.
+        """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
         """The next batch, of the items with these refs. Raises `EncodeError`, which names samples."""
@@ -196,7 +192,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
 
 def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch of the rows that are left of an earlier one, its ref, and the numbers of these rows.
+    """Rebuild a batch of the rows that are left; return its ref, and their numbers.
 
     A batch that counts for nothing, which has no rows, if none is left, or `ref` is empty: that of a padded lane which
     has no more, or the lane's first. Raises `SavableError` if there is none.
@@ -210,8 +206,7 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
     left = {row: part for row, whole in enumerate(rows) if (part := last.info.left_of(whole)) is not None}
     if left:
         maker, wanted = maker_of(last), (*number, *left.values())
-        rebuilt = maker.rebuilt(wanted, size) if isinstance(maker, EncoderBatches) else (maker.fetch(wanted), ())
-        batch, lost = rebuilt
+        batch, lost = maker.rebuilt(wanted, size) if isinstance(maker, EncoderBatches) else (maker.fetch(wanted), ())
         left = {row: part for at, (row, part) in enumerate(left.items()) if at not in lost}
         if left and type(batch) is not Skip:
             return batch, (*number, *left.values()), tuple(left)
@@ -233,15 +228,6 @@ def _refs_of(stage: Stage) -> Iterator[ItemRef]:
     for source in stage.sources:
         for ref in _refs_of(source):
             yield (0, ref) if isinstance(stage, PackStage) else ref
-
-
-def _set_batch_size(stage: Stage, rows: int) -> None:
-    """Tell the reader, before the first sample, how many samples make a batch, if the stages after it drop none."""
-    aligned = True
-    while (one_to_one := is_one_to_one(stage)) is not None:
-        aligned, stage = aligned and one_to_one, stage.source
-    if isinstance(stage, RecordReader):
-        stage.set_batch_size(rows, aligned=aligned)
 
 
 class _BatcherState(msgspec.Struct):
@@ -288,7 +274,7 @@ class Batcher(EncoderBatches):
         self.size = size
         self._held = ItemBuffer(self)  # of the next batch
         self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
-        _set_batch_size(source, size)
+        set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
         """The source's, one deeper; excluded samples are left out here at the latest."""
@@ -306,7 +292,10 @@ class Batcher(EncoderBatches):
         return self.size
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Drop the items of the batch, too; more may be held if the state was saved with a larger `size`."""
+        """Drop the items of the batch, too.
+
+        More may be held if the state was saved with a larger `size`.
+        """
         super()._gave(refs)
         self._held.drop(len(refs))
 

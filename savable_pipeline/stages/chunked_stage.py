@@ -1,4 +1,4 @@
-"""`ChunkedStage`: what this library's stages need of each other, beyond `Stage`, which users derive from.
+"""`ChunkedStage`: what this library's stages need of each other, beyond `Stage`.
 
     take_from(source, n)            refs of samples, or elements: which come next
     make_elements(source, [...])    their values, along the chain of stages: each asks the one before it for the parts
@@ -10,29 +10,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import REF, Ref
-from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
 from savable_pipeline.stages.stage import PassThrough, SampleStage, Stage
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip
-
-
-@runtime_checkable
-class AvoidsSamples(Protocol):
-    """A stage that can drop a sample which killed its worker several times: `Encode`, or a user's own that encodes."""
-
-    def can_skip(self, error: SavableError) -> bool:
-        """Whether such a sample may be dropped; `error` describes it."""
-
-    def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Drop a sample, by the index and epoch of its ref, in this lane and all that are restored from its state."""
 
 
 class ChunkedStage(Stage):
@@ -82,7 +70,7 @@ class ChunkedStage(Stage):
         """
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of elements of this stage, or a `Skip` for one that can no longer be made.
+        """Set the values of elements, or a `Skip` for one that can no longer be made.
 
         Of a pack that has lost items, ref and sizes are then those of what is left.
 
@@ -98,30 +86,21 @@ class ChunkedStage(Stage):
         return element.value
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether rebuilding an element cannot end in a `Skip`: it works, or raises.
+        """Return whether rebuilding an element works, or raises, but never skips.
 
         Args:
             ref: The ref of the element.
         """
         return False
 
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the number of elements in a pass of a lane; None if it is not known beforehand.
-
-        Args:
-            lane: The number of the lane.
-            epoch: The number of the pass.
-        """
-        return count_of(self.source, lane, epoch) if self.one_to_one else None
-
 
 def rules_of(stage: Stage) -> Mapping[str, SettingRule]:
-    """How settings of a stage are compared otherwise than by equality; those of a user's own stage are compared so."""
+    """How settings of a stage are compared otherwise than by equality."""
     return stage.setting_rules if isinstance(stage, ChunkedStage) else {}
 
 
 def take_from(stage: Stage, n: int) -> Any:
-    """The next 1 to `n` elements of a stage, as its `take` returns them; of a user's own stage, one."""
+    """Take the next elements, 1 to `n`, or one of a user's own stage."""
     if isinstance(stage, ChunkedStage):
         return stage.take(n)
     samples = stage.yields == "samples"
@@ -133,14 +112,14 @@ def take_from(stage: Stage, n: int) -> Any:
 
 
 def sizes_of(stage: Stage) -> tuple[Size, ...] | None:
-    """(length, images) of each item in the element that a stage's `__next__` returned last, where they are known."""
+    """Sizes of the element that a stage's `__next__` returned last, if they are known."""
     while isinstance(stage, PassThrough):
         stage = stage.source
     return stage.sizes if isinstance(stage, ChunkedStage) else None
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
-    """The next 1 to `n` elements of a stage, samples opened; none only at its end."""
+    """Take the next elements, 1 to `n`, samples opened; none only at the end."""
     taken = take_from(stage, n)
     if isinstance(taken, list):
         return taken
@@ -150,7 +129,7 @@ def take_elements(stage: Stage, n: int) -> list[Element]:
 
 
 def maker_of(stage: Stage) -> Stage:
-    """The stage that makes the elements of a stage: itself, or one before it, if it changes none."""
+    """The stage that makes the elements of a stage: itself or one before it."""
     while type(stage).fetch in _DEFAULTS and getattr(type(stage), "make", None) in (None, ChunkedStage.make):
         stage = stage.source
     return stage
@@ -170,17 +149,18 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
 
 
 def is_certain(stage: Stage, ref: ItemRef) -> bool:
-    """Whether rebuilding an element of a stage cannot end in a `Skip`; False for an own stage with a `fetch`."""
+    """Whether an element cannot end in a `Skip`; False for an own stage with `fetch`."""
     stage = maker_of(stage)
     return isinstance(stage, ChunkedStage) and stage.is_certain(ref)
 
 
 def is_one_to_one(stage: Stage) -> bool | None:
-    """Whether a stage yields one element for each of its source; None if its elements are made of others."""
+    """Whether a stage yields one element for each of its source; None if it merges."""
     return stage.one_to_one if isinstance(stage, ChunkedStage) else None
 
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
-    """The number of elements in a pass of a lane; None if it is not known beforehand."""
-    known = getattr(stage, "count_of", None)
-    return None if known is None else cast("int | None", known(lane, epoch))
+    """The number of elements in a pass of a lane; None if not known beforehand."""
+    if (counted := getattr(stage, "count_of", None)) is not None:
+        return cast("int | None", counted(lane, epoch))
+    return count_of(stage.source, lane, epoch) if is_one_to_one(stage) else None

@@ -1,9 +1,9 @@
-"""`Filter`: the stage that `.filter(f)` makes, of samples before `Encode`, of items after it."""
+"""`Filter`: the stage that `.filter(f)` makes, of samples or of items."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, sizes_of
-from savable_pipeline.stages.encode import EncoderError, KeyedEncoder
+from savable_pipeline.stages.encode import EncoderError, EncodeState, KeyedEncoder
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, as_ref, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
@@ -25,6 +25,7 @@ from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, 
 
 _NONE = np.empty(0, REF)
 _MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
+_DROPS = "{} dropped {}. Change its condition."
 _NOTHING = "it returned None; return True or False"
 
 
@@ -38,13 +39,13 @@ class FilterCounts(msgspec.Struct):
 
 
 class Filter(ChunkedStage, SampleStage, ItemStage):
-    """Yields the samples of which `keep(sample)`, or `keep(sample, rng)`, is true; after `Encode` items, or packs.
+    """Yields the samples, items or packs of which `keep` is true.
 
     Samples that a reader excludes, or a `Join` skips, pass through it, untried, as they do through a buffer.
 
     Args:
         source: A stage of samples, or of items.
-        keep: Says whether an element stays, by it and `rng` alone; of an item, by the item alone.
+        keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`: says whether it stays, by its arguments alone.
         on_error: For an element of which `keep` raises, as for `sp.Encode`. A tenth of a lane's may be skipped; up to
             100 are never too many.
         global_rng: As `TaskEncoder.global_rng`; only for samples.
@@ -64,8 +65,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
     ) -> None:
         Stage.__init__(self, source)
         self.keep, self.on_error, self.yields = keep, on_error, source.yields
-        self._name, self._kept = f".filter({mapped_name(keep)})", FilterCounts()
-        self._own_keep = source.lane.own(keep)
+        self._name, self._kept, self._own_keep = f".filter({mapped_name(keep)})", FilterCounts(), source.lane.own(keep)
         if source.yields != "samples":
             check_mapped(".filter", keep, most=1)
             check_on_error("filter", on_error)
@@ -76,7 +76,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
 
     def take(self, n: int) -> Any:
-        """The next elements that stay: refs of samples, 1 to `n`, REF (any,), or one item; none only at the end."""
+        """The next refs of samples, REF (any,), or the next item; none only at the end."""
         return self._take_samples(n) if self.yields == "samples" else self._take_item()
 
     def _take_item(self) -> list[Element]:
@@ -85,11 +85,10 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             self._count([kept])
             if kept:
                 return [Element(as_ref(self.source.ref), item, sizes_of(self.source))]
-            counts = self._kept
-            if kept is None and too_many_errors(counts.errors, counts.tried, _MAX_ERRORS):
+            if kept is None and too_many_errors(self._kept.errors, self._kept.tried, _MAX_ERRORS):
                 raise EncodeError(
-                    f"{self._name} failed for {counts.errors} of the first {counts.tried} items of {self.lane}. "
-                    f"Fix it, or return False for them.\n  {self._last_error}"
+                    f"{self._name} failed for {self._kept.errors} of the first {self._kept.tried} items of "
+                    f"{self.lane}. Fix it, or return False for them.\n  {self._last_error}"
                 ) from self._last_error
         self._end()
         return []
@@ -163,7 +162,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return None
 
     def _count(self, kept: Sequence[bool | None]) -> None:
-        """Count results of `keep`. Raises `EncodeError` after very many in a row without one that stays."""
+        """Count results of `keep`. Raises `EncodeError` if very many in a row were dropped."""
         counts = self._kept
         if dropped := kept.count(False):
             self.counts["filtered"] += dropped
@@ -172,20 +171,18 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         counts.errors += kept.count(None)
         counts.row = 0 if any(kept) else counts.row + len(kept)
         if counts.row >= max_empty_samples(self.info.population):
-            self._raise(f"{counts.row:,} in a row")
+            raise EncodeError(_DROPS.format(self._name, f"{counts.row:,} in a row"))
 
     def _end(self) -> None:
-        """The pass is over. Raises `EncodeError` if it was one of all samples, and nothing was kept."""
+        """Raise `EncodeError` if this was a pass of all samples, and nothing was kept."""
         counts = self._kept
         if counts.tried and not counts.kept and self.lane.count == 1:
-            self._raise(f"all {counts.tried:,} of an epoch")
-
-    def _raise(self, which: str) -> NoReturn:
-        raise EncodeError(f"{self._name} dropped {which}. Change its condition.")
+            raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))
 
     def save_state(self) -> State:
-        """`counts`: a `FilterCounts`. Of samples also `refs`: taken from the source but not tried, 12 bytes each;
-        `samples`: the number of those tried.
+        """`counts`: a `FilterCounts`. Samples have more.
+
+        `refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
         """
         state = {"counts": msgspec.to_builtins(self._kept), "source": self.source.save_state()}
         if self.yields != "samples":
@@ -195,11 +192,10 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; nothing is tried."""
-        kind = _SampleFilterState if self.yields == "samples" else _FilterState
-        saved = parse_state(self, state, kind)
+        saved: Any = parse_state(self, state, _SampleFilterState if self.yields == "samples" else _FilterState)
         self.source.restore_state(saved.source)
         self._kept = saved.counts
-        if isinstance(saved, _SampleFilterState):
+        if self.yields == "samples":
             self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
             self._skipped.restore(self, saved.errors, saved.avoided)
 
@@ -213,8 +209,5 @@ class _FilterState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class _SampleFilterState(_FilterState):
-    refs: bytes
-    samples: SavedCount = 0
-    errors: SavedCount = 0
-    avoided: dict[str, bytes] = {}
+class _SampleFilterState(EncodeState, kw_only=True):
+    counts: FilterCounts

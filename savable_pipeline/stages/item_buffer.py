@@ -17,8 +17,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,7 +38,6 @@ from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
-SavedElement: TypeAlias = tuple[ItemRef, tuple[Size, ...] | None]
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _NUMBERS = {int, float, bool}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
@@ -100,9 +99,6 @@ class ItemBuffer:
         """The element in this place, as it is in the buffer."""
         return self._elements[at]
 
-    def __iter__(self) -> Iterator[Element]:
-        return iter(self._elements)
-
     @property
     def made(self) -> int:
         """The number of elements in memory."""
@@ -116,7 +112,7 @@ class ItemBuffer:
         """
         return [element.ref for element in self._elements[:n]]
 
-    def save(self) -> list[SavedElement]:
+    def save(self) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
         """Return ref and sizes of each element, in order: for `save_state`."""
         return saved_elements(self._elements)
 
@@ -251,12 +247,12 @@ class ItemBuffer:
 
 
 def note_buffer(stage: Stage, buffer: Any) -> None:
-    """Count what a buffer of a stage has `made`: it is rebuilt if the lane moves to another process."""
+    """Add what a buffer has `made` to `made_items` of a stage."""
     vars(stage).setdefault("_buffers", weakref.WeakSet()).add(buffer)
 
 
 def made_items(stage: Stage) -> int:
-    """The number of elements in memory in the buffers of a stage."""
+    """The number of elements in memory, which a lane that moves has to rebuild."""
     return sum(buffer.made for buffer in vars(stage).get("_buffers", ()))
 
 
@@ -281,7 +277,7 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     return kept  # type: ignore[no-any-return]
 
 
-def saved_elements(elements: Iterable[Element]) -> list[SavedElement]:
+def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
     """What a state keeps of elements: ref and sizes. Where there are none, a later stage measures the element."""
     return [(element.ref, element.sizes) for element in elements]
 

@@ -74,7 +74,7 @@ def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:
 
 
 def verify_files(stages: Iterable[Stage], slot: int) -> None:
-    """Raise `ShardError` if a file that one of these stages reads for the batch of this slot has changed."""
+    """Raise `ShardError` if a file that one of these stages reads has changed."""
     for dataset in datasets_of(stages):
         dataset.verify(slot)
     for stage in stages:

@@ -307,7 +307,7 @@ def test_a_lane_of_nothing_else_is_an_error(shards: str, tmp_path: Path) -> None
 
 
 def test_what_is_left_of_refs() -> None:
-    excluded = ExcludedSamples.of_reader(0, frozenset([1])) | ExcludedSamples.of_reader(2, frozenset([5]))
+    excluded = ExcludedSamples({0: frozenset([1])}) | ExcludedSamples({2: frozenset([5])})
     tagged = 2 << 48 | 5
     for ref, left in [
         ((1, 0, 0), None),

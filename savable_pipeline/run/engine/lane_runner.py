@@ -30,7 +30,6 @@ from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind,
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
-from savable_pipeline.stages.chunked_stage import AvoidsSamples
 from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import datasets_of, upstream, verify_files
@@ -309,7 +308,7 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
     """Leave these samples, by index and epoch, out of a lane from now on."""
     for index, epoch in samples:
         for stage in stages:
-            if isinstance(stage, AvoidsSamples) and tag_of(index) in stage.info.tags:
+            if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
                 stage.avoid(index, epoch, "its worker died")
 
 

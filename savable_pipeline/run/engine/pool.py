@@ -27,7 +27,6 @@ from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, 
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.transport.channel import InOrder
-from savable_pipeline.stages.chunked_stage import AvoidsSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
@@ -497,7 +496,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
     """Whether the stage's `on_error` allows to skip the sample of a status."""
     stage = _stage_at(last, status)
-    return isinstance(stage, AvoidsSamples) and stage.can_skip(error)
+    return stage is not None and hasattr(stage, "can_skip") and bool(stage.can_skip(error))
 
 
 def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:

@@ -98,7 +98,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
             fields[field] = _plain(field, value)
             if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
                 required.add(field)
-            if setting in _OF_DATA:
+            if setting in _OF_DATA and datasets_of([step]):
                 addresses[field] = clean_address(", ".join(each.address for each in datasets_of([step])))
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)

@@ -434,7 +434,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
 
 def _name_branch(stage: Stage, name: str) -> None:
-    """Make a stage, with all upstream, part of the source `name`. Raises ValueError for one that lanes step through."""
+    """Make a stage, with all upstream, part of the source `name`.
+
+    Raises ValueError for one whose elements the ranks of a step take together.
+    """
     if isinstance(stage, Blend | RecordReader):
         stage.name_branch(name)
         return

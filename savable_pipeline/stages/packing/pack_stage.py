@@ -12,9 +12,11 @@ from savable_pipeline.stages.stage_info import StageInfo
 
 
 class PackStage(ChunkedStage, ItemStage):
-    """Base of stages of packs, `encoder.pack(items, rng)`. A ref is a pack's number, then the refs of its items."""
+    """Base of stages of packs, `encoder.pack(items, rng)`.
 
-    source: ItemStage
+    A ref is a pack's number, then the refs of its items.
+    """
+
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
     _calls: EncoderCalls

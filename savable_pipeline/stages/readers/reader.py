@@ -29,7 +29,7 @@ from savable_pipeline.data.stores.opening import Cache, Source, at_commit, find_
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
@@ -151,27 +151,7 @@ class _ReaderState(msgspec.Struct):
     cut: SavedCount = 0
 
 
-class _TakesLane(ChunkedStage, SampleStage):
-    """What is said where a reader is made without a lane, or used as a pipeline value."""
-
-    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
-        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
-        if not isinstance(lane, Lane):
-            named = repr(arguments[0]) if arguments else "…"
-            raise TypeError(
-                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
-            )
-        return super().__new__(cls)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
-
-
-class RecordReader(_TakesLane):
+class RecordReader(ChunkedStage, SampleStage):
     """Yields the samples of a lane's share of a record store. Parts of a sample are read when they are asked for.
 
     The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
@@ -220,6 +200,22 @@ class RecordReader(_TakesLane):
         "exclude": SettingRule(field="exclude"),
         **MEDIA_RULES,
     }
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
+        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
+        if not isinstance(lane, Lane):
+            named = repr(arguments[0]) if arguments else "…"
+            raise TypeError(
+                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
+            )
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
 
     def __init__(
         self,
@@ -467,7 +463,7 @@ class RecordReader(_TakesLane):
             tags=frozenset([self.tag]),
             origins=frozenset([self.origin]),
             branch=self.branch,
-            excluded=ExcludedSamples.of_reader(self.tag, excluded),
+            excluded=ExcludedSamples({self.tag: excluded} if excluded else {}),
             gives_excluded=bool(excluded),
             raises=self.on_error == "raise",
         )
@@ -498,3 +494,15 @@ class RecordReader(_TakesLane):
     def sources(self) -> tuple[Stage, ...]:
         """None: nothing comes before a reader."""
         return ()
+
+
+def set_batch_size(stage: Stage, rows: int) -> None:
+    """Tell the reader how many samples make a batch, if no stage after it drops some.
+
+    Called before the first sample.
+    """
+    aligned = True
+    while (one_to_one := is_one_to_one(stage)) is not None:
+        aligned, stage = aligned and one_to_one, stage.source
+    if isinstance(stage, RecordReader):
+        stage.set_batch_size(rows, aligned=aligned)

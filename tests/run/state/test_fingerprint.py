@@ -28,6 +28,7 @@ from savable_pipeline.run.state.fingerprint import (
     pack_fingerprint,
     unpack_fingerprint,
 )
+from savable_pipeline.stages.pipeline import upstream
 from tests.conftest import write_numbered_shards, write_tar
 from tests.support.streams import take, through_a_file
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -317,7 +318,9 @@ def test_the_states_of_runs_with_other_settings_are_not_merged(shards: Path) -> 
 
 def test_a_password_in_a_url_is_not_kept(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = toy_pipeline(str(shards), sp.Lane())
-    monkeypatch.setattr(sp.TarShardReader, "addresses", lambda self: {"shards": "https://me:secret@host/a@b"})
+    reader = next(upstream(stage))
+    assert isinstance(reader, sp.TarShardReader)
+    monkeypatch.setattr(reader.dataset, "address", "https://me:secret@host/a@b")
     found = fingerprint(stage, seed=3, lanes=12)
     assert found.addresses == {"TarShardReader.shards": "https://host/a@b"}
 
