@@ -33,7 +33,7 @@ from savable_pipeline.tools.cli.console import (
     printable,
     progress_of,
 )
-from savable_pipeline.tools.convert import WORDS
+from savable_pipeline.tools.convert.words import WORDS
 
 if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
