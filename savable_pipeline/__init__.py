@@ -1,4 +1,6 @@
-"""Savable data loading: a training run that is stopped and resumed sees the same batches, bit for bit.
+"""PyTorch data loading with exact resumption.
+
+A training run that is stopped and resumed gets the same batches, bit for bit.
 
     tar shards ─ TarShardReader ─ ShuffleBuffer ─ Encode(TaskEncoder) ─ OnlinePacker ─ Batcher ─ SavableLoader
 
@@ -6,7 +8,7 @@
 
 `sp.read(…).shuffle(…).encode(…).pack(…).batch(…)` names these stages; the loader builds them for each lane (a logical
 worker), runs all lanes, in this process or in worker processes, and keeps the state of each lane with every batch.
-`savable_pipeline.custom` has what stages, stores and pipelines of one's own are made of.
+`savable_pipeline.custom` has the base classes and parts for your own stages, stores and pipelines.
 """
 
 import importlib

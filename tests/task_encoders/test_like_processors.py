@@ -17,7 +17,7 @@ from PIL import Image
 from savable_pipeline.core.rng import Rng
 from task_encoders.chat import ChatEncoder
 from task_encoders.parts.image_tiles import Buckets, NativeSize, SplitTiles, Tiles
-from task_encoders.parts.medium import Seen
+from task_encoders.parts.medium import MediumTokens
 from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import item, png, sample, trained_tokenizer
 
@@ -104,7 +104,7 @@ def photo(width: int, height: int) -> Image.Image:
 
 def seen(shown: Vision, image: Image.Image) -> tuple[torch.Tensor, list[list[int]]]:
     """The tiles of an image as a model gets them, float32 (tiles, 3, height, width), and their grids."""
-    fields = shown.seen(image).fields
+    fields = shown.tokenize(image).fields
     batch = shown.batch(fields, torch.tensor([1]))
     rows, columns = fields["grids"][0].tolist()
     tiles = batch["patches"].unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 4, 2, 5)
@@ -168,7 +168,7 @@ def test_the_texts_and_tokens_of_a_split_image_are_those_of_smolvlm(name: str, s
         fake_token_around_image="<fake_token_around_image>",
         global_image_token="<global-img>",
     )
-    for one in (shown.seen(photo(*size)), shown.measured(SimpleNamespace(width=size[0], height=size[1]))):
+    for one in (shown.tokenize(photo(*size)), shown.measure(SimpleNamespace(width=size[0], height=size[1]))):
         pieces = [piece if isinstance(piece, str) else "<image>" * piece.tokens for piece in shown.pieces(one)]
         assert "".join(pieces) == wanted
 
@@ -230,5 +230,5 @@ def test_a_processor_that_is_not_known_or_does_not_say_its_patches_is_refused() 
 
 
 def test_a_seen_image_of_one_tile_has_no_texts() -> None:
-    only = vision("LLaVA 1.5").seen(photo(64, 40))
-    assert isinstance(only, Seen) and only.texts == () and only.tokens == 576
+    only = vision("LLaVA 1.5").tokenize(photo(64, 40))
+    assert isinstance(only, MediumTokens) and only.texts == () and only.tokens == 576

@@ -268,7 +268,7 @@ def _first_number(path: str) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-def serve(orders: TextIO, answers: TextIO) -> None:
+def serve_orders(orders: TextIO, answers: TextIO) -> None:
     """Carry out orders until there are no more."""
     leg = LegProcess()
     for line in orders:
@@ -295,7 +295,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     try:
-        serve(orders, answers)
+        serve_orders(orders, answers)
     except (KeyboardInterrupt, BrokenPipeError):  # the command receives Ctrl-C too, and reports it
         sys.exit(130)
 
