@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
 
 

@@ -65,7 +65,7 @@ def batch(
 ) -> None:
     """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
-    from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
+    from savable_pipeline.run.loader.ledger import make_again  # with torch, which takes seconds
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 

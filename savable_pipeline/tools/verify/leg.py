@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.observers import TracedSample
 from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.trace import TracedSample
 from savable_pipeline.stages.batch_difference import Difference, digest, find_difference
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.tools.verify.target import load_target
