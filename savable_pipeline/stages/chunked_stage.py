@@ -113,8 +113,8 @@ def take_from(stage: Stage, n: int) -> Any:
 
 def sizes_of(stage: Stage) -> tuple[Size, ...] | None:
     """Sizes of the element that a stage's `__next__` returned last, if they are known."""
-    while isinstance(stage, PassThrough):
-        stage = stage.source
+    if isinstance(stage, PassThrough):
+        return sizes_of(stage.source)
     return stage.sizes if isinstance(stage, ChunkedStage) else None
 
 

@@ -23,7 +23,6 @@ from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
-_NONE = np.empty(0, REF)
 _MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
 _DROPS = "{} dropped {}. Change its condition."
 _NOTHING = "it returned None; return True or False"
@@ -65,14 +64,14 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
     ) -> None:
         Stage.__init__(self, source)
         self.keep, self.on_error, self.yields = keep, on_error, source.yields
-        self._name, self._kept, self._own_keep = f".filter({mapped_name(keep)})", FilterCounts(), source.lane.own(keep)
+        self._name, self._tally, self._function = f".filter({mapped_name(keep)})", FilterCounts(), source.lane.own(keep)
         if source.yields != "samples":
             check_mapped(".filter", keep, most=1)
             check_on_error("filter", on_error)
             return
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(self._name, on_error, _MAX_ERRORS, self.counts, source.info, self._ahead)
-        encoder = MappedFunction(".filter", self._own_keep, global_rng=global_rng)
+        encoder = MappedFunction(".filter", self._function, global_rng=global_rng)
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
 
     def take(self, n: int) -> Any:
@@ -81,22 +80,22 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
 
     def _take_item(self) -> list[Element]:
         for item in self.source:  # which makes an item before it moves past it
-            kept = self._keeps_item(item)
-            self._count([kept])
-            if kept:
+            passed = self._try_item(item)
+            self._count([passed])
+            if passed:
                 return [Element(as_ref(self.source.ref), item, sizes_of(self.source))]
-            if kept is None and too_many_errors(self._kept.errors, self._kept.tried, _MAX_ERRORS):
+            if passed is None and too_many_errors(self._tally.errors, self._tally.tried, _MAX_ERRORS):
                 raise EncodeError(
-                    f"{self._name} failed for {self._kept.errors} of the first {self._kept.tried} items of "
+                    f"{self._name} failed for {self._tally.errors} of the first {self._tally.tried} items of "
                     f"{self.lane}. Fix it, or return False for them.\n  {self._last_error}"
                 ) from self._last_error
         self._end()
         return []
 
-    def _keeps_item(self, item: Any) -> bool | None:
+    def _try_item(self, item: Any) -> bool | None:
         """Whether an item stays; None if it is skipped because of an error."""
         try:
-            found = self._own_keep(item)
+            found = self._function(item)
             if found is None:
                 raise TypeError(_NOTHING)
             return bool(found)
@@ -119,36 +118,36 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                 self._end()
                 break
             given: list[Element] = []
-            first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
+            first, before, passed = ahead.next, self._skipped.begin(given), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 with self.keyed.seeding.row(len(chosen)):
                     for ahead.next, sample in enumerate(chosen, first):
                         untried = sample.index in excluded or absent_reason(sample.origin)
-                        kept.append(True if untried else self._keeps_sample(sample))
-                        if kept[-1]:
+                        passed.append(True if untried else self._try_sample(sample))
+                        if passed[-1]:
                             given.append(Element((sample.index, sample.epoch, 0)))
-                        elif kept[-1] is None:
+                        elif passed[-1] is None:
                             break  # a later draw must not undo what is counted now
                 ahead.next += 1
             except DrawFound:  # the row has no effect, and is repeated
                 self._skipped.roll_back(before)
                 continue
             except SavableError:
-                if not given or len(kept) > ahead.next - first:  # a thread could not repeat the row
+                if not given or len(passed) > ahead.next - first:  # a thread could not repeat the row
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
                 self._skipped.roll_back(before)  # the call returns no sample: undo it as a whole
                 raise
             self._skipped.end(self.info.tags)
-            self._count(kept)
+            self._count(passed)
             if given:
-                left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
+                left: RefArray = ahead.refs[first : ahead.next][np.array(passed, bool)]
                 return left
-        return _NONE
+        return np.empty(0, REF)
 
-    def _keeps_sample(self, sample: Sample) -> bool | None:
+    def _try_sample(self, sample: Sample) -> bool | None:
         """Whether a sample stays; None if it is skipped because of an error."""
         try:
             found, _ = self.keyed.encoded(sample)
@@ -161,21 +160,21 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         self._skipped.tolerate(sample, error)
         return None
 
-    def _count(self, kept: Sequence[bool | None]) -> None:
+    def _count(self, passed: Sequence[bool | None]) -> None:
         """Count results of `keep`. Raises `EncodeError` if very many in a row were dropped."""
-        counts = self._kept
-        if dropped := kept.count(False):
+        counts = self._tally
+        if dropped := passed.count(False):
             self.counts["filtered"] += dropped
-        counts.tried += len(kept)
-        counts.kept += kept.count(True)
-        counts.errors += kept.count(None)
-        counts.row = 0 if any(kept) else counts.row + len(kept)
+        counts.tried += len(passed)
+        counts.kept += passed.count(True)
+        counts.errors += passed.count(None)
+        counts.row = 0 if any(passed) else counts.row + len(passed)
         if counts.row >= max_empty_samples(self.info.population):
             raise EncodeError(_DROPS.format(self._name, f"{counts.row:,} in a row"))
 
     def _end(self) -> None:
         """Raise `EncodeError` if this was a pass of all samples, and nothing was kept."""
-        counts = self._kept
+        counts = self._tally
         if counts.tried and not counts.kept and self.lane.count == 1:
             raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))
 
@@ -184,7 +183,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
 
         `refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
         """
-        state = {"counts": msgspec.to_builtins(self._kept), "source": self.source.save_state()}
+        state = {"counts": msgspec.to_builtins(self._tally), "source": self.source.save_state()}
         if self.yields != "samples":
             return state
         ahead = {"refs": self._ahead.left.tobytes(), "samples": self._ahead.done}
@@ -194,7 +193,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         """Return to the position in `state`; nothing is tried."""
         saved: Any = parse_state(self, state, _SampleFilterState if self.yields == "samples" else _FilterState)
         self.source.restore_state(saved.source)
-        self._kept = saved.counts
+        self._tally = saved.counts
         if self.yields == "samples":
             self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
             self._skipped.restore(self, saved.errors, saved.avoided)

@@ -151,7 +151,27 @@ class _ReaderState(msgspec.Struct):
     cut: SavedCount = 0
 
 
-class RecordReader(ChunkedStage, SampleStage):
+class _TakesLane(ChunkedStage, SampleStage):
+    """What is said where a reader is made without a lane, or used as a pipeline value."""
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
+        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
+        if not isinstance(lane, Lane):
+            named = repr(arguments[0]) if arguments else "…"
+            raise TypeError(
+                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
+            )
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
+
+
+class RecordReader(_TakesLane):
     """Yields the samples of a lane's share of a record store. Parts of a sample are read when they are asked for.
 
     The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
@@ -200,22 +220,6 @@ class RecordReader(ChunkedStage, SampleStage):
         "exclude": SettingRule(field="exclude"),
         **MEDIA_RULES,
     }
-
-    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
-        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
-        if not isinstance(lane, Lane):
-            named = repr(arguments[0]) if arguments else "…"
-            raise TypeError(
-                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
-            )
-        return super().__new__(cls)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
 
     def __init__(
         self,
