@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -370,6 +371,31 @@ def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> 
 def test_a_stage_of_ones_own_has_few_members_to_know() -> None:
     members = {*dir(custom.Stage), *custom.Stage.__annotations__}
     assert len({name for name in members if name[0] != "_"}) <= 12
+
+
+OF_A_STAGE = {"take_from", "take_elements", "make_elements", "is_certain", "count_of", "sizes_of", "is_one_to_one"}
+
+
+def names_used_of_others(kind: ast.ClassDef) -> set[str]:
+    """What a class uses of the stage before it: its members, and the functions of `chunked_stage.py`."""
+    used = set()
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {"source", "stage"}:
+            used.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_A_STAGE:
+            used.add(node.func.id)
+    return used
+
+
+def test_a_stage_uses_few_names_of_another() -> None:
+    used = {
+        kind.name: names_used_of_others(kind)
+        for path in Path(custom.__file__).parent.glob("stages/**/*.py")
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+    }
+    assert len(used["Blend"]) > 4, "nothing is counted"
+    assert not {name: names for name, names in used.items() if len(names) > 8}
 
 
 # A filter that leaves everything out.
