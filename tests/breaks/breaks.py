@@ -509,7 +509,7 @@ DATA = [
         "    return _with_media(dataset.first_shards(begun), name, pinned)\n",
         "    return _with_media(dataset, name, pinned)\n",
         ("tests/system/test_shards_added_meanwhile.py", "tests/data/dataset"),
-        caught_by="tests/system/test_shards_added_meanwhile.py::test_a_loader_that_is_closed_and_goes_on[shuffled]",
+        caught_by="tests/system/test_shards_added_meanwhile.py::test_reopened_loader_uses_its_first_shards[shuffled]",
     ),
     Break(
         "spoiled-blocks-of-the-cache",
@@ -653,7 +653,7 @@ DATA = [
         "    changed_ns = max(source.stat().st_ctime_ns, source.lstat().st_ctime_ns)\n",
         "    changed_ns = max(source.stat().st_mtime_ns, source.lstat().st_mtime_ns)\n",
         ("tests/tools/convert/test_changed.py", "tests/tools/convert/test_resume.py", "tests/tools/convert"),
-        caught_by="tests/tools/convert/test_changed.py::test_contents_that_changed_at_equal_sizes_are_another_conversion",
+        caught_by="tests/tools/convert/test_changed.py::test_changed_contents_of_equal_size_are_another_conversion",
     ),
 ]
 
