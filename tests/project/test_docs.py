@@ -234,7 +234,7 @@ def test_the_site_has_llms_txt_and_the_pages_that_it_names(site: Path) -> None:
     assert not [link for link in links if not (site / link).is_file()]
 
 
-def test_pictures_for_phones_fit_a_phone() -> None:
+def test_images_for_phones_fit_a_phone() -> None:
     shown = {name for page in PAGES for name in re.findall(r'"picture narrow".*\n!\[.+\]\((.+)\)', page.read_text())}
     assert shown == {
         f"assets/{name}.svg" for name in ("checkpoint", "data-path", "in-flight", "packing", "ranks", "types")

@@ -670,7 +670,7 @@ def test_receipt_of_a_rank_ahead_is_saved_once_the_state_passes_it(shards: str) 
     assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {0: [0, 1]}
 
 
-def test_rows_requested_again_are_yielded_once_even_if_done_meanwhile(shards: str) -> None:
+def test_rows_requested_again_are_yielded_once_even_if_done_in_the_meantime(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     step = taken(ranks)
     for rank, batch in zip(ranks, step, strict=True):
