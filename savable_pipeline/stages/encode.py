@@ -317,7 +317,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref), size)
+            return self.keyed.seeding.call_alone(self.keyed.part, sample, part_of(ref), size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 

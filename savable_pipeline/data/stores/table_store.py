@@ -282,7 +282,7 @@ class TableStore(TextStore):
         )
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
+        """Yield (field, path, prefix of its part) for each file that a row names. Raises `RecordError`."""
         for name, prefix in self._named:
             paths = fields.get(name)
             if isinstance(paths, str):
