@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -13,6 +14,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_faults import NumberEncoder
 
@@ -174,7 +176,7 @@ def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, 
 # Refused when the class is made, or the pipeline.
 
 
-def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
+def test_stage_without_a_declared_element_type_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Reversed has no `ref`.*\n.*class Reversed\(custom.PassThrough, "):
 
         class Reversed(custom.ItemStage):
@@ -182,7 +184,7 @@ def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
                 return next(self.source)
 
 
-def test_the_stages_of_the_library_may_be_derived_from() -> None:
+def test_library_stages_may_be_subclassed() -> None:
     class Logged(sp.Batcher):
         def __next__(self) -> Any:
             return super().__next__()
@@ -190,7 +192,7 @@ def test_the_stages_of_the_library_may_be_derived_from() -> None:
     assert issubclass(Logged, custom.BatchStage)
 
 
-def test_a_false_marker_is_found(shards: str) -> None:
+def test_wrong_element_type_is_detected(shards: str) -> None:
     class Swaps(custom.PassThrough, custom.ItemStage):
         held: list[Any] | None = None
 
@@ -220,7 +222,7 @@ def test_a_false_marker_is_found(shards: str) -> None:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_stages_in_a_wrong_order_are_refused(shards: str, build: Any, told: str) -> None:
+def test_stages_in_a_wrong_order_are_rejected(shards: str, build: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         build(reader(shards, sp.Lane()))
 
@@ -249,7 +251,7 @@ def test_a_type_checker_finds_stages_in_a_wrong_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_shuffle_buffer_after_a_source_of_only_next(shards: str, epochs: int | None) -> None:
+def test_shuffle_buffer_accepts_a_source_with_only_next(shards: str, epochs: int | None) -> None:
     buffer = sp.ShuffleBuffer(EveryThird(reader(shards, sp.Lane(), epochs)), size=4)
     given = [sample.json()["id"] for sample, _ in zip(buffer, range(93), strict=False)]
     assert set(given) == set(range(0, 93, 3))
@@ -259,14 +261,14 @@ def test_a_shuffle_buffer_after_a_source_of_only_next(shards: str, epochs: int |
 # Padded and avoided.
 
 
-def test_a_batch_stage_with_a_filler_is_padded(shards: str) -> None:
+def test_batch_stage_with_padding_batches_is_padded(shards: str) -> None:
     loader = sp.SavableLoader(partial(_of, doubled, shards, 1), seed=1, lanes=4, tail="pad")
     batches = list(loader)
     assert sum(int(batch["valid"].sum()) for batch in batches) == 93
     assert len(batches) % 4 == 0
 
 
-def test_a_batch_stage_without_a_filler_is_refused(shards: str) -> None:
+def test_batch_stage_without_padding_batches_is_rejected(shards: str) -> None:
     class Same(custom.PassThrough, custom.BatchStage):
         def __next__(self) -> Any:
             return next(self.source)
@@ -302,7 +304,7 @@ class OwnEncode(custom.ItemStage):
         self.left_out.add((index, epoch))
 
 
-def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None:
+def test_users_stage_gets_the_samples_to_avoid(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.engine.messages import LaneJob
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
@@ -318,42 +320,39 @@ def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None
 # What the loader asks for.
 
 
-class Reading(custom.PassThrough, custom.SampleStage):
-    """Has a few of the methods that the loader asks stages for, as their docstrings said."""
+class Files:
+    """The files that an own stage reads."""
 
-    looked: list[int]
-
-    def __init__(self, source: custom.SampleStage) -> None:
-        super().__init__(source)
-        self.looked = []
-
-    def __next__(self) -> Any:
-        return next(self.source)
+    def __init__(self) -> None:
+        self.looked: list[int] = []
+        self.store = self
 
     def verify(self, slot: int) -> None:
         self.looked.append(slot)
 
-    def stores_read(self) -> list[Any]:
-        return []
+    def verify_given(self) -> None:
+        self.looked.append(-1)
 
-    @property
-    def held_items(self) -> int:
-        return 7
+
+class Reading(custom.PassThrough, custom.SampleStage):
+    """Has what the loader asks of stages that read files, or know their length."""
+
+    def __init__(self, source: custom.SampleStage) -> None:
+        super().__init__(source)
+        self.datasets = (Files(),)
+        self.held = custom.ItemBuffer(self)
+        self.held.add([Element((number, 0, 0), "a sample") for number in range(7)])
+
+    def __next__(self) -> Any:
+        return next(self.source)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         return 5
 
-    def addresses(self) -> dict[str, str]:
-        return {"table": "here"}
 
-    def settings(self) -> dict[str, Any]:
-        return {"table": 1}
-
-
-def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str) -> None:
+def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.engine.messages import LaneJob
-    from savable_pipeline.run.state.fingerprint import fingerprint
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
     made: list[Reading] = []
@@ -364,9 +363,39 @@ def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str) -
 
     runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
     found = runner.deliver(0, pack_state(LaneState(0, 0)))
-    assert made[-1].looked == [0] and found.rebuild_s > 0
+    runner.verify_delivered()
+    assert made[-1].datasets[0].looked == [0, -1] and found.rebuild_s > 0
     assert len(sp.SavableLoader(pipeline, seed=0, lanes=1)) == 2  # of 5 elements
-    assert fingerprint(pipeline(sp.Lane()), lanes=1, seed=0).addresses["Reading.table"] == "here"
+
+
+def test_a_stage_of_ones_own_has_few_members_to_know() -> None:
+    members = {*dir(custom.Stage), *custom.Stage.__annotations__}
+    assert len({name for name in members if name[0] != "_"}) <= 12
+
+
+OF_A_STAGE = {"take_from", "take_elements", "make_elements", "is_certain", "count_of", "sizes_of", "is_one_to_one"}
+
+
+def names_used_of_others(kind: ast.ClassDef) -> set[str]:
+    """What a class uses of the stage before it: its members, and the functions of `chunked_stage.py`."""
+    used = set()
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {"source", "stage"}:
+            used.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_A_STAGE:
+            used.add(node.func.id)
+    return used
+
+
+def test_a_stage_uses_few_names_of_another() -> None:
+    used = {
+        kind.name: names_used_of_others(kind)
+        for path in Path(custom.__file__).parent.glob("stages/**/*.py")
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+    }
+    assert len(used["Blend"]) > 4, "nothing is counted"
+    assert not {name: names for name, names in used.items() if len(names) > 8}
 
 
 # A filter that leaves everything out.
@@ -380,7 +409,7 @@ class Nothing(custom.PassThrough, custom.ItemStage):
 
 
 @pytest.mark.parametrize("buffer", [1, 2000])
-def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(
+def test_endless_run_that_yields_nothing_ends_with_an_error(
     shards: str, buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.lane_shares._UNUSED", 1000)
@@ -393,7 +422,7 @@ def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(
         next(iter(sp.SavableLoader(pipeline, seed=1, lanes=2)))
 
 
-def test_a_batch_that_takes_several_epochs_of_a_lane_still_comes(shards: str) -> None:
+def test_batch_that_needs_several_epochs_of_a_lane_is_yielded(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(EveryThird(reader(shards, lane)), NumberEncoder()), size=20)
 

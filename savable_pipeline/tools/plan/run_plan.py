@@ -23,6 +23,7 @@ from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.ranks import next_lanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
@@ -94,9 +95,9 @@ class Steps:
     how: How
     endless: bool
     steps: float
-    left_batches: float
+    unused_batches: float
     """That no rank receives: of lanes that have more than the others (`tail="stop"`)."""
-    left_samples: float
+    unused_samples: float
     filler_rows: float
     """Rows that only fill up the last steps (`tail="pad"`)."""
     epoch_slots: int | None = None
@@ -116,7 +117,7 @@ class LanesChoice:
     workers: int
     """That a rank can have at most."""
     steps: float | None
-    left_share: float | None
+    unused_share: float | None
 
 
 def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
@@ -127,15 +128,14 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
-    counts = [] if endless else [parts.last.count_of(lane, 0) for lane in range(parts.last.lane.count)]
-    known = [count for count in counts if count is not None]
-    if known and len(known) == len(counts):
+    known = [count for lane in range(parts.last.lane.count) if (count := count_of(parts.last, lane, 0)) is not None]
+    if len(known) == parts.last.lane.count:
         return _finite("counted", settings, parts, known, ranks)
     if parts.rows is None or parts.by_length:
         return Steps("unknown", endless, 0, 0, 0, 0)
     if endless:
         return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
-    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(len(counts))]
+    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
     return _finite("one item a sample", settings, parts, each, ranks)
 
 
@@ -161,7 +161,7 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
             continue
         parts = builder.build(0, lanes)
         steps = count_steps(settings, parts, ranks=ranks)
-        unused = None if steps.how == "unknown" else steps.left_samples / population
+        unused = None if steps.how == "unknown" else steps.unused_samples / population
         choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused))
     return choices
 
@@ -173,8 +173,8 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     """
     fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
     fitting = fitting or [each for each in choices if each.fits]
-    least = min(each.left_share or 0.0 for each in fitting)
-    good = [each for each in fitting if (each.left_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
+    least = min(each.unused_share or 0.0 for each in fitting)
+    good = [each for each in fitting if (each.unused_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
     most = max(len(each.worlds) for each in good)
     best = [each.lanes for each in good if len(each.worlds) == most]
     return planned if planned in best else best[0]

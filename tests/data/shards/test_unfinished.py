@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.toy_files import SMALL, fill
@@ -41,33 +41,33 @@ def warned(folder: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_a_stopped_conversion_left_is_read_with_a_warning_until_it_has_ended(
+def test_output_of_an_interrupted_conversion_is_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = fill(tmp_path / "in", 9), tmp_path / "out"
     stopped_conversion(source, target)
     (warning,) = warned(target, caplog)
     assert warning.startswith(f"{target}: samples are missing") and "same command again" in warning
-    assert [problem.reason for problem in check(target, processes=1).problems] == ["unfinished"]
+    assert [problem.reason for problem in check_dataset(target, processes=1).problems] == ["unfinished"]
     assert "\nunfinished: " in CliRunner().invoke(app, ["check", str(target)]).stdout
     run_conversion(source, target, SMALL)
     assert warned(target, caplog) == []
-    assert check(target, processes=1).problems == []
+    assert check_dataset(target, processes=1).problems == []
 
 
-def test_what_a_stopped_writer_left_is_read_with_a_warning_until_it_has_ended(
+def test_output_of_an_interrupted_writer_is_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(RuntimeError):
         write(tmp_path, 5, fail=True)
     (warning,) = warned(tmp_path, caplog)
     assert "sp.ShardWriter" in warning
-    assert [problem.reason for problem in check(tmp_path, processes=1).problems] == ["unfinished"]
+    assert [problem.reason for problem in check_dataset(tmp_path, processes=1).problems] == ["unfinished"]
     write(tmp_path, 5)
     assert warned(tmp_path, caplog) == []
 
 
-def test_parts_that_were_stopped_or_never_begun_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_interrupted_and_missing_parts_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 3, part=(0, 4))
     with pytest.raises(RuntimeError):
         write(tmp_path, 3, part=(2, 4), fail=True)

@@ -10,7 +10,7 @@ from numpy._core import _internal
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
+from savable_pipeline.run.loader import epoch_end, misuse, run, savable_loader
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.signals import SignalAt, got
@@ -29,7 +29,7 @@ from tests.support.toy_pipelines import toy_pipeline
         pytest.param(0, 4, 1, id="a length"),
     ],
 )
-def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
+def test_ctrl_c_at_any_bytecode_of_a_step_loses_and_repeats_no_batch(
     make_shards: Any, epochs: int | None, before: int, batches: int
 ) -> None:
     shards = str(make_shards([30, 30]))
@@ -45,7 +45,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     for at in range(1, 100_000):
         own = made()
         assert not before or got(own, before) == before
-        signal = SignalAt(at, [run, savable_loader, epoch_end, own_process])
+        signal = SignalAt(at, [run, savable_loader, epoch_end, misuse])
         count = got(own, batches, signal)
         if signal.left > 0:
             break
@@ -55,7 +55,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     assert at > 100
 
 
-def test_ctrl_c_where_numpy_compares_is_ctrl_c_when_a_state_within_a_fan_out_is_restored(make_shards: Any) -> None:
+def test_ctrl_c_in_a_numpy_comparison_of_a_restore_is_raised_as_ctrl_c(make_shards: Any) -> None:
     """In a comparison of structured arrays numpy makes a TypeError of it, which has lost its cause."""
     pipeline = partial(toy_pipeline, str(make_shards([30, 30])), pack=None, skip=0)
     with sp.SavableLoader(pipeline, seed=3, lanes=1) as own:
