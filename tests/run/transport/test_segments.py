@@ -71,6 +71,21 @@ def test_a_segment_is_used_again_when_the_last_view_of_it_is_gone_and_not_before
     assert passing.made == 3 and int(second.sum()) == 5000 * ord("b")
 
 
+def test_a_segment_is_dropped_once_another_was_free_for_many_batches() -> None:
+    passing = Passing()
+    first = passing(b"a" * 5000)
+    for _ in range(100):
+        passing(b"b" * 5000)
+    assert len(passing.reader._segments) == 2, "the trainer views one while the next is written"
+    first += passing(b"c" * 5000)
+    passing(b"d" * 5000)
+    del first
+    assert len(passing.reader._segments) == 3
+    for _ in range(100):
+        passing(b"e" * 5000)
+    assert len(passing.reader._segments) == 1 and passing.made == 3
+
+
 def test_a_trainer_that_keeps_every_batch_gets_copies_and_the_worker_never_runs_out_of_segments() -> None:
     passing = Passing()
     kept = [passing(bytes([i]) * 3000)[0] for i in range(40)]
