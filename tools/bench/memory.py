@@ -39,7 +39,7 @@ from data import prepared
 from many_shards import make_dataset
 from ours import FunctionEncoder, pipeline
 from rich.table import Table
-from rounds import Bench, beside, children, console, main, processor_s
+from rounds import Bench, children, console, main, processor_s, ratios
 
 import savable_pipeline as sp
 
@@ -188,7 +188,7 @@ def sharing(bench: Bench) -> None:
             title = f"batches that take {build_ms:.0f} ms to build, steps with{'' if barrier else 'out'} a barrier"
             table = Table("four beside one", "ratio", title=title, title_justify="left")
             for name in alone[0]:
-                table.add_row(name, beside(*([each[name] for each in runs] for runs in (four, alone))))
+                table.add_row(name, ratios(*([each[name] for each in runs] for runs in (four, alone))))
             console.print(table)
 
 
@@ -228,7 +228,7 @@ def sharing_rank(rank: int, ranks: int, sorts: int, barrier: bool, folder: str, 
     encoder, spent = FunctionEncoder(partial(image, sorts)), {"next": 0.0, "read": 0.0}
     run = partial(pipeline, folder, encoder, 8, 0)
     with sp.SavableLoader(run, seed=1, num_workers=2, ranks=sp.Ranks.of(data, share=whole)) as loader:
-        held, batch = 0, next(loader)
+        stored, batch = 0, next(loader)
         for step in range(-SHARE_WARM, SHARE_STEPS):
             if step == 0:
                 dist.barrier()
@@ -242,7 +242,7 @@ def sharing_rank(rank: int, ranks: int, sorts: int, barrier: bool, folder: str, 
             spent["next"] += after - before
             if step < 0 and step % 5 == 0:  # apart from the steps that are timed
                 dist.barrier()
-                held += sum(batch_bytes(pid) for pid in [os.getpid(), *below(os.getpid())])
+                stored += sum(batch_bytes(pid) for pid in [os.getpid(), *below(os.getpid())])
                 dist.barrier()
             time.sleep(SHARE_STEP_S)
             if barrier:
@@ -251,7 +251,7 @@ def sharing_rank(rank: int, ranks: int, sorts: int, barrier: bool, folder: str, 
         workers = processor_s(os.getpid()) - time.process_time() - workers
         dist.barrier()
     costs = {
-        "memory of batches": held,
+        "memory of batches": stored,
         "a step": step_s / ranks,
         "CPU time of workers": workers,
         "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),

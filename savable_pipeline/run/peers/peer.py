@@ -39,7 +39,7 @@ from savable_pipeline.run.transport.segments import SegmentReader, Span
 
 Note: TypeAlias = tuple[Any, ...]
 # A worker's message, and descriptors, for a peer.
-WrittenAnswer: TypeAlias = "Callable[[Peer], tuple[bytes, list[int]]]"
+PassedAnswer: TypeAlias = "Callable[[Peer], tuple[bytes, list[int]]]"
 
 END_S = 5.0  # for the last messages to be sent
 
@@ -95,7 +95,7 @@ class Peer:
         self.unsent, self.ended, self.lost = False, False, False
         self._reader = AnswerReader(SegmentReader(flag, private=True))
 
-    def send(self, note: Note, written: WrittenAnswer = lambda peer: (b"", [])) -> None:
+    def send(self, note: Note, written: PassedAnswer = lambda peer: (b"", [])) -> None:
         """Send a note, with its answer, unless the peer is gone."""
         if not (self.lost or self.ended):
             message, descriptors = written(self)
@@ -145,7 +145,7 @@ class SourceReader(AnswerReader):
         number, answer, written = self.read_written(message, descriptors)
         return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
 
-    def read_written(self, message: bytes, descriptors: list[int]) -> tuple[int, Any, WrittenAnswer]:
+    def read_written(self, message: bytes, descriptors: list[int]) -> tuple[int, Any, PassedAnswer]:
         """Return the same and what passes the answer on, which is a small one as it came."""
         number, answer = super().read(message, descriptors)
         return number, answer, vars(self).pop("_written", lambda peer: (message, []))

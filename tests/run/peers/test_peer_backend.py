@@ -78,6 +78,18 @@ def test_a_peer_may_overwrite_its_batches(shards: Path, workers: int) -> None:
         assert on_each(list(enumerate(found)), overwrite) == [expected] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_stays_while_the_first_rank_takes_others(shards: Path, workers: int) -> None:
+    expected = take(alone(shards), 30)
+    with closing(loaders(shards, 2, num_workers=workers)) as found:
+        on_each(found, lambda loader: take(loader, 1))
+        assert take(found[0], 2) == expected[1:3]
+        for number in range(1, 27):
+            batch = next(found[1])
+            assert take(found[0], 1) == expected[number + 2 : number + 3]
+            assert digest(batch) == expected[number]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_peer_may_collect_many_batches(shards: Path, workers: int) -> None:
     expected = take(alone(shards), 20)
