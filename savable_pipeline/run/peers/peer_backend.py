@@ -71,12 +71,12 @@ class PeerBackend:
 
     @property
     def capacity(self) -> int:
-        """That of the builder, less what a peer has not taken.
+        """That of the builder, less what a peer is behind, which is in memory, too.
 
-        That is in memory, too. Each worker has something to build.
+        Each worker has something to build. The last batch is still on its way to the peers.
         """
-        most, taken = self._builder.capacity, min((reader.taken for reader in self._readers), default=self._passed)
-        return most and max(most // self._prefetch, most + 1 - max(1, self._passed - taken))
+        most, behind = self._builder.capacity, self._passed - min((each.taken for each in self._readers), default=0)
+        return most and max(most // self._prefetch, most - behind * (behind > 1 and bool(self._readers)))
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request a batch of the builder."""
