@@ -63,7 +63,7 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Raised to end a row of calls that drew unseeded: the row has no effect, and runs again with seeds."""
+    """Ends a row of calls that drew unseeded: it has no effect, and runs again seeded."""
 
 
 class Seeding:

@@ -130,7 +130,10 @@ class EncoderCalls:
             raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
-        """The length and the number of images of each item; None if the encoder does not say how to measure one."""
+        """Return the length and the number of images of each item.
+
+        None if the encoder does not say how to measure one.
+        """
         if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
             return None
         return tuple((self.length(item, least=0), self.images(item)) for item in items)

@@ -310,7 +310,10 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """Return the refs that a state holds as bytes, as REF (n,). Raises `CheckpointMismatchError` for others."""
+    """Return the refs that a state holds as bytes, as REF (n,).
+
+    Raises `CheckpointMismatchError` for anything else.
+    """
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
         raise CheckpointMismatchError(

@@ -129,7 +129,7 @@ def quality(bench: Bench) -> None:
 
 
 def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
-    """Return the PSNR of scaled against exact decoding for 200 random crops, and the scales used.
+    """Return the PSNR of scaled against exact decoding of random crops, and the scales.
 
     Crops without any difference have no PSNR and are left out.
     """
@@ -252,7 +252,7 @@ def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
 
 
 def in_memory(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
-    """torch's DataLoader, which has the files in memory already: an upper bound that no loader of tars reaches."""
+    """torch's DataLoader over files in memory: a bound that no loader of tars reaches."""
     records = records_of(folder, 64)
     return Loader(peers.torch_loader(records, decode, default_collate, size=size, num_workers=WORKERS))
 

@@ -135,7 +135,7 @@ HEADS = ("trainer, unshared", "shared", "worker, unshared", "shared", "others, u
 
 
 def loaders(bench: Bench) -> None:
-    """Print the memory of our loader and of its peers, for each number of workers and ranks."""
+    """Print the memory of our loader and of its peers, by workers and ranks."""
     for ranks in bench.options.ranks:
         for workers in bench.options.workers:
             table = Table("MB", *HEADS, title=f"{workers} workers a rank, {ranks} ranks")

@@ -87,8 +87,9 @@ def python_texts(longest: int) -> Corpus:
 
 
 def pictures(longest: int) -> Corpus:
-    """A caption of lognormal length and 0 to 4 pictures of 64 to 1,280 tokens. A token covers four patches.
+    """A caption of lognormal length and 0 to 4 pictures.
 
+    A picture has 64 to 1,280 tokens, and a token covers four patches.
     The cost knows the number of pictures, not their sizes: each counts as one of the mean size.
     """
 

@@ -161,9 +161,9 @@ class ShardIndex(ABC):
 
     @abstractmethod
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
-        """Return (offset, bytes) of the part of each array that covers these shards, from a copy of this file.
+        """Return (offset, bytes) of the part of each array that covers these shards.
 
-        `get(start, stop)` returns those bytes of the copy. Raises `ShardError` unless the rows match the checksums of
+        They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless the rows match the checksums of
         this file.
         """
 

@@ -233,7 +233,10 @@ def _numbers_of(rows: Any) -> NDArray[Any]:
 
 
 def _needs_conversion(kind: Any) -> bool:
-    """Return whether a type contains times, which pyarrow returns as pandas objects, or JSON as text."""
+    """Return whether a type contains times or JSON.
+
+    pyarrow returns times as pandas objects, and JSON as text.
+    """
     if kind.num_fields:
         return any(_needs_conversion(kind.field(i).type) for i in range(kind.num_fields))
     timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)

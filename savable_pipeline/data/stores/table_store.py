@@ -282,7 +282,10 @@ class TableStore(TextStore):
         )
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """Yield (field, path, prefix of its part) for each file that a row names. Raises `RecordError`."""
+        """Yield (field, path, prefix of its part) for each file that a row names.
+
+        Raises `RecordError`.
+        """
         for name, prefix in self._named:
             paths = fields.get(name)
             if isinstance(paths, str):

@@ -61,7 +61,7 @@ class Backend(Protocol):
         """
 
     def look(self) -> None:
-        """Let all workers check that their shards are unchanged, then call `verify_delivered`.
+        """Let all workers check their shards, then call `verify_delivered`.
 
         Waits some seconds at most.
         """

@@ -120,7 +120,7 @@ class LedgerFiles:
             yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
 
     def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, RecordedBatch, int]]:
-        """Yield (sample index, batch, rows as a bit mask) for each of these samples of a source in each batch.
+        """Yield (sample index, batch, rows as a bit mask) for these samples of a source.
 
         In a batch that was repeated, only its repeated rows are searched.
         """
@@ -132,7 +132,7 @@ class LedgerFiles:
                     yield untagged(index), found, rows
 
     def acknowledged(self) -> Iterator[tuple[int, Acknowledged]]:
-        """Yield each record of acknowledgements, with the number of the start that wrote it."""
+        """Yield each record of acknowledgements with the number of its start."""
         for file in self._files:
             for record in file.records():
                 if isinstance(record, Acknowledged):

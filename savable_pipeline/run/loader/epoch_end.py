@@ -139,7 +139,10 @@ class EpochEnds:
         return end
 
     def _count_epoch(self, at: Position) -> int:
-        """Return the slots of epoch 0 by the lanes of this rank, whose batches it skips to count them."""
+        """Return the slots of epoch 0 by the lanes of this rank.
+
+        It skips all their batches to count them.
+        """
         start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
         found = self._prefetcher.count(start)
         if at.pad:
@@ -177,7 +180,7 @@ def _next_slot(position: Position, lane: int) -> int:
 
 
 def left_of_epoch(position: Position, epoch_slots: int) -> int:
-    """Return the slots that are left of an epoch of `epoch_slots`, rounded up to whole steps."""
+    """Return the slots that are left of an epoch, rounded up to whole steps."""
     remaining = epoch_slots - position.slot % epoch_slots
     return -(-remaining // position.step) * position.step
 

@@ -221,7 +221,7 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 
 
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
-    """Open the samples of a source, numbered as in the last start of the run that used this source.
+    """Open the samples of a source, numbered as in the last start that used it.
 
     Raises `SavableError` if the files hold other samples than the run read, as each answer would be wrong.
     """

@@ -108,7 +108,7 @@ def _summarized(state: Mapping[str, Any]) -> StateSummary:
 
 
 def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
-    """Return the facts of the run as settings: the shards that joined, by reader, and what was decided."""
+    """Return the shards that joined, by reader, and what was decided, as settings."""
     found = {}
     for branch, pairs in facts.growth.items():
         joined = ", ".join(f"{shards} shards from epoch {epoch}" for epoch, shards in pairs)

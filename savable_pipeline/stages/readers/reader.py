@@ -155,7 +155,7 @@ class _TakesLane(ChunkedStage, SampleStage):
     """What is said where a reader is made without a lane, or used as a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """Raise TypeError if no lane is given, as a call outside a pipeline function has none."""
+        """Raise TypeError if no lane is given: outside a pipeline function there is none."""
         lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
         if not isinstance(lane, Lane):
             named = repr(arguments[0]) if arguments else "…"
@@ -279,7 +279,9 @@ class RecordReader(_TakesLane):
         self._move_to(shares.first_epoch, 0)
 
     def set_batch_size(self, rows: int, *, aligned: bool) -> None:
-        """Divide the samples among the lanes in whole batches of `rows`. Called before the first sample.
+        """Divide the samples among the lanes in whole batches of `rows`.
+
+        It is called before the first sample.
 
         Args:
             rows: Samples that make a batch.
