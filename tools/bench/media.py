@@ -129,7 +129,7 @@ def quality(bench: Bench) -> None:
 
 
 def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
-    """Return the PSNR of scaled against exact decoding of random crops, and the scales.
+    """Return the PSNR of scaled against exact decoding of 200 crops, and the scales.
 
     Crops without any difference have no PSNR and are left out.
     """

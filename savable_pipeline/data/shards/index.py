@@ -163,8 +163,8 @@ class ShardIndex(ABC):
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
         """Return (offset, bytes) of the part of each array that covers these shards.
 
-        They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless the rows match the checksums of
-        this file.
+        They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless
+        the rows match the checksums of this file.
         """
 
     @abstractmethod
