@@ -102,7 +102,7 @@ class PieceMaker:
         self._set_cost(piece)
         self._by_source.kept_one(ref, length)
         if declared is None:
-            self._share.count(piece)
+            self._share.count([piece])
         packing.add(piece)
 
     def _add(self, taken: Piece) -> bool:
@@ -173,7 +173,7 @@ class PieceMaker:
 
     def _set_value(self, piece: Piece, item: Any) -> None:
         piece.value = item
-        self._share.count(piece)
+        self._share.count([piece])
 
     def release(self, pieces: Sequence[Piece]) -> None:
         """Count the items of these pieces as in memory no more."""
