@@ -25,7 +25,7 @@ from savable_pipeline.stages.chunked_stage import make_elements, take_from
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
-from savable_pipeline.stages.packing.pack_stage import NOTHING, PackStage
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
@@ -102,7 +102,7 @@ class ItemPacker(PackStage):
         while self._groups or self._choose():
             items, refs = _left(self._held.copies(self._groups[0]))
             sizes = self._calls.sizes(items) if items else None
-            packed = self._calls.combined(items, self._count, self.info) if items else NOTHING
+            packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:

@@ -16,7 +16,7 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
-NOTHING = Skip("a pack of nothing")
+EMPTY_PACK = Skip("a pack of nothing")
 
 
 class PackStage(ChunkedStage, ItemStage):
@@ -54,7 +54,7 @@ class PackStage(ChunkedStage, ItemStage):
                 )
             left = [part for part in self._rebuilt(parts) if type(part.value) is not Skip]
             refs, items = [part.ref for part in left], [part.value for part in left]
-            element.value = self._calls.combined(items, number, self.info) if items else NOTHING
+            element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
             if type(element.value) is not Skip:
                 whole, element.ref = element.ref, (number, *refs)
                 element.sizes = left_sizes(element.sizes, whole, element.ref)

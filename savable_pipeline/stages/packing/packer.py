@@ -14,7 +14,7 @@ from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef
-from savable_pipeline.stages.packing.pack_stage import NOTHING, PackStage
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -188,7 +188,7 @@ class OnlinePacker(PackStage):
         """The pack, made; None if nothing is left of it or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
-        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else NOTHING
+        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
         pieces = [piece for piece, _ in left]
         if type(packed) is Skip:
             self._release(pack)
