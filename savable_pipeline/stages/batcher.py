@@ -56,8 +56,7 @@ class EncoderBatches(BatchStage):
         super().__init__(source)
         chosen = source.info.encoder if encoder is None else encoder
         self._calls = EncoderCalls(type(self).__name__, source.info, _Samples() if chosen is None else chosen, "batch")
-        self.drop_last = bool(drop_last)
-        self._count = 0
+        self.drop_last, self._count = bool(drop_last), 0
         self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded
 
     def describe(self) -> StageInfo:
@@ -214,11 +213,6 @@ class Batcher(EncoderBatches):
         """The source's, one deeper; excluded samples are left out here at the latest."""
         return replace(super().describe(), gives_excluded=False)
 
-    @property
-    def held_items(self) -> int:
-        """Items that wait for their batch."""
-        return self._held.made
-
     def __next__(self) -> Any:
         items, refs = self._take_batch()
         if not refs:
@@ -262,7 +256,7 @@ class Batcher(EncoderBatches):
 
     def _fill(self, n: int) -> list[Any]:
         """The next `n` items, or as many as there are; unmade where they are skipped."""
-        while len(items := self._held.ready(n, skips=self.lane.skips)) < n and self._take(n):
+        while len(items := self._held.values(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 

@@ -167,8 +167,7 @@ class BucketRule:
 
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
-        self._candidates = candidates
-        self._sizes = sizes
+        self._candidates, self._sizes = candidates, sizes
         self._came: dict[Bucket, int] = {}  # items that came to each bucket
         self._total = 0  # parts of batches that these are
 
@@ -303,8 +302,7 @@ class BucketBatcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
         self.bounds = self._sizes.bounds
-        self.size = size
-        self.max_tokens = max_tokens
+        self.size, self.max_tokens = size, max_tokens
         self.group = source.lane.own(group)
         self._check_group(group)
         self._buckets: dict[Bucket, ItemBuffer] = {}  # those that hold items, in the order in which they began
@@ -328,17 +326,12 @@ class BucketBatcher(EncoderBatches):
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
 
-    @property
-    def held_items(self) -> int:
-        """Made items that wait for their batch."""
-        return sum(held.made for held in self._buckets.values())
-
     def __next__(self) -> Any:
         key = self._due()
         if key is None:
             raise StopIteration
         held, size = self._buckets[key], self._size(key)
-        batch = self._filled_up(held.ready(size), held.refs()[:size], size)
+        batch = self._filled_up(held.values(size), held.refs(size), size)
         self._release(key)
         return batch
 
@@ -400,7 +393,7 @@ class BucketBatcher(EncoderBatches):
         if full and self._rule is not None:
             held_items = {key: len(held) for key, held in self._buckets.items()}
             return self._rule.choose(self._count, held_items, full)
-        return min(full or ([] if self.drop_last else self._buckets), key=_number, default=None)
+        return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
 
     def _size(self, key: Bucket) -> int:
         return self._sizes.of(*key)
@@ -408,16 +401,17 @@ class BucketBatcher(EncoderBatches):
     def _put_taken(self) -> Bucket | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
         element = self._taken[0]
-        item, ref, key = element.value, element.ref, self._key_unmade(element)
+        key = self._key_unmade(element)
         if key is None:
-            item, ref = self._taken.look(0)
-            key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+            if not element.is_made:
+                self.source.make([element])
+            key = None if type(element.value) is Skip else self._key(element.value)  # a `Skip` was counted upstream
         if key is not None and key[1] == self._sizes.buckets:
-            self._skipped(ref)
+            self._skipped(element.ref)
             key = None
         elif key is not None:
-            self._by_source.kept_one(ref)
-            self._put(key, item, ref)
+            self._by_source.kept_one(element.ref)
+            self._put(key, element.value, element.ref)
             if self._rule is not None:
                 self._rule.came(key)
         self._taken.drop(1)
@@ -452,10 +446,15 @@ class BucketBatcher(EncoderBatches):
     def _make(self, key: Bucket, i: int) -> bool:
         """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
         held = self._buckets[key]
-        item, ref = held.look(i)
-        found = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+        element = held[i]
+        if element.is_made:
+            return True
+        copy = Element(element.ref, sizes=element.sizes)
+        self.source.make([copy])
+        item, ref = copy.value, copy.ref
+        found = None if type(item) is Skip else self._key(item)  # a `Skip` was counted upstream
         if found == key:
-            held.keep(i, item, ref)
+            element.value, element.ref, element.sizes = item, ref, copy.sizes
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
@@ -523,10 +522,6 @@ class BucketBatcher(EncoderBatches):
         elif self.group is not None:
             own |= function_settings("group", self.group)
         return {**own, **super().settings()}
-
-
-def _number(key: Bucket) -> int:
-    return key[1]
 
 
 def _shown(key: Bucket) -> str:

@@ -7,7 +7,7 @@ encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -31,7 +31,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, make, parse_state, saved_refs
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -45,6 +45,7 @@ _LIST = (
     "each, yield them, or return iter(...)"
 )
 _NONE = "it returned None; return an item or Skip(reason)"
+_MOST_OPENED = 10_000
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
@@ -111,11 +112,11 @@ class Encode(ChunkedStage, ItemStage):
         self._skipped = SkippedSamples(
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
-        self.on_error = on_error
+        self.on_error, self._encoder = on_error, encoder
         self.one_for_one: bool = encoder.one_to_one
-        self._encoder = encoder
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
+        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # taken, but not made yet, with declared sizes
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
@@ -172,8 +173,12 @@ class Encode(ChunkedStage, ItemStage):
             self._take_samples(elements, len(elements) + 1)
             return
         element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
+        if not skips:
+            self._opened[element.ref[:2]] = sample, size
+            if len(self._opened) > _MOST_OPENED:
+                del self._opened[next(iter(self._opened))]
         if self._makes:
-            make(element, self)
+            self.make([element])
         self._ahead.next += 1
         elements.append(element)
 
@@ -291,12 +296,19 @@ class Encode(ChunkedStage, ItemStage):
         """Leave this sample out from now on, in this lane and all that are restored from its state."""
         self._skipped.avoid(index, epoch, reason)
 
-    def fetch(self, ref: ItemRef | Ref) -> Any:
-        """Make the item with this ref again; a `Skip` if that fails now and `on_error` says to skip, or it is excluded.
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of items; a `Skip` if that fails now and `on_error` says to skip, or one is excluded.
 
         Raises `EncodeError` if the encoder raises, or no longer makes that part of the sample.
         """
-        sample = self.source.fetch(ref)
+        for element in elements:
+            element.value = self._made(element)
+
+    def _made(self, element: Element) -> Any:
+        ref = element.ref
+        sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
+        if sample is None:
+            sample = self.source.fetch(element.ref)
         if sample.index in self.info.excluded:
             return EXCLUDED
         lost = self._skipped.lost_before(sample)
@@ -304,7 +316,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref))
+            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref), size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -324,8 +336,7 @@ class Encode(ChunkedStage, ItemStage):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        counted = self._makes_all and not self.info.excluded
-        return self.source.count_of(lane, epoch) if counted else None
+        return self.source.count_of(lane, epoch) if self._makes_all and not self.info.excluded else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
@@ -427,11 +438,11 @@ class KeyedEncoder:
         except Exception as error:
             raise EncoderError(error) from error
 
-    def part(self, sample: Sample, part: int) -> Any:
+    def part(self, sample: Sample, part: int, size: Size | None = None) -> Any:
         """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
         made, rng = self.encoded(sample)
         try:
-            self.declared.check(sample, made)
+            self.declared.check(sample, made, size)
         except EncodeError:
             raise
         except Exception as error:
@@ -458,10 +469,8 @@ class FanOut:
     def __init__(
         self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, count: int = 0
     ) -> None:
-        self.sample = sample
-        self.count = count
-        self._keyed = keyed
-        self.made = made
+        self.sample, self.count = sample, count
+        self._keyed, self.made = keyed, made
 
     def next(self) -> Any:
         """The next item; `DONE` after the last.
@@ -529,10 +538,10 @@ class DeclaredSize:
         length = self._encoder.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
-    def check(self, sample: Sample, item: Any) -> None:
-        """Raise `EncodeError` if the item of a sample has another size than the encoder declared."""
-        declared = self.of(sample)
-        if declared is None:
+    def check(self, sample: Sample, item: Any, declared: Size | None) -> None:
+        """Raise `EncodeError` if the item of a sample has another size than the encoder declares, or did."""
+        declared = self.of(sample) if declared is None else declared
+        if declared is None or not self.known:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"

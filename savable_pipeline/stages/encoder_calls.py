@@ -87,11 +87,9 @@ class EncoderCalls:
         self._is_upstream = encoder is upstream.encoder
         self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
         self.encoder_name = type(encoder).__name__
-        self._stage = stage
-        self._lane = upstream.lane
+        self._stage, self._lane, self._combine = stage, upstream.lane, combine
         self._key: int | None = None
-        self._combine = combine
-        self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
+        self.has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
         self._combined = encoder.pack if combine == "pack" else encoder.batch
         self._seeding = seeding_of(encoder, self._lane, combine)
 
@@ -154,7 +152,7 @@ class EncoderCalls:
     def images(self, item: Any) -> int:
         """The number of images of an item."""
         try:
-            return _at_least(0, self.encoder.images(item)) if self._has_images else 0
+            return _at_least(0, self.encoder.images(item)) if self.has_images else 0
         except Exception as error:
             raise self._failed("images", error) from from_user_code(error)
 

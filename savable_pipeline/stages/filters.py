@@ -192,10 +192,9 @@ class ItemFilter(PassThrough, ItemStage):
     def __next__(self) -> Any:
         for item in self.source:
             kept = self._keeps(item)
-            if kept:
-                self._limits.count_passed()
-                return item
             self._limits.count([kept])
+            if kept:
+                return item
             if kept is None:
                 self._limits.check_errors(self._last_error)
         self._limits.end()
@@ -253,11 +252,6 @@ class _Limits:
         counts.row = 0 if any(kept) else counts.row + len(kept)
         if counts.row >= max_empty_samples(self._stage.info.population):
             self._raise(f"{counts.row:,} in a row")
-
-    def count_passed(self) -> None:
-        """Count a result that stays, as `count` does."""
-        counts = self.counts
-        counts.tried, counts.kept, counts.row = counts.tried + 1, counts.kept + 1, 0
 
     def check_errors(self, last: EncodeError) -> None:
         """Raise `EncodeError` where too many of the results are errors."""

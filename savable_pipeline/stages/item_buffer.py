@@ -39,6 +39,7 @@ from savable_pipeline.stages.task_encoder import Skip
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 SavedElement: TypeAlias = tuple[ItemRef, tuple[Size, ...] | None]
 _LEAVES = {int, float, str, bytes, bool, type(None)}
+_NUMBERS = {int, float, bool}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
 
 
@@ -78,6 +79,7 @@ class ItemBuffer:
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
         # Weak: a stage that is let go of frees its items and its source's files at once.
         self._stage = weakref.ref(stage)
+        stage.buffers.add(self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
         if max_bytes is not None:
@@ -85,7 +87,7 @@ class ItemBuffer:
             self._share = BudgetShare(budget, max_bytes=max_bytes)
 
     @property
-    def _holder(self) -> Stage:
+    def _owner(self) -> Stage:
         stage = self._stage()
         assert stage is not None, "a stage lives as long as it asks"
         return stage
@@ -94,7 +96,7 @@ class ItemBuffer:
         return len(self._elements)
 
     def __getitem__(self, at: int) -> Element:
-        """The element in this place, as it is held; `look` makes it."""
+        """The element in this place, as it is in the buffer."""
         return self._elements[at]
 
     def __iter__(self) -> Iterator[Element]:
@@ -129,7 +131,7 @@ class ItemBuffer:
             CheckpointMismatchError: It is anything else.
         """
         self.drop(len(self._elements))
-        self.add(restored_elements(self._holder, saved))
+        self.add(restored_elements(self._owner, saved))
 
     def add(self, elements: Sequence[Element]) -> None:
         """Hold more elements, behind the others.
@@ -143,8 +145,7 @@ class ItemBuffer:
             return
         for element in elements:
             if element.is_made:
-                value, element.value = element.value, UNMADE
-                share.keep(element, value)
+                share.count(element)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are held or it ends.
@@ -155,7 +156,7 @@ class ItemBuffer:
         Returns:
             The number of elements taken.
         """
-        source, before = self._holder.source, len(self._elements)
+        source, before = self._owner.source, len(self._elements)
         while len(self._elements) < n:
             elements = take_elements(source, n - len(self._elements))
             if not elements:
@@ -163,8 +164,8 @@ class ItemBuffer:
             self.add(elements)
         return len(self._elements) - before
 
-    def look(self, at: int) -> tuple[Any, ItemRef]:
-        """Return an element and its ref, without changing what is held.
+    def take(self, at: int) -> tuple[Any, ItemRef]:
+        """Remove an element, and return it with its ref. If the source raises, it is still in the buffer.
 
         Args:
             at: Its place, from 0, or -1 for the last.
@@ -174,17 +175,10 @@ class ItemBuffer:
             are left: a pack may have lost items.
         """
         element = self._elements[at]
-        return (element.value, element.ref) if element.is_made else self._holder.source.fetch_left(element.ref)
-
-    def take(self, at: int) -> tuple[Any, ItemRef]:
-        """Return an element and its ref, as `look`, and remove it. If the source raises, it is still held.
-
-        Args:
-            at: Its place, from 0, or -1 for the last.
-        """
-        found = self.look(at)
+        if not element.is_made:
+            self._owner.source.make([element])
         self.remove(at)
-        return found
+        return element.value, element.ref
 
     def remove(self, at: int, *, last_fills: bool = False) -> Element:
         """Remove an element, and return it as it was held.
@@ -197,7 +191,8 @@ class ItemBuffer:
         if last_fills:
             self._elements[at] = self._elements[-1]
         del self._elements[-1 if last_fills else at]
-        self._release(element)
+        if self._share is not None:
+            self._share.release([element])
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
@@ -213,50 +208,35 @@ class ItemBuffer:
             given.append(self.remove(slot, last_fills=True))
         return given
 
-    def _release(self, element: Element) -> None:
-        if self._share is not None:
-            self._share.release(element)
-
-    def ready(self, n: int, *, skips: bool = False) -> list[Any]:
-        """Return the first items, made; elements that can no longer be made are removed.
+    def values(self, n: int, *, skips: bool = False) -> list[Any]:
+        """Return the first items, made together; elements that can no longer be made are removed.
 
         Args:
-            n: How many; fewer are returned if fewer are held.
+            n: How many; fewer are returned if there are fewer.
             skips: Leave those unmade that cannot be lost.
         """
-        made = [element.value for element in self._elements[:n]]
-        if not [True for value in made if value is UNMADE]:
-            return made
-        made = []
-        while (at := len(made)) < min(n, len(self._elements)):
-            if skips and self._holder.source.is_certain(self._elements[at].ref):
-                made.append(self._elements[at].value)
-                continue
-            item, ref = self.look(at)
-            if type(item) is Skip:
-                self.remove(at)
-                continue
-            self.keep(at, item, ref)
-            made.append(item)
-        return made
+        while True:
+            values = [element.value for element in self._elements[:n]]
+            if not [True for value in values if value is UNMADE]:
+                return values
+            source, missing = self._owner.source, [each for each in self._elements[:n] if each.value is UNMADE]
+            if skips:
+                missing = [element for element in missing if not source.is_certain(element.ref)]
+            source.make(missing)
+            lost = {id(element) for element in missing if type(element.value) is Skip}
+            if skips and not lost:
+                return values
+            self._elements = [element for element in self._elements if id(element) not in lost]
 
-    def keep(self, at: int, item: Any, ref: ItemRef) -> None:
-        """Keep an element that `look` has made, in its place, as far as the limit allows it.
+    def copies(self, n: int) -> list[Element]:
+        """Return copies of the first elements, made together, or with a `Skip`: the buffer's own stay as they are.
 
         Args:
-            at: Its place.
-            item: The element.
-            ref: Its ref, as `look` returned it.
+            n: How many.
         """
-        element = self._elements[at]
-        if element.is_made:
-            return
-        if ref != element.ref:
-            element.ref, element.sizes = ref, None
-        if self._share is not None:
-            self._share.keep(element, item)
-        else:
-            element.value = item
+        copies = [Element(each.ref, each.value, each.sizes) for each in self._elements[:n]]
+        self._owner.source.make([element for element in copies if not element.is_made])
+        return copies
 
     def drop(self, n: int) -> None:
         """Remove the first elements.
@@ -264,8 +244,8 @@ class ItemBuffer:
         Args:
             n: How many.
         """
-        for element in self._elements[:n] if self._share is not None else ():
-            self._release(element)
+        if self._share is not None:
+            self._share.release(self._elements[:n])
         del self._elements[:n]
 
 
@@ -322,8 +302,6 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 
 class RefBuffer:
     """The refs of samples that a stage has taken and not yet returned, as an array: 12 bytes each."""
-
-    made = 0  # elements in memory
 
     def __init__(self, stage: Stage) -> None:
         self._stage = weakref.ref(stage)
@@ -432,30 +410,35 @@ class BudgetShare:
     """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
 
     _bytes = 0  # of the class, since Ctrl-C may end `__init__` before its first line
-    count = 0
+    elements = 0  # counted ones
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
-        self._budget = budget
-        self._max_bytes = max_bytes
+        self._budget, self._max_bytes = budget, max_bytes
 
-    def keep(self, element: Element, value: Any) -> None:
-        """Give an unmade element this value, if that does not exceed the limit."""
-        size = size_of(value)
-        with self._budget.lock:
-            if self._budget.used + size > self._max_bytes:
+    def count(self, element: Element) -> None:
+        """Count the value of an element, or drop it if it would exceed the limit."""
+        size = size_of(element.value) or 1
+        budget = self._budget
+        with budget.lock:
+            if budget.used + size > self._max_bytes:
+                element.value = UNMADE
                 return
-            self._budget.used += size
+            budget.used += size
         self._bytes += size
-        self.count += 1
-        element.value, element.held_bytes = value, size
+        self.elements += 1
+        element.counted_bytes = size
 
-    def release(self, element: Element) -> None:
-        """Count an element as held no more."""
-        if element.is_made:
-            with self._budget.lock:
-                self._budget.used -= element.held_bytes
-            self._bytes -= element.held_bytes
-            self.count -= 1
+    def release(self, elements: Iterable[Element]) -> None:
+        """Count the values of these elements no more."""
+        size = 0
+        for element in elements:
+            if element.counted_bytes:
+                size += element.counted_bytes
+                self.elements -= 1
+                element.counted_bytes = 0
+        with self._budget.lock:
+            self._budget.used -= size
+        self._bytes -= size
 
     def __del__(self) -> None:
         if self._bytes:
@@ -465,10 +448,13 @@ class BudgetShare:
 
 def size_of(item: Any) -> int:
     """The approximate size of an item in memory, in bytes; of a long list, some elements are measured."""
-    if type(item) in _LEAVES:  # most parts of an item are of these types, and the checks below take longer
+    kind = type(item)
+    if kind in _LEAVES:  # most parts of an item are of these types, and the checks below take longer
         return sys.getsizeof(item)
-    if type(item) is list:
+    if kind is list:
         return 64 + _sum_of(item)
+    if kind is dict:
+        return 64 + 64 * len(item) + sum(map(size_of, item.values()))
     if isinstance(nbytes := getattr(item, "nbytes", None), int):  # a tensor, an array, a memoryview
         return nbytes
     if isinstance(item, Sample):
@@ -476,7 +462,7 @@ def size_of(item: Any) -> int:
     if isinstance(item, list | tuple | set | frozenset):
         return 64 + _sum_of(list(item))
     if (named := named_parts(item)) is not None:
-        return 64 + size_of(list(named)) + size_of(list(named.values()))
+        return size_of(dict(named))
     pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
     if pillow is not None and isinstance(item, pillow.Image):
         return int(item.width * item.height * len(item.getbands()))
@@ -486,6 +472,9 @@ def size_of(item: Any) -> int:
 
 
 def _sum_of(parts: list[Any]) -> int:
+    kinds = {type(parts[0]), type(parts[-1]), type(parts[len(parts) // 2])} if parts else _NUMBERS
+    if kinds <= _NUMBERS:
+        return 32 * len(parts)  # with the pointer; a small int has less
     step = len(parts) // _LOOKED_AT
     some = parts[: step * _LOOKED_AT : step] if step > 1 else parts
     measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of

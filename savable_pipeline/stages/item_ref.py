@@ -100,12 +100,12 @@ def first_sample(ref: ItemRef) -> ItemRef:
 
 
 class Element(msgspec.Struct, gc=False):
-    """An element on its way through a lane. `held_bytes`: of its value, as counted in the memory budget."""
+    """An element on its way through a lane. `counted_bytes`: of its value, as counted in the memory budget."""
 
     ref: ItemRef
     value: Any = UNMADE
     sizes: tuple[Size, ...] | None = None
-    held_bytes: int = 0
+    counted_bytes: int = 0
 
     @property
     def is_made(self) -> bool:

@@ -17,7 +17,7 @@ from savable_pipeline.stages.filters import ItemFilter, SampleFilter
 from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, parse_state
 
 _MAX_BUFFER_BYTES = 1 << 30
 
@@ -104,8 +104,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         """Take the next 1 to `n` elements: random ones, each replaced by the source's next, or by the last."""
         buffer, capacity = self._buffer, self.capacity
         self._fill()
-        if self._makes and isinstance(buffer, ItemBuffer) and buffer:
-            make(buffer[self._slot()], self.source)
+        if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
+            self.source.make([buffer[at]])
         fresh: Any = self.source.take(n) if len(buffer) == capacity else ()
         if len(fresh):
             slots = below(words(self._key, self._draws, len(fresh)), capacity)
@@ -116,11 +116,6 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             last.append(buffer.remove(self._slot(), last_fills=True))
             self._draws += 1
         return last if isinstance(buffer, ItemBuffer) else np.asarray(last, REF)
-
-    @property
-    def held_items(self) -> int:
-        """The number of items in the buffer that are in memory."""
-        return self._buffer.made
 
     def save_state(self) -> State:
         """`refs`: those of samples in order, 12 bytes each (index uint64, epoch uint32); of items, with their sizes.

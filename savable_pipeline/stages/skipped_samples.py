@@ -77,13 +77,9 @@ class SkippedSamples:
         ahead: SamplesAhead,
     ) -> None:
         check_limits(on_error, max_errors)
-        self._counts = counts
-        self._lane = upstream.lane
-        self._ahead = ahead
-        self._population = upstream.population
-        self._function = function
-        self._on_error = on_error
-        self._max_errors = max_errors
+        self._counts, self._ahead = counts, ahead
+        self._lane, self._population = upstream.lane, upstream.population
+        self._function, self._on_error, self._max_errors = function, on_error, max_errors
         self.errors = 0  # samples left out because of an error
         self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason

@@ -10,21 +10,22 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.ref import REF, RefArray
+from savable_pipeline.data.dataset.ref import REF, Ref, RefArray
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule, called, tree
 from savable_pipeline.stages.task_encoder import Skip
@@ -156,7 +157,9 @@ class Stage:
         Args:
             ref: The ref of the element.
         """
-        return self.source.fetch(ref)
+        element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
+        self.make([element])
+        return element.value
 
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
@@ -208,13 +211,19 @@ class Stage:
             return [Element(as_ref(self.ref), value, self.sizes)]
         return []
 
-    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """Make an earlier element again, and return it with the ref of what is left of it: a pack may lose items.
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of elements of this stage, or a `Skip` for one that can no longer be made.
+
+        Of a pack that has lost items, ref and sizes are then those of what is left.
 
         Args:
-            ref: The ref of the element.
+            elements: Unmade elements.
         """
-        return self.source.fetch_left(ref) if self._asks_source else (self.fetch(ref), ref)
+        if self._asks_source:
+            self.source.make(elements)
+            return
+        for element in elements:
+            element.value = self.fetch(element.ref)
 
     def fetch_rows(self, ref: ItemRef, size: int) -> tuple[Any, tuple[int, ...]]:
         """Make an earlier batch again, and return the numbers of its rows that can no longer be made, which it lacks.
@@ -236,7 +245,7 @@ class Stage:
     @property
     def _asks_source(self) -> bool:
         """Whether `fetch` is the default: elements of this stage are its source's."""
-        return type(self).fetch is Stage.fetch
+        return type(self).fetch is Stage.fetch and type(self).make is Stage.make
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
         """Return the ref of the element that this stage would make of a single element of its source.
@@ -246,10 +255,15 @@ class Stage:
         """
         return ref
 
+    @cached_property
+    def buffers(self) -> WeakSet[Any]:
+        """The `ItemBuffer`s of this stage: what they have is rebuilt if the lane moves to another process."""
+        return WeakSet()
+
     @property
     def held_items(self) -> int:
-        """The number of made elements that the stage holds, to be made again if the lane moves to another process."""
-        return 0
+        """The number of elements in its buffers that are in memory."""
+        return sum([buffer.made for buffer in self.buffers]) if "buffers" in vars(self) else 0
 
     # What the pipeline is told before the first element.
 
@@ -510,7 +524,7 @@ class ChunkedStage(Stage):
         try:
             while elements := take_elements(self, 1):
                 (element,) = elements
-                if element.is_made:  # else it is lost
+                if type(element.value) is not Skip:  # else it is lost
                     self.ref, self.sizes = element.ref, element.sizes
                     return element.value
         finally:
@@ -526,13 +540,3 @@ def take_elements(stage: Stage, n: int) -> list[Element]:
     numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
     samples = cast(SampleStage, stage).open_samples(taken)
     return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]
-
-
-def make(element: Element, stage: Stage) -> None:
-    """Make an unmade element of a stage, unless that is no longer possible, which the stage has counted."""
-    if element.is_made:
-        return
-    value, left = stage.fetch_left(element.ref)
-    if type(value) is not Skip:
-        element.sizes = left_sizes(element.sizes, element.ref, left)
-        element.value, element.ref = value, left

@@ -71,7 +71,7 @@ def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
     assert held.refs() == [ref(4), ref(2), ref(3)], "the last one takes its place"
     assert held.take(-1) == ("3", ref(3))
     held.drop(1)
-    assert held.refs() == [ref(2)] and held.look(0) == ("2", ref(2)) and len(held) == 1
+    assert held.refs() == [ref(2)] and len(held) == 1 and held.take(0) == ("2", ref(2))
 
 
 def test_what_is_restored_is_made_when_it_is_needed(shards: str) -> None:
@@ -80,8 +80,8 @@ def test_what_is_restored_is_made_when_it_is_needed(shards: str) -> None:
     held.restore([[[3, 0, 0], None], [[1, 0, 0], [[1, 0]]], [[2, 0, 0], None]])
     assert held.refs() == [ref(3), ref(1), ref(2)] and held.made == 0
     assert held.save() == [(ref(3), None), (ref(1), ((1, 0),)), (ref(2), None)]
-    assert held.look(1) == ("1", ref(1)) and held.made == 0, "looking keeps nothing"
-    assert held.ready(2) == ["3", "1"] and held.made == 2
+    assert [each.value for each in held.copies(2)] == ["3", "1"] and held.made == 0
+    assert held.values(2) == ["3", "1"] and held.made == 2
     assert held.take(2) == ("2", ref(2)) and held.made == 2
 
 
@@ -102,20 +102,20 @@ def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
     stage.held.restore([(ref(number), None) for number in range(5)])
     item, found = stage.held.take(1)
     assert type(item) is sp.Skip and found == ref(1)
-    assert stage.held.ready(2) == ["0", "3"] and stage.held.refs() == [ref(0), ref(3), ref(4)]
-    assert stage.held.ready(9) == ["0", "3", "4"]
+    assert stage.held.values(2) == ["0", "3"] and stage.held.refs() == [ref(0), ref(3), ref(4)]
+    assert stage.held.values(9) == ["0", "3", "4"]
 
 
 def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(shards: str) -> None:
     stage, encoder = holder(shards)
     stage.held.restore([(ref(0), None), (ref(1), None)])
     encoder.broken = frozenset({1})
-    for ask in (lambda: stage.held.take(1), lambda: stage.held.ready(2)):
+    for ask in (lambda: stage.held.take(1), lambda: stage.held.values(2)):
         with pytest.raises(sp.EncodeError):
             ask()
         assert stage.held.refs() == [ref(0), ref(1)]
     encoder.broken = frozenset()
-    assert stage.held.ready(2) == ["0", "1"]
+    assert stage.held.values(2) == ["0", "1"]
 
 
 def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> None:
@@ -129,7 +129,7 @@ def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> No
     other.held.restore([(ref(0), None)])
     one.held.add([Element(ref(7), "x"), Element(ref(8))])
     assert other.held.made == 0 and one.held.made == 1 and one.held.take(1) == ("8", ref(8))
-    assert one.held.ready(1) == ["x"]
+    assert one.held.values(1) == ["x"]
 
 
 def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards: str) -> None:

@@ -22,7 +22,7 @@ from savable_pipeline.stages.stage import Stage
 
 EVERY = 16
 READ = "read"  # the name of the time in which samples read their parts
-_TIMED = ("__next__", "take", "open_samples", "fetch", "fetch_left")
+_TIMED = ("__next__", "take", "open_samples", "fetch", "make")
 
 
 def take_counts(stages: Sequence[Stage], spent: Mapping[str, int]) -> dict[str, int | float]:

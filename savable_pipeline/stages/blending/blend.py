@@ -9,8 +9,9 @@ sources  a ──▶ ahead  a0 a1 a2                 what was taken of each befo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import groupby
 from operator import index, or_
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
@@ -34,13 +35,12 @@ from savable_pipeline.stages.stage import (
     SampleStage,
     Stage,
     State,
-    make,
     parse_state,
     saved_refs,
 )
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
-from savable_pipeline.stages.task_encoder import common_encoder
+from savable_pipeline.stages.task_encoder import Skip, common_encoder
 
 log = logging.getLogger(__name__)
 
@@ -143,34 +143,21 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self.schedule = weights if isinstance(weights, Schedule) else None
         given = self._given_weights(weights)
         self.weights = integer_weights({name: given[name] for name in self._stages})
-        self.by = by
-        self.stride = stride
+        self.by, self.stride = by, stride
         self._counters: dict[str, list[str]] = {}  # of each source, by name
         self._end_sources(self._ended)
         self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}  # of their turns
-        if self.schedule is not None:
-            self._check_schedule(self.schedule)
+        # the counts of earlier passes are not known in the next one
+        if self.schedule is not None and not self.describe().endless:
+            raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
         if by == "tokens" and self.yields == "samples":
             raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
 
     def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None) -> Mapping[str, Weight]:
         """A weight for each source."""
-        given: Mapping[str, Weight]
         if isinstance(weights, Schedule):
-            given = dict.fromkeys(weights.names, 1)
-        elif weights is not None:
-            given = weights
-        else:
-            given = {name: stage.info.population for name, stage in self._stages.items()}
-        return given
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.
-
-        The counts of earlier passes are not known in the next one.
-        """
-        if not self.describe().endless:
-            raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
+            return dict.fromkeys(weights.names, 1)
+        return {name: stage.info.population for name, stage in self._stages.items()} if weights is None else weights
 
     def describe(self) -> StageInfo:
         """One deeper than the deepest source, with the sum of their populations, and all their tags and origins.
@@ -226,13 +213,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._end_sources(self._ended)
         vars(self).pop("info", None)
 
-    def fetch(self, ref: ItemRef | Ref) -> Any:
-        """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
-        return self._source_of(ref).fetch(ref)
-
-    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """The element with this ref, and the ref of what is left of it."""
-        return self._source_of(ref).fetch_left(ref)
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of elements, each by its source. Raises `CheckpointMismatchError` if it has none here."""
+        for stage, mine in groupby(elements, lambda element: self._source_of(element.ref)):
+            stage.make(list(mine))
 
     def is_certain(self, ref: ItemRef) -> bool:
         """See `Stage.is_certain`."""
@@ -338,8 +322,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 break
             self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
         ready = len(self._ahead[name])
-        if self._makes and n and ready and self.yields != "samples":
-            make(self._ahead[name][0], source)
+        if self._makes and n and ready and self.yields != "samples" and not self._ahead[name][0].is_made:
+            source.make([self._ahead[name][0]])
         return ready
 
     def _array(self, taken: Any) -> _Elements:
@@ -370,8 +354,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
-        make(element, stage)
         if not element.is_made:
+            stage.make([element])
+        if type(element.value) is Skip:
             return None
         encoder = stage.info.encoder
         assert encoder is not None

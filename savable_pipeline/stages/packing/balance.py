@@ -27,7 +27,7 @@ from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 PAST = 16  # times `candidates`: packs given last that count
@@ -47,8 +47,7 @@ class RankRule:
     """The choice of a lane that holds up to `candidates` packs; `key` is the same in all lanes of a run."""
 
     def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates = candidates
-        self.count = 0  # packs given
+        self.candidates, self.count = candidates, 0  # `count`: packs given
         self.past = array("q")  # the costs of the packs given last, int64, the newest at the end
         self._sorted: list[int] = []
         self._ranks = SharedRanks(key=key, steps=candidates)
@@ -187,11 +186,6 @@ class Balance(ChunkedStage, ItemStage):
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
         raise ValueError(f"Balance must be after the Blend, not in its source {name!r}")
 
-    @property
-    def held_items(self) -> int:
-        """The number of held packs that are in memory."""
-        return self._held.made
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end. After an error of the source, the next call tries again."""
         while True:
@@ -200,16 +194,15 @@ class Balance(ChunkedStage, ItemStage):
                 return []
             at = self._rule.choose([pack.waiting for pack in self._packs])
             element = self._held[at]
-            sizes, whole = element.sizes, element.ref
-            if self.lane.skips and not self._makes and self.source.is_certain(whole):
-                item, ref = element.value, self._held.remove(at).ref
-            else:
-                item, ref = self._held.take(at)
+            skips = self.lane.skips and not self._makes and self.source.is_certain(element.ref)
+            if not (skips or element.is_made):
+                self.source.make([element])
+            self._held.remove(at)
             waiting = self._packs.pop(at).waiting
-            if type(item) is not Skip:
+            if type(element.value) is not Skip:
                 self._gave(waiting)
-                return [Element(ref, item, left_sizes(sizes, whole, ref))]
-            self._skipped(item)
+                return [element]
+            self._skipped(element.value)
 
     def _gave(self, waiting: WaitingPack) -> None:
         slots = self._rule.count - waiting.arrival
@@ -238,8 +231,9 @@ class Balance(ChunkedStage, ItemStage):
                 return
             (element,) = elements
             if element.sizes is None:
-                make(element, self.source)
                 if not element.is_made:
+                    self.source.make([element])
+                if type(element.value) is Skip:
                     continue
                 element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
             self._packs.append(self._held_pack(element.ref, self._rule.count, element.sizes))

@@ -112,15 +112,10 @@ class ItemPacker(ChunkedStage, ItemStage):
         """The ref of a first pack that holds this item alone."""
         return (0, ref)
 
-    @property
-    def held_items(self) -> int:
-        """Made items in pending packs."""
-        return self._held.made
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
-            packed, refs, sizes = self._pack([self._held.look(at) for at in range(self._groups[0])], self._count)
+            packed, refs, sizes = self._pack(self._held.copies(self._groups[0]), self._count)
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
@@ -137,13 +132,14 @@ class ItemPacker(ChunkedStage, ItemStage):
         After an error the items are still held, to be made again: the function is shown no object twice.
         """
         while not self._groups:
-            made = [self._held.look(at) for at in range(len(self._held))]
+            made = self._held.copies(len(self._held))
             while len(self._held) < self.size:
                 more = self.source.take(self.size - len(self._held))
                 if not more:
                     break
                 self._held.add([Element(element.ref) for element in more])
-                made += [self._made(element) for element in more]
+                self.source.make([element for element in more if not element.is_made])
+                made += more
             if not self._held:
                 return False
             items, refs = _left(made)
@@ -160,16 +156,13 @@ class ItemPacker(ChunkedStage, ItemStage):
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
 
-    def _made(self, element: Element) -> tuple[Any, ItemRef]:
-        return (element.value, element.ref) if element.is_made else self.source.fetch_left(element.ref)
-
     def _give_up_after(self, items: int, last: str) -> None:
         """Count items that came into no pack. Raises `EncodeError` for very many in a row."""
         self._in_vain += items
         if self._in_vain >= max_empty_samples(self.info.population):
             raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
 
-    def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
+    def _pack(self, made: list[Element], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
         """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
         items, refs = _left(made)
         if not items:  # each was counted where it was found to be lost
@@ -184,17 +177,18 @@ class ItemPacker(ChunkedStage, ItemStage):
         """Return whether a pack cannot be skipped, nor lose an item."""
         return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
 
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return self.fetch_left(ref)[0]
-
-    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
-        number, *parts = as_ref(ref)
-        if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
-            raise CheckpointMismatchError(f"ItemPacker: {ref} is no pack. Use another copy of the checkpoint.")
-        pack, refs, _ = self._pack([self.source.fetch_left(part) for part in parts], number)
-        return pack, (number, *refs) if refs else ()
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of packs, of the items that are left, and their refs; () if none is left."""
+        for element in elements:
+            number, *parts = as_ref(element.ref)
+            if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
+                raise CheckpointMismatchError(
+                    f"ItemPacker: {element.ref} is no pack. Use another copy of the checkpoint."
+                )
+            items = [Element(part) for part in parts]
+            self.source.make(items)
+            element.value, refs, element.sizes = self._pack(items, number)
+            element.ref = (number, *refs) if refs else ()
 
     def save_state(self) -> State:
         """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""
@@ -222,10 +216,10 @@ class ItemPacker(ChunkedStage, ItemStage):
         return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
 
 
-def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
+def _left(made: list[Element]) -> tuple[list[Any], list[ItemRef]]:
     """The items that could be made, and their refs."""
-    left = [(item, ref) for item, ref in made if type(item) is not Skip]
-    return [item for item, _ in left], [ref for _, ref in left]
+    left = [element for element in made if type(element.value) is not Skip]
+    return [element.value for element in left], [element.ref for element in left]
 
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:

@@ -12,7 +12,8 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count
 from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
+from savable_pipeline.stages.item_ref import Element, ItemRef, left_sizes
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -23,7 +24,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, make, parse_state
+from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -133,15 +134,11 @@ class OnlinePacker(ChunkedStage, ItemStage):
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
         self.max_length = max_length
         self.policy: Policy | PackingFunction = source.lane.own(policy)
-        self.open_packs = open_packs
-        self.max_images = max_images
-        self.max_cost = max_cost
-        self.cost = cost
-        self.max_buffer_bytes = max_buffer_bytes
+        self.open_packs, self.max_images = open_packs, max_images
+        self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
-        self._count = 0  # packs given
+        self._count = self._row_of_skipped_packs = 0  # `_count`: packs given
         self._counts_when_made = False  # packs that were given unmade
-        self._row_of_skipped_packs = 0
 
     @cached_property
     def _packing(self) -> Packing:
@@ -186,7 +183,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
                 self._counts_when_made |= not skips
                 element = self._element(pack.pieces)
                 if self._makes:
-                    make(element, self)
+                    self.make([element])
                 self._close(pack)
                 if skips:
                     self._count_pack(element.sizes or ())
@@ -265,22 +262,21 @@ class OnlinePacker(ChunkedStage, ItemStage):
     def _is_certain(self, items: list[ItemRef]) -> bool:
         return self._calls.packs_all and all(map(self.source.is_certain, items))
 
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return self.fetch_left(ref)[0]
-
-    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
-        made = [(part, self._pieces.fetched(part)) for part in ref[1:]]
-        left = [(part, item) for part, item in made if type(item) is not Skip]
-        if not left:
-            return _NOTHING, ()
-        pack = self._calls.combined([item for _, item in left], ref[0], self.info)
-        if type(pack) is Skip:
-            self._pieces.count_skip(pack.reason, left[0][0])
-        elif self._counts_when_made:
-            self._count_pack([self._pieces.measured(item) for _, item in left])
-        return pack, (ref[0], *[part for part, _ in left])
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of packs, of the items that are left, and their refs and sizes; () if none is left."""
+        for element in elements:
+            number, *parts = element.ref
+            items = self._pieces.fetched(parts)
+            left = [at for at, item in enumerate(items) if type(item) is not Skip]
+            items = [items[at] for at in left]
+            element.ref = (number, *[parts[at] for at in left]) if left else ()
+            element.sizes = left_sizes(element.sizes, (number, *parts), element.ref)
+            element.value = self._calls.combined(items, number, self.info) if left else _NOTHING
+            if left and type(element.value) is Skip:
+                self._pieces.count_skip(element.value.reason, element.ref[1])
+            elif left and self._counts_when_made:
+                known = element.sizes if len(element.sizes or ()) == len(items) else None  # else of the whole pack
+                self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.
@@ -304,7 +300,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
         if taken is not None and self._pieces.taken_size is not None:
             state["taken_size"] = self._pieces.taken_size
         if self._pieces.ahead:
-            state["ahead"] = self._pieces.ahead.save()
+            state["ahead"] = saved_elements(self._pieces.ahead)
         if any(pack.length != self.max_length for pack in packing.packs):
             state["lengths"] = [pack.length for pack in packing.packs]
         if packing.holds:
@@ -318,7 +314,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
         self.source.restore_state(saved.source)
         self._count = saved.count
         self._pieces.restore_taken(saved.taken, saved.taken_part, saved.taken_size)
-        self._pieces.ahead.restore(saved.ahead)
+        self._pieces.ahead = restored_elements(self, saved.ahead)
         packing = self._packing
         packing.rounds = saved.rounds
         lengths = saved.lengths or [self.max_length] * len(saved.packs)

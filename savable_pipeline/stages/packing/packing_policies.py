@@ -101,11 +101,8 @@ class Packing:
         max_cost: int = 0,  # 0: no bound
         costing: Costing | None = None,
     ) -> None:
-        self.max_length = max_length
-        self.max_images = max_images  # 0: no bound
-        self.open_packs = open_packs
-        self.max_cost = max_cost
-        self.costing = costing
+        self.max_length, self.max_images = max_length, max_images  # 0 images: no bound
+        self.open_packs, self.max_cost, self.costing = open_packs, max_cost, costing
         self._least_cost = costing.of(1, 0) if costing is not None else 0  # what no longer fits fills a pack
         self.packs: list[OpenPack] = []
         self.held: list[Piece] = []  # in no pack yet
@@ -315,9 +312,8 @@ class ByFunction(Packing):
 
     def __init__(self, function: PackingFunction, *, max_length: int, open_packs: int) -> None:
         super().__init__(max_length=max_length, max_images=0, open_packs=open_packs)
-        self._function = function
+        self._function, self._asked = function, False
         self._length = 0  # sum over the held pieces
-        self._asked = False
 
     def add(self, piece: Piece) -> None:
         """Hold a piece."""

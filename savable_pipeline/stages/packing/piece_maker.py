@@ -17,8 +17,8 @@ from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_buffer import BudgetShare, ItemBuffer, MemoryBudget, is_whole
-from savable_pipeline.stages.item_ref import UNMADE, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget, is_whole
+from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage
@@ -34,14 +34,15 @@ class PieceMaker:
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
-        self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
+        self.taken: Piece | None = None  # an item of the source that is not placed to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
-        self.ahead = ItemBuffer(stage)  # items that come after it
-        self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
-        self._calls = calls
-        self._packing = packing
-        self._too_long = too_long
-        self._asked = asked  # whether the user said what to do about items that are too long
+        self.ahead: list[Element] = []  # items that come after it
+        self._stage = weakref.ref(stage)  # weak: a stage that is dropped frees its items at once
+        self._calls, self._packing = calls, packing
+        self._too_long, self._asked = (
+            too_long,
+            asked,
+        )  # `_asked`: whether the user chose
         self._by_source = SourceCounts(stage.counts)
         budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
         self._share = BudgetShare(budget, max_bytes=max_bytes)
@@ -55,21 +56,52 @@ class PieceMaker:
     @property
     def made(self) -> int:
         """How many made items are in packs, or not placed yet."""
-        return self._share.count + self.ahead.made + (self.taken is not None and self.taken.is_made)
+        ahead = sum(element.is_made for element in self.ahead)
+        return self._share.elements + ahead + (self.taken is not None and self.taken.is_made)
 
     def add_next(self) -> bool:
         """Place a piece of the next item, or leave it out; False at the end of the source."""
-        if self.taken is None:
-            if not (self.ahead or self.ahead.fill(self._packing.at_once)):
+        if self.taken is not None:
+            if self._add(self.taken):
+                self.taken = None
+            return True
+        if not self.ahead:
+            n, source = self._packing.at_once, self._packer.source
+            while len(self.ahead) < n and (more := source.take(n - len(self.ahead))):
+                self.ahead += more
+            if not self.ahead:
                 return False
-            element = self.ahead.remove(0)
-            self.taken = Piece(element.ref, element.value, length=0)
-            self.taken_size = None
-            if element.sizes and not element.is_made and self._packer.info.declared and type(element.ref[1]) is int:
-                (self.taken_size,) = element.sizes  # a pack that is an item here has the sizes of its own items
-        if self._add(self.taken):
-            self.taken = None
+        self._add_whole(self.ahead[0])
+        del self.ahead[0]  # not before: after an error it is tried again
         return True
+
+    def _declared(self, element: Element) -> Size | None:
+        """The size of an unmade item as its encoder declared it: a pack that is an item has the sizes of its own."""
+        if element.sizes and not element.is_made and type(element.ref[1]) is int and self._packer.info.declared:
+            return element.sizes[0]
+        return None
+
+    def _add_whole(self, element: Element) -> None:
+        """Place an item as it is, drop it if it is lost, or take it to be cut or skipped if it does not fit."""
+        declared, ref = self._declared(element), element.ref
+        if declared is None:
+            if not element.is_made:
+                self._packer.source.make([element])
+            if type(element.value) is Skip:  # which the stage upstream has counted
+                return
+            length, images = self.measured(element.value)
+        else:
+            length, images = self._calls.checked_length(declared[0], least=_LEAST), declared[1]
+        packing = self._packing
+        if length > packing.reach or images > packing.max_images > 0:
+            self.taken, self.taken_size = Piece(ref, element.value, length=0, total=length), declared
+            return
+        piece = Piece(ref, element.value, length=length, images=images, total=length)
+        self._set_cost(piece)
+        self._by_source.kept_one(ref, length)
+        if declared is None:
+            self._share.count(piece)
+        packing.add(piece)
 
     def _add(self, taken: Piece) -> bool:
         """Place as much of the taken item as fits; whether nothing of it is left."""
@@ -99,7 +131,7 @@ class PieceMaker:
         else:
             self._by_source.kept_one(taken.ref, piece.length)
             if item is not UNMADE:
-                self._share.keep(piece, item)
+                self._set_value(piece, item)
             self._packing.add(piece)
         taken.start += piece.length
         return taken.start == stop
@@ -108,6 +140,8 @@ class PieceMaker:
         """The length of the taken item, as declared or as made; None if it can no longer be made."""
         if self.taken_size is not None:
             return self._calls.checked_length(self.taken_size[0], least=_LEAST)
+        if taken.total and taken.is_made:
+            return taken.total
         item = self._item_of(taken)
         return None if type(item) is Skip else self._calls.length(item, least=_LEAST)
 
@@ -135,10 +169,13 @@ class PieceMaker:
         if self._packing.costing is not None:
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
+    def _set_value(self, piece: Piece, item: Any) -> None:
+        piece.value = item
+        self._share.count(piece)
+
     def release(self, pieces: Sequence[Piece]) -> None:
-        """Keep the items of these pieces no more."""
-        for piece in pieces:
-            self._share.release(piece)
+        """Count the items of these pieces as in memory no more."""
+        self._share.release(pieces)
 
     def item(self, piece: Piece) -> Any:
         """The item of a piece, made if it is missing; a `Skip` if that is no longer possible."""
@@ -154,34 +191,33 @@ class PieceMaker:
             return whole
         length = self._calls.length(whole, least=_LEAST)
         if piece.total and length != piece.total:
-            raise self._changed(piece, length)
+            raise CheckpointMismatchError(
+                f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the "
+                f"saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
+                f"\n  item {piece.ref} of {self._packer.lane}"
+            )
         if self.taken is not None and self.taken.ref == piece.ref:
             self.taken.value = whole
         for other in self._packing.pieces():
             if other is not piece and not other.is_made and other.ref == piece.ref:
-                self._share.keep(other, self._part_of(whole, other))
+                self._set_value(other, self._part_of(whole, other))
         return whole
-
-    def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
-        return CheckpointMismatchError(
-            f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the saved "
-            f"data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
-            f"\n  item {piece.ref} of {self._packer.lane}"
-        )
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
         """The tokens of an item that a piece covers."""
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
-    def fetched(self, ref: ItemRef) -> Any:
-        """Make the item of a piece with this ref again. Raises `CheckpointMismatchError` for another kind of ref."""
-        if not isinstance(ref, list | tuple) or (isinstance(ref[0], list | tuple) and len(ref) != 3):
-            raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
-        if not isinstance(ref[0], list | tuple):
-            return self._packer.source.fetch(ref)
-        whole_ref, start, stop = ref
-        whole = self._packer.source.fetch(whole_ref)
-        return whole if type(whole) is Skip else self._calls.cut(whole, start, stop)
+    def fetched(self, refs: Sequence[ItemRef]) -> list[Any]:
+        """Make the items of pieces with these refs. Raises `CheckpointMismatchError` for another kind of ref."""
+        for ref in refs:
+            if not isinstance(ref, tuple) or (isinstance(ref[0], tuple) and len(ref) != 3):
+                raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
+        elements = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
+        self._packer.source.make(elements)
+        return [self._cut(element.value, ref) for element, ref in zip(elements, refs, strict=True)]
+
+    def _cut(self, item: Any, ref: ItemRef) -> Any:
+        return self._calls.cut(item, *ref[1:]) if isinstance(ref[0], tuple) and type(item) is not Skip else item
 
     def measured(self, item: Any) -> Size:
         """Length and images of an item."""

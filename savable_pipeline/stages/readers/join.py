@@ -88,8 +88,7 @@ class Join(ChunkedStage, SampleStage):
     ) -> None:
         super().__init__(source)
         check_join(stores, on, missing)
-        self.missing = missing
-        self.one_for_one = missing == "empty"
+        self.missing, self.one_for_one = missing, missing == "empty"
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
         self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
         self._row = 0  # samples in a row that were left out

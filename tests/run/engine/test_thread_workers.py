@@ -393,10 +393,10 @@ def test_the_memory_that_stages_hold_is_counted_right_in_many_threads() -> None:
     def hold() -> None:
         share = BudgetShare(budget, max_bytes=1 << 40)
         for number in range(20_000):
-            element = Element((number, 0, 0))
-            share.keep(element, 3)
-            share.release(element)
-        share.keep(Element((0, 0, 0)), 5)  # until the share is gone
+            element = Element((number, 0, 0), 3)
+            share.count(element)
+            share.release([element])
+        share.count(Element((0, 0, 0), 5))  # until the share is gone
 
     begun = [threading.Thread(target=hold) for _ in range(4)]
     for thread in begun:

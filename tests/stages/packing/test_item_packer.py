@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
 from tests.support.draws import few
@@ -283,8 +284,9 @@ def test_an_item_that_is_lost_is_left_out_of_its_pack_alone() -> None:
     again = custom.ItemPacker(Losing([1] * 6), size=6, select=pairs, encoder=Packs())
     again.restore_state(state)
     assert next(again) == [(4, 1), (5, 1)] and again.ref == (1, (4, 0, 0), (5, 0, 0))
-    assert again.fetch_left((0, (0, 0, 0), (1, 0, 0))) == ([(0, 1)], (0, (0, 0, 0)))
-    assert again.fetch_left((0, (2, 0, 0), (3, 0, 0)))[1] == ()
+    partly, lost = Element((0, (0, 0, 0), (1, 0, 0))), Element((0, (2, 0, 0), (3, 0, 0)))
+    again.make([partly, lost])
+    assert (partly.value, partly.ref) == ([(0, 1)], (0, (0, 0, 0))) and lost.ref == ()
 
 
 def test_the_fingerprint_has_size_and_function() -> None:
