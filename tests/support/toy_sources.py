@@ -148,9 +148,7 @@ HALVES = Options(shard_samples=2, split=(("a", "0.5"), ("b", "0.5")))
 
 
 def convert_in_halves(source: Path, target: Path, **settings: Any) -> Report:
-    """Convert into small shards of two splits; compressed tars, which know no settings, as they are."""
-    if source.is_dir() and next(source.glob("*.tar.gz"), None):
-        return run_conversion(source, target, Options(), progress=settings.get("progress", lambda *_: None))
+    """Convert into small shards of two splits."""
     return run_conversion(source, target, HALVES, reshard="tars" in source.name, **settings)
 
 

@@ -210,7 +210,7 @@ def _publish(
 
     for table in tables():
         name, shard = table.entry.name, names[table.entry.name]
-        replace_file(output.folder / f"{name}.idx", [tar_idx(table)])
+        (output.work / f"{name}.idx").write_bytes(tar_idx(table))
         output.place(f"{shard.folder}/{shard.name}", name)
     if names:
         counts = {name: shard.samples for name, shard in names.items()}

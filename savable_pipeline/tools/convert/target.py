@@ -54,9 +54,10 @@ class Target:
         offsets = f"{name}.idx"
         if self.bucket is not None:
             self.bucket.rename(f"{WORK}/{shard}", name)
-            self.bucket.upload(offsets, self.folder / offsets)
-            (self.folder / offsets).unlink()
-        elif (self.work / shard).exists():
+            self.bucket.upload(offsets, self.work / offsets)
+            return
+        (self.work / offsets).replace(self.folder / offsets)
+        if (self.work / shard).exists():
             (self.work / shard).replace(self.folder / name)
 
     def publish(self, shards: set[str]) -> None:

@@ -82,7 +82,7 @@ def test_thirty_kills_at_any_time(tmp_path: Path, kind: str) -> None:
         for _ in range(draw.randint(1, 3)):
             workers = 2 if kills % 10 == 9 else 1
             kills += killed_after(draw.random() * usual_s[workers], source, out, workers)
-            shards.add(len(list(out.glob("*.tar"))))
+            shards.add(len(list(out.rglob("*.tar"))))
         work(source, out)
         assert snapshot(out) == calm, kills
         ends += 1

@@ -264,7 +264,7 @@ app(sys.argv[4:])
     ("place", "line"),
     [
         ("processes.py __init__", 3),
-        ("processes.py each_job", 300),
+        ("processes.py each_job", 60),
         ("jobs.py _write_in_workers", 10),
         ("processes.py close", 3),
     ],
