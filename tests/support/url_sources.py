@@ -84,7 +84,7 @@ def shards_in(folder: Path) -> dict[str, str]:
     """What a conversion wrote; of its manifest all but where the source lies."""
     found = snapshot(folder)
     manifest = json.loads((folder / ".nv-meta/savable.convert.json").read_text())
-    return {**found, ".nv-meta/savable.convert.json": json.dumps({**manifest, "source_id": "", "source": ""})}
+    return {**found, ".nv-meta/savable.convert.json": json.dumps({**manifest, "input": "", "source": ""})}
 
 
 def converted(source: Path | str, target: Path, **more: Any) -> Report:

@@ -355,6 +355,10 @@ class Bucket:
         """Upload a file as the object `name`."""
         _session().call("upload", self.url, name, str(path))
 
+    def rename(self, name: str, new: str) -> None:
+        """Give an object another name, in place of another object."""
+        _session().call("rename", self.url, name, new)
+
     def erase(self, names: list[str]) -> None:
         """Remove objects."""
         _session().call("erase", self.url, names)

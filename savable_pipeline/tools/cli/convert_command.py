@@ -104,7 +104,7 @@ def convert(
         )
         found = recognize(source, as_kind)
         err.print(printable(f"reading {source}: {found.words}"))
-        check_reshard(found, options, reshard, keys is not None)
+        check_reshard(found, reshard)
         with (
             engine_named(engine, workers) as cluster,
             progress_of(err, "reading", "samples", "converting") as progress,

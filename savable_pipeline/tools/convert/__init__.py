@@ -1,12 +1,14 @@
-"""Conversion of anything into shards; `convert` is `sp.convert`; the command calls `run_conversion`.
+"""Conversion into shards: `convert` is `sp.convert`, and the command calls `run_conversion`.
 
-conversion            `sp.convert`: the whole of it             model        options, samples, parts, the report
-sources, source_file  what a source is, by its marks; its bytes plan         what is taken, and into which shard it goes
-read                  a source of any kind as samples           shard_job    one shard, and the faults of its samples
-stored, named_files   what a store reads; files that rows name  repack       compressed tars as plain ones
-writer_processes      shards that this machine writes           mirror       where it is written; a folder for a bucket
-cluster, ray_engine   shards that other machines write or scan  resume       what is done already, and still right
-describe              the index, and metadata for Energon       shard_writer `sp.ShardWriter`
+conversion       the whole of it                     prepare      opens a source with the settings of the options
+options          settings, report                    source       its store, its ranges of rows
+sources          the kind of a source                compressed   files that are decompressed first
+range_job        writes one range of rows            samples      keys and parts of rows, and rejects
+shard_series     one shard after another             part_data    the check of a part
+jobs             processes and machines              ray_engine   machines of a Ray cluster
+finish           names, index, rejects, warnings     describe     index, and metadata for Energon
+manifest         whether it is the same conversion   target       a folder or a bucket
+shard_writer     `sp.ShardWriter`
 """
 
 import importlib
@@ -14,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from savable_pipeline.tools.convert.conversion import convert, run_conversion
-    from savable_pipeline.tools.convert.model import Options, Report
-    from savable_pipeline.tools.convert.plan import REJECTED
+    from savable_pipeline.tools.convert.options import REJECTED, Options, Report
     from savable_pipeline.tools.convert.sources import ConversionSource, recognize
 
 __all__ = ["REJECTED", "ConversionSource", "Options", "Report", "convert", "recognize", "run_conversion"]
@@ -39,9 +40,9 @@ FILE_FIELDS = ("image", "audio", "video", "file", "file_name")  # of records
 
 # Where each name lies: `savable --help` and `sp.ShardWriter` import little of this folder.
 _PLACES = {
-    "REJECTED": "plan",
-    "Options": "model",
-    "Report": "model",
+    "REJECTED": "options",
+    "Options": "options",
+    "Report": "options",
     "ConversionSource": "sources",
     "convert": "conversion",
     "recognize": "sources",

@@ -15,7 +15,7 @@ from savable_pipeline.data.shards.metadata import INDEX_NAME, META, WRITTEN
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.tar_format import TarIndex, write_tar_idx
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.convert.shard_job import room_on
+from savable_pipeline.tools.convert.shard_series import room_on
 
 
 def describe(folder: Path) -> TarIndex:

@@ -42,8 +42,8 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.sample_names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.data.stores.table_store import MARK
 from savable_pipeline.tools.convert import WORDS
-from savable_pipeline.tools.convert.plan import CLASSES
-from savable_pipeline.tools.convert.source_file import ENDINGS, close_objects, is_compressed, is_url, name_of, opened
+from savable_pipeline.tools.convert.compressed import ENDINGS, close_objects, is_compressed, is_url, name_of, opened
+from savable_pipeline.tools.convert.options import CLASSES
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
 _BESIDE_TABLES = (*_COMPANIONS, ".md", ".py", ".yaml", ".yml", ".lock", ".crc")

@@ -14,3 +14,9 @@ from tests.support.toy_server import ToyServer, serving_a_machine
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     with serving_a_machine(tmp_path, monkeypatch) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _ranges_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sources have several ranges, as large ones have."""
+    monkeypatch.setattr("savable_pipeline.tools.convert.ranges.LEAST_BYTES", 1)

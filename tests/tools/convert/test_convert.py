@@ -13,7 +13,8 @@ from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
-from savable_pipeline.tools.convert.plan import MANIFEST, VERSION
+from savable_pipeline.tools.convert.manifest import VERSION
+from savable_pipeline.tools.convert.options import MANIFEST
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 
@@ -36,11 +37,11 @@ def test_a_jsonl_line_is_a_sample_with_the_files_it_names(tmp_path: Path) -> Non
     files = tar_files(tmp_path / "out")
     assert list(files) == [
         *("000000001.jpg", "000000001.json"),
-        *("000000003.0.jpg", "000000003.1.jpg", "000000003.json"),
-        "000000004.json",
+        *("000000002.0.jpg", "000000002.1.jpg", "000000002.json"),
+        "000000003.json",
     ]
     assert files["000000001.json"] == lines[0]
-    assert files["000000003.1.jpg"] == (tmp_path / "in/000.jpg").read_bytes()
+    assert files["000000002.1.jpg"] == (tmp_path / "in/000.jpg").read_bytes()
 
 
 def test_jsonl_fields_name_keys_files_and_parts_as_told(tmp_path: Path) -> None:
@@ -157,9 +158,7 @@ def test_a_manifest_of_another_version_is_refused_with_the_cure(tmp_path: Path) 
     run_conversion(source, tmp_path / "out", SMALL)
     path = tmp_path / "out" / MANIFEST
     found = json.loads(path.read_text())
-    assert "source_id" in found and "place" not in found
-    old = {**found, "version": 1, "place": found.pop("source_id")}
-    for manifest in ({**old}, {**found, "version": VERSION + 1}):
+    for manifest in ({**found, "version": VERSION - 1}, {**found, "version": VERSION + 1}):
         path.write_text(json.dumps(manifest))
         with pytest.raises(
             SavableError, match=rf"{path}: not a manifest of this version: .*\. Convert into another folder"

@@ -135,7 +135,7 @@ def test_a_shard_of_which_nothing_is_good_is_not_written(tmp_path: Path) -> None
     source = fill(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards) == (6, 2)
-    assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000001.tar", "000002.tar"]
+    assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000000.tar", "000001.tar"]
 
 
 def test_where_nothing_is_good_there_is_a_report_and_no_dataset(tmp_path: Path) -> None:

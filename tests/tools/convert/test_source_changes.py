@@ -53,7 +53,7 @@ def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Pat
     change = raw[:-3] if way == "cut" else raw[:-300] + bytes(300)
     with pytest.raises(SavableError, match=r"it changed during the conversion. Do not change the input"):
         changed_at(source, tmp_path / "out", change, 3)
-    assert list((tmp_path / "out").glob("*.tar")), "what was finished stays"
+    assert list((tmp_path / "out").rglob("*.tar")), "finished ranges stay"
     file.write_bytes(raw)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     convert_in_halves(source, tmp_path / "out", workers=1)
@@ -64,19 +64,9 @@ def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Pat
 def test_records_that_were_unpacked_may_change_after_that(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 12)
     convert_in_halves(source, tmp_path / "calm", workers=1)
-    raw = source.read_bytes()
+    raw, stat = source.read_bytes(), source.stat()
     changed_at(source, tmp_path / "out", raw[:-9], 3)
     source.write_bytes(raw)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     convert_in_halves(source, tmp_path / "out", workers=1)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
-
-
-def test_a_compressed_tar_that_is_cut_meanwhile_is_left_out_and_put_back_it_is_taken(tmp_path: Path) -> None:
-    source = SOURCES["packed"](tmp_path / "in", 12)
-    convert_in_halves(source, tmp_path / "calm")
-    raw = last_file(source).read_bytes()
-    report = changed_at(source, tmp_path / "out", raw[:-30], 3)
-    assert [reject.reason for reject in report.rejected] == ["damaged tar"] and report.samples == 10
-    last_file(source).write_bytes(raw)
-    assert convert_in_halves(source, tmp_path / "out").rejected == []
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
