@@ -159,6 +159,9 @@ class Session:
         self._downloader: Downloader | None = None
         self.forget()
 
+    def __reduce__(self) -> tuple[type[Session], tuple[Path, int]]:
+        return Session, (self.cache, self.limit)
+
     @classmethod
     def of(cls, cache: str | os.PathLike[str] | None = None, cache_size: int | None = None) -> Session:
         """Return the session of a cache that a user names, or of the default one.

@@ -1,14 +1,12 @@
 """Conversion into shards: `convert` is `sp.convert`, and the command calls `run_conversion`.
 
-conversion       the whole of it                     prepare      opens a source with the settings of the options
-options          settings, report                    source       its store, its ranges of rows
-sources          the kind of a source                compressed   files that are decompressed first
-range_job        writes one range of rows            samples      keys and parts of rows, and rejects
-shard_series     one shard after another             part_data    the check of a part
-jobs             processes and machines              ray_engine   machines of a Ray cluster
-finish           names, index, rejects, warnings     describe     index, and metadata for Energon
-manifest         whether it is the same conversion   target       a folder or a bucket
-shard_writer     `sp.ShardWriter`
+conversion    the whole of it                    source        the source, opened once in each process
+options       settings, report, manifest         ranges        ranges of its rows, one for each job
+range_job     writes one range                   samples       keys and parts of rows, and rejects
+shard_series  one shard after another            part_data     the check of a part
+jobs          processes and machines             ray_engine    machines of a Ray cluster
+finish        names, index, rejects, warnings    describe      index, and metadata for Energon
+target        a folder or a bucket               shard_writer  `sp.ShardWriter`
 """
 
 import importlib
@@ -17,35 +15,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from savable_pipeline.tools.convert.conversion import convert, run_conversion
     from savable_pipeline.tools.convert.options import REJECTED, Options, Report
-    from savable_pipeline.tools.convert.sources import ConversionSource, recognize
+    from savable_pipeline.tools.convert.source import ConversionSource, find_files
 
-__all__ = ["REJECTED", "ConversionSource", "Options", "Report", "convert", "recognize", "run_conversion"]
+__all__ = ["REJECTED", "ConversionSource", "Options", "Report", "convert", "find_files", "run_conversion"]
 
-# What sources are called, and the fields that name files: `savable --help` says it, and imports nothing for it.
+# Formats in words for people. `savable --help` prints the names and imports nothing for it.
 WORDS = {
     "folder": "a folder of files",
     "jsonl": "JSONL",
-    "json": "a JSON array",
-    "csv": "a table (CSV or TSV)",
-    "mds": "an MDS folder of Mosaic Streaming",
-    "litdata": "a folder of LitData",
-    "packed": "compressed tars",
-    "tars": "tars",
+    "json": "JSON arrays",
+    "csv": "tables (CSV or TSV)",
+    "mds": "MDS of Mosaic Streaming",
+    "litdata": "LitData",
+    "tar": "tars",
     "parquet": "Parquet",
     "arrow": "Arrow",
-    "hf": "a folder that `save_to_disk` of HF datasets wrote",
-    "hub": "a clone of a dataset of the HF hub, in Parquet",
+    "lerobot": "LeRobot",
+    "tokens": "token files",
 }
-FILE_FIELDS = ("image", "audio", "video", "file", "file_name")  # of records
 
-# Where each name lies: `savable --help` and `sp.ShardWriter` import little of this folder.
+# Where each name is: `savable --help` and `sp.ShardWriter` import little of this folder.
 _PLACES = {
     "REJECTED": "options",
     "Options": "options",
     "Report": "options",
-    "ConversionSource": "sources",
+    "ConversionSource": "source",
     "convert": "conversion",
-    "recognize": "sources",
+    "find_files": "source",
     "run_conversion": "conversion",
 }
 

@@ -8,28 +8,40 @@ Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
 
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.folder_store import class_names
 from savable_pipeline.data.stores.sample_names import Classes
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.finish import finish, jobs_with_repeats
-from savable_pipeline.tools.convert.jobs import claimed, write_ranges
-from savable_pipeline.tools.convert.manifest import already_finished, manifest_of, start_or_resume
-from savable_pipeline.tools.convert.options import MANIFEST, WORK, Options, Report
+from savable_pipeline.tools.convert.jobs import claimed, do_jobs
+from savable_pipeline.tools.convert.manifest import (
+    Manifest,
+    changed_files,
+    check_same,
+    finished_report,
+    manifest_of,
+    may_have_changed,
+    read_manifest,
+    write_manifest,
+)
+from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
-from savable_pipeline.tools.convert.range_job import RECORD_FILE, RangeJob, is_finished
+from savable_pipeline.tools.convert.range_job import RECORD_FILE, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
-from savable_pipeline.tools.convert.source import close_sources
-from savable_pipeline.tools.convert.sources import ConversionSource, recognize
+from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
@@ -40,7 +52,7 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    kind: str | None = None,
+    format: str | None = None,
     shard_bytes: int = 256_000_000,
     shard_samples: int | None = None,
     check_images: bool = True,
@@ -66,9 +78,9 @@ def convert(
     `if __name__ == "__main__":`.
 
     Args:
-        source: A folder of files, JSONL, JSON, CSV, MDS, LitData, Parquet, Arrow or tars; or, as a str, a URL of some.
+        source: A folder, a file, a glob or, as a str, a URL: of any format that `sp.read` reads, also compressed.
         target: The folder for the shards, made if it is missing; or, as a str, a URL (s3, gs, az).
-        kind: What the source is, one of the words of `--as`. Default: found by its marks.
+        format: The format of the source, as of `sp.read`. Default: it is recognized.
         shard_bytes: A shard is full before it grows longer than this, in bytes.
         shard_samples: A shard is full before it holds more samples than this. Default: no limit.
         check_images: Whether each image is decoded, and the headers of each sound and film are read where PyAV is
@@ -126,7 +138,7 @@ def convert(
         only=_parts(only),
         unpacked_bytes=unpacked_bytes,
     )
-    found = recognize(source if isinstance(source, str) else Path(source), kind)
+    found = find_files(source, format)
     with _engine_of(engine, workers) as cluster:
         return run_conversion(
             found,
@@ -197,7 +209,7 @@ def run_conversion(
     Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
     full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
     """
-    source = source if isinstance(source, ConversionSource) else recognize(source)
+    source = source if isinstance(source, ConversionSource) else find_files(source)
     with target_at(target) as output:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
@@ -210,27 +222,30 @@ def run_conversion(
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
         with room_on(output.folder), _work_in(output):
-            found = prepare(source, options, files_from, output, engine is not None)
-            manifest = manifest_of(source.path, found, options, wanted)
-            report = already_finished(output, manifest)
+            found = prepare(source, options, files_from, output, wanted)
+            manifest, newest_ns = manifest_of(source.path, found, options, wanted)
+            before = read_manifest(output.folder)
+            jobs = _jobs(output, found, options, wanted)
+            do = functools.partial(_do, output, found, workers, engine, progress)
+            report = None if before is None else _resumed(output, manifest, before, newest_ns, jobs, do)
             if report is None:
-                start_or_resume(output, manifest)
-                jobs = _jobs(output, found, options, wanted)
-                _write(output, found, jobs, workers, engine, progress)
-                jobs = jobs_with_repeats(output.work, jobs)
-                _write(output, found, jobs, workers, engine, progress)
+                write_manifest(output.folder, manifest)
+                output.start_again()
+                do(jobs)
+                jobs = jobs_with_repeats(jobs)
+                do(jobs)
                 report = finish(output, source, found, options, jobs, manifest)
         return report
 
 
 def check_reshard(source: ConversionSource, reshard: bool) -> None:
-    """Raise ValueError for tars that need no conversion, and for `reshard` of other kinds."""
-    if source.kind == "tars" and not reshard:
+    """Raise ValueError for tars that need no conversion, and for `reshard` of other formats."""
+    if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
             "--reshard for other sizes, parts, keys or splits"
         )
-    if reshard and source.kind not in ("tars", "packed"):
+    if reshard and source.form != TARS:
         raise ValueError(f"{source.path} is {source.words}: --reshard is only for tars")
 
 
@@ -255,50 +270,89 @@ def _work_in(output: Target) -> Iterator[None]:
 
 
 def _jobs(output: Target, found: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
+    common: dict[str, Any] = {"source": found.source, "options": options, "keys": keys}
     return [
-        RangeJob(
-            name=f"{number:06d}",
-            source=found.source,
-            spans=spans,
-            options=options,
-            work=output.work,
-            keys=keys,
-            bucket=output.bucket,
-        )
+        RangeJob(name=f"{number:06d}", spans=spans, work=output.work, bucket=output.bucket, **common)
         for number, spans in enumerate(found.ranges)
     ]
 
 
-def _write(
+def _resumed(
+    output: Target,
+    manifest: Manifest,
+    before: Manifest,
+    newest_ns: int,
+    jobs: list[RangeJob],
+    do: Callable[[list[RangeJob]], set[str]],
+) -> Report | None:
+    """Return the report of a finished conversion; None for an unfinished one.
+
+    Files that may have been written since are compared with what was converted. Raises `SavableError` for another
+    conversion.
+    """
+    if output.bucket is None or before.done:  # else it starts again
+        check_same(output.folder, manifest, before)
+    report = finished_report(output, before)
+    if may_have_changed(output.folder, manifest, before, newest_ns):
+        known = _hashes(output, before, jobs) if report is not None else [_known(job) for job in jobs]
+        compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
+        if files := sorted(do(compared)):
+            raise changed_files(output.folder, manifest, before, files)
+        if report is not None:
+            write_manifest(
+                output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
+            )
+    return report
+
+
+def _known(job: RangeJob) -> bytes | None:
+    return job.record().hashes if job.is_finished and job.bucket is None else None
+
+
+def _hashes(output: Target, before: Manifest, jobs: list[RangeJob]) -> list[bytes]:
+    """Return the hashes of each range of a finished conversion."""
+    with (output.folder / HASHES).open("rb") as file:
+        return [file.read(8 * count) for count in before.hashes[: len(jobs)]]
+
+
+def _do(
     output: Target,
     found: Prepared,
-    jobs: list[RangeJob],
     workers: int | None,
     engine: Engine | None,
     progress: Progress,
-) -> None:
-    """Write the ranges that are not finished."""
+    jobs: list[RangeJob],
+) -> set[str]:
+    """Write the ranges that are not finished, or compare them and return the names of files that changed."""
     for path in output.work.glob("[0-9]*.*"):  # attempts of a killed conversion
         shutil.rmtree(path, ignore_errors=True)
-    total = sum(span.end - span.start for job in jobs for span in job.spans)
-    missing = [job for job in jobs if not is_finished(job)]
+    total = sum(job.rows for job in jobs)
+    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
     if not missing and jobs:
-        return
-    before = total - sum(span.end - span.start for job in missing for span in job.spans)
+        return set()
+    before = total - sum(job.rows for job in missing)
     progress(before, total, 0)
     workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
-    write_ranges(missing, output.work, workers, engine, lambda done, size: progress(before + done, total, size))
+    changed = set[str]()
+    each = do_jobs(missing, output.work, workers, engine, lambda done, size: progress(before + done, total, size))
+    with contextlib.closing(each):
+        for job, written in each:
+            if job.hashes is None:
+                job.note(written)
+            else:
+                changed.update(msgspec.msgpack.decode(written.record, type=list[str]))
+    return changed
 
 
-def _check_apart(source: Path | str, target: Path | str) -> None:
-    if isinstance(source, str) and isinstance(target, str):
+def _check_apart(source: str, target: Path | str) -> None:
+    if "://" in source and isinstance(target, str):
         inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
         if inner.startswith(outer) or outer.startswith(inner):
             raise ValueError(f"{target} and {source} must not contain each other. Convert to another URL")
-    if isinstance(source, str) or isinstance(target, str):
+    if "://" in source or isinstance(target, str):
         return
-    first, second = source.resolve(), target.resolve()
-    if source.is_dir() and (first == second or second in first.parents or first in second.parents):
+    first, second = Path(source).resolve(), target.resolve()
+    if first.is_dir() and (first == second or second in first.parents or first in second.parents):
         raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 

@@ -14,38 +14,29 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import tar_idx
 from savable_pipeline.data.shards.tar_writer import room_in
-from savable_pipeline.data.stores.folder_store import SPLITS
+from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.table_store import A_URL
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
-from savable_pipeline.tools.convert.options import CLASSES, REJECTED, Options, Report
-from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared
-from savable_pipeline.tools.convert.range_job import (
-    RangeJob,
-    RangeRecord,
-    RangeShard,
-    is_finished,
-    join_shards,
-    note_finished,
-    record_of,
-)
-from savable_pipeline.tools.convert.samples import Statistics, plain_part
-from savable_pipeline.tools.convert.source import COLUMN_KINDS
-from savable_pipeline.tools.convert.sources import ConversionSource
+from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
+from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
+from savable_pipeline.tools.convert.range_job import RangeJob, RangeRecord, RangeShard, join_shards
+from savable_pipeline.tools.convert.samples import Statistics
+from savable_pipeline.tools.convert.source import ConversionSource
 from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # times the fewest possible shards
@@ -54,9 +45,9 @@ _COUNTED = re.compile(r"[0-9._-]{3,}")  # parts of a large dataset, and dates
 
 
 class _Shard(NamedTuple):
-    """A shard of a range: its path in the work folder, and its number in its record."""
+    """A shard of a range: the number of its job, and its own number in the record."""
 
-    folder: str
+    job: RangeJob
     number: int
     name: str
     samples: int
@@ -74,47 +65,54 @@ def finish(
     """Join, name and describe the shards of all ranges. Raises ValueError for parts and keys that no sample has."""
     splits = [name for name, _ in options.split] or [""]
     shards: dict[str, list[_Shard]] = {split: [] for split in splits}
-    statistics, rejected = Statistics(), [*found.rejected]
-    records = functools.lru_cache(maxsize=2)(functools.partial(record_of, output.work))
-    for job in jobs:
-        record = records(job.name)
-        statistics.add(record.statistics)
-        rejected += record.rejected
-        for number, piece in enumerate(record.pieces):
-            shards[piece.split].append(_shard(job.name, number, piece))
+    statistics, rejected, hashes = Statistics(), [*found.rejected], list[int]()
+    records = functools.lru_cache(maxsize=2)(RangeJob.record)
+    with replacing(output.folder / HASHES, sync=True) as file:
+        for job in jobs:
+            record = records(job)
+            statistics.add(record.statistics)
+            rejected += record.rejected
+            hashes.append(len(record.hashes) // 8)
+            file.write(record.hashes)
+            for number, piece in enumerate(record.pieces):
+                shards[piece.split].append(_shard(job, number, piece))
     _check_found(jobs, statistics, rejected, options, sum(map(len, shards.values())))
     for split in splits:
-        shards[split] = _joined(output, jobs, split, shards[split], options)
+        shards[split] = [*_joined(jobs, split, shards[split], options, records)]
     names = {name: shard for split in sorted(splits) for name, shard in _named(split, shards[split])}
     _publish(output, options, splits, names, records, statistics)
     replace_file(output.folder / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     if found.classes:
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
     samples, size = sum(shard.samples for shard in names.values()), sum(shard.size for shard in names.values())
-    warnings = _warnings(output, source, found, options, samples, statistics)
+    warnings = _warnings(source, found, options, samples, statistics)
     report = Report(samples, len(names), size, rejected, found.hidden, warnings, statistics.nulls)
     result = {"size": size, "hidden": found.hidden, "warnings": warnings, "nulls": statistics.nulls}
+    result |= {"hashes": hashes, "names_files": bool(statistics.uses or statistics.named)}
     write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, **result))
     output.publish({*names})
     return report
 
 
-def jobs_with_repeats(work: Path, jobs: list[RangeJob]) -> list[RangeJob]:
-    """The jobs; a range with keys that occur before is to be written again by a job that knows which.
+def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
+    """Return the jobs; a range with keys that occur before is to be written again by a job that knows which.
 
     Hashes are compared in a file, so that memory does not grow with the number of samples.
     """
-    path = work / "keys"
+    if not jobs:
+        return jobs
+    path = jobs[0].work / "keys"
     with path.open("wb") as file:
         for job in jobs:
-            file.write(record_of(work, job.name).keys)
+            file.write(job.record().keys)
     if not path.stat().st_size:
         return jobs
     hashes = np.memmap(path, "<u8", "r+")
     hashes.sort()
     repeated = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-    met = np.zeros(len(repeated), bool)  # by a range before
-    return [_with_repeats(job, record_of(work, job.name).keys, repeated, met) for job in jobs] if len(met) else jobs
+    is_folder = jobs[0].source.form == FOLDER  # where no name has more right to a key than another one
+    met = np.full(len(repeated), is_folder)  # by a range before
+    return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
 
 
 def _with_repeats(job: RangeJob, keys: bytes, repeated: NDArray[np.uint64], met: NDArray[np.bool_]) -> RangeJob:
@@ -127,55 +125,51 @@ def _with_repeats(job: RangeJob, keys: bytes, repeated: NDArray[np.uint64], met:
     met[found] = True
     if not again.any():
         return job
-    return replace(job, name=f"{job.name}-again", again=np.packbits(again, bitorder="little").tobytes())
+    return replace(job, name=f"{job.name}-again", repeats=np.packbits(again, bitorder="little").tobytes())
 
 
-def _shard(folder: str, number: int, piece: RangeShard) -> _Shard:
-    return _Shard(folder, number, piece.name, piece.table.entry.samples, piece.table.entry.size)
+def _shard(job: RangeJob, number: int, piece: RangeShard) -> _Shard:
+    entry = piece.table.entry
+    return _Shard(job, number, entry.name, entry.samples, entry.size)
 
 
 def _check_found(
     jobs: list[RangeJob], statistics: Statistics, rejected: list[Reject], options: Options, shards: int
 ) -> None:
     """Raise ValueError for chosen keys and parts that no sample has, and for URLs in place of files."""
-    wanted = jobs[0].keys if jobs else None
-    if wanted is not None and (missing := wanted.difference(statistics.found)):
-        raise ValueError(f"no sample has {len(missing)} of the keys, such as {listed(missing)}. Correct the list")
-    known = {name.lower() for name in statistics.parts}
-    unknown = {name.lower() for name in options.only} - known - {plain_part(name) for name in known}
-    if unknown:
-        raise ValueError(
-            f"no sample has a part {listed(unknown)}. Use some of {listed({*statistics.parts, *statistics.dropped})}"
-        )
+    check_keys((jobs[0].keys if jobs and jobs[0].keys else frozenset()).difference(statistics.found))
+    check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
     named = next((reject for reject in rejected if reject.reason == A_URL), None)
     if not shards and named is not None:
         raise ValueError(f"{named.file}: records name URLs, not files, such as {named.detail}. {NO_FILES}")
 
 
-def _joined(output: Target, jobs: list[RangeJob], split: str, shards: list[_Shard], options: Options) -> list[_Shard]:
-    """The shards, with the last ones of the ranges joined if these are too many."""
+def _joined(
+    jobs: list[RangeJob],
+    split: str,
+    shards: list[_Shard],
+    options: Options,
+    records: Callable[[RangeJob], RangeRecord],
+) -> Iterator[_Shard]:
+    """Yield the shards, with the last ones of the ranges joined if these are too many."""
     room = max(1, room_in(options.shard_bytes))
     fewest = -(-sum(shard.size for shard in shards) // room)
     if options.shard_samples is not None:
         fewest = max(fewest, -(-sum(shard.samples for shard in shards) // options.shard_samples))
-    if len(shards) <= _MOST * fewest:
-        return shards
-    last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].folder != shard.folder]
-    if len(last) < 2:
-        return shards
-    name = f"joined-{split}"
-    job = replace(jobs[0], name=name)
-    if not is_finished(job):
-        pieces = [(shards[i].folder, record_of(output.work, shards[i].folder).pieces[shards[i].number]) for i in last]
-        record = join_shards(job, pieces)
-        if output.bucket is not None:
-            note_finished(output.work, name, record)
-    joined = [_shard(name, number, piece) for number, piece in enumerate(record_of(output.work, name).pieces)]
-    return [*_in_order(shards, {*last}, joined)]
+    last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].job is not shard.job]
+    if len(shards) <= _MOST * fewest or len(last) < 2:
+        yield from shards
+        return
+    job = replace(jobs[0], name=f"joined-{split}")
+    if not job.is_finished:
+        job.note(
+            join_shards(job, [(shards[i].job.name, records(shards[i].job).pieces[shards[i].number]) for i in last])
+        )
+    yield from _in_order(shards, {*last}, [_shard(job, *each) for each in enumerate(records(job).pieces)])
 
 
 def _in_order(shards: list[_Shard], last: set[int], joined: list[_Shard]) -> Iterator[_Shard]:
-    """The shards, each joined one where the first of its samples was."""
+    """Yield the shards, each joined one where the first of its samples was."""
     waiting, start, end = deque(joined), 0, 0
     for i, shard in enumerate(shards):
         if i not in last:
@@ -198,20 +192,20 @@ def _publish(
     options: Options,
     splits: list[str],
     names: dict[str, _Shard],
-    records: Callable[[str], RangeRecord],
+    records: Callable[[RangeJob], RangeRecord],
     statistics: Statistics,
 ) -> None:
     """Rename the shards, after their offsets, and write the index and the metadata."""
 
     def tables() -> Iterator[ShardTable]:
         for name, shard in names.items():
-            table = records(shard.folder).pieces[shard.number].table
+            table = records(shard.job).pieces[shard.number].table
             yield msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=name))
 
     for table in tables():
         name, shard = table.entry.name, names[table.entry.name]
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
-        output.place(f"{shard.folder}/{shard.name}", name)
+        output.place(f"{shard.job.name}/{shard.name}", name)
     if names:
         counts = {name: shard.samples for name, shard in names.items()}
         texts = frozenset(statistics.texts or ())
@@ -221,28 +215,28 @@ def _publish(
 
 
 def _warnings(
-    output: Target, source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
+    source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
 ) -> list[str]:
     """Warnings about samples that differ from the others, and about names that may mean something else."""
     warnings = [*_shared(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
         warnings.append(f"{keys} had dots, which become _ in tars: {statistics.example}")
-    if statistics.again and source.kind in ("tars", "packed"):
-        keys = counted(statistics.again, "key occurs", "keys occur")
+    form = source.form
+    if statistics.repeats and form == TARS:
+        keys = counted(statistics.repeats, "key occurs", "keys occur")
         warnings.append(f"{keys} again, and got the name of their shard before them: {listed(statistics.repeated)}")
-    if source.kind in COLUMN_KINDS and found.source.files_from and not statistics.named:
+    if found.source.files_from and not statistics.named:
         warnings.append("no row names a file without its bytes: --files-from is not needed")
     warnings += lacking_parts(samples, statistics.parts)
     if not options.key_end:
         warnings += dotted_parts(samples, statistics.parts, statistics.most_parts)
-    compressed = str(source.path).endswith((".gz", ".zst"))
-    if not options.split and not compressed and source.kind in ("tars", "jsonl", *COLUMN_KINDS):
+    if not options.split and not source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
         warnings.append(
             "subset= draws fractions of shards by their order, so other samples than of the source. Use --split to "
             "separate some"
         )
-    if source.kind == "folder" and not options.classes:
+    if form == FOLDER and not options.classes:
         warnings += _classes_hint(samples, statistics)
     return warnings
 

@@ -1,7 +1,7 @@
 """Processes and machines that write ranges. None outlives the conversion, however that ends.
 
     conversion ── a range, one job ─────▶ workers: each shares the lock of the work folder while it lives
-         │     ◀── samples and bytes ───
+         │     ◀── its rows and bytes ──
          └─ killed: the workers cannot send, and exit; the next conversion waits until that lock is free
 
 Workers take jobs in any order, and the bytes do not depend on it. The machines of an engine see the same folders, or
@@ -19,80 +19,54 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.processes import NOTE, each_job
+from savable_pipeline.data.shards.processes import each_job
 from savable_pipeline.errors import SavableError, WorkerError
-from savable_pipeline.tools.convert.range_job import (
-    RangeJob,
-    is_finished,
-    note_finished,
-    write_range,
-)
+from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.source import close_source
 
-_EVERY_S = 0.1  # between two notes of a worker
 _VISIBLE_S = 120.0  # network file systems cache for a minute that a file does not exist
 _SERVE = "savable_pipeline.tools.convert.jobs:serve"
-Progress = Callable[[int, int], None]  # samples and bytes done
 
 
-class _Counts:
-    """Samples and bytes, reported now and then."""
-
-    def __init__(self, report: Progress, every_s: float = 0.0) -> None:
-        self._report, self._every_s, self._next = report, every_s, 0.0
-        self.samples = self.size = 0
-
-    def add(self, samples: int, size: int) -> None:
-        """Count samples; the first call reports what was counted before."""
-        if time.monotonic() >= self._next:
-            self._report(self.samples, self.size)
-            self._next = time.monotonic() + self._every_s
-        self.samples, self.size = self.samples + samples, self.size + size
-
-
-def write_ranges(jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Progress) -> None:
-    """Write all ranges, in this process, in several, or by the machines of an engine.
+def do_jobs(
+    jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int], None]
+) -> Generator[tuple[RangeJob, Written], None, None]:
+    """Yield each job once it is done: in this process, in several, or by the machines of an engine.
 
     Raises `WorkerError` if a process dies, and the errors of `write_range` and of the engine.
     """
     if engine is not None:
-        _write_by_engine(engine, jobs, progress)
+        each = _by_engine(engine, jobs)
     elif min(workers, len(jobs)) > 1:
-        _write_in_workers(jobs, work, workers, progress)
+        each = _in_workers(jobs, work, workers)
     else:
-        counts = _Counts(progress)
-        for job in jobs:
-            _note(job, write_range(job, counts.add))
-        progress(counts.samples, counts.size)
+        each = ((job, write_range(job)) for job in jobs)
+    rows, size = 0, 0
+    with contextlib.closing(each):
+        for job, written in each:
+            yield job, written
+            rows, size = rows + written.rows, size + written.size
+            progress(rows, size)
 
 
-def _note(job: RangeJob, record: bytes) -> None:
-    if job.bucket is not None:
-        note_finished(job.work, job.name, record)
-
-
-def _write_in_workers(jobs: list[RangeJob], work: Path, workers: int, progress: Progress) -> None:
-    samples, size = 0, 0
+def _in_workers(jobs: list[RangeJob], work: Path, workers: int) -> Generator[tuple[RangeJob, Written], None, None]:
     with _sigterm_exits(), contextlib.closing(each_job(_SERVE, (os.fspath(work),), jobs, workers)) as answers:
         for job, answer in answers:
             if answer is None:
                 raise WorkerError(
                     "a writer process was killed, perhaps out of memory. Run the command again with fewer --workers"
                 )
-            found = pickle.loads(answer.removeprefix(NOTE))
+            found = pickle.loads(answer)
             if isinstance(found, Exception):
                 raise found
-            if not answer.startswith(NOTE):
-                _note(job, found[2])
-            samples, size = samples + found[0], size + found[1]
-            progress(samples, size)
+            yield job, found
 
 
 @contextlib.contextmanager
@@ -110,35 +84,23 @@ def _sigterm_exits() -> Iterator[None]:
 
 
 def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
-    """Write one range after another; sends progress, then a record or an error of each."""
+    """Do one job after another; sends what was written, or the error."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
-    sent = 0, 0
-
-    def counted(samples: int, size: int, record: bytes = b"") -> bytes:
-        nonlocal sent
-        before, sent = sent, (samples, size)
-        return pickle.dumps((samples - before[0], size - before[1], record))
-
-    counts = _Counts(lambda *done: connection.send_bytes(NOTE + counted(*done)), _EVERY_S)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:
             try:
-                record = write_range(job, counts.add)
-                answer = counted(counts.samples, counts.size, record)
+                answer = pickle.dumps(write_range(job))
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 answer = pickle.dumps(error)
             connection.send_bytes(answer)
 
 
-def _write_by_engine(engine: Engine, jobs: list[RangeJob], progress: Progress) -> None:
-    samples, size = 0, 0
+def _by_engine(engine: Engine, jobs: list[RangeJob]) -> Generator[tuple[RangeJob, Written], None, None]:
     with contextlib.closing(engine.each(attempt, map(_for_machine, jobs))) as finished:
-        for job, (done, written, record) in finished:
-            _note(job, record)
+        for job, written in finished:
             _wait_until_visible(job)
-            samples, size = samples + done, size + written
-            progress(samples, size)
+            yield job, written
 
 
 def _for_machine(job: RangeJob) -> RangeJob:
@@ -146,16 +108,10 @@ def _for_machine(job: RangeJob) -> RangeJob:
     return replace(job, source=source, spans=spans)
 
 
-def attempt(job: RangeJob) -> tuple[int, int, bytes]:
-    """Write a range on a machine of an engine; returns samples, bytes and the record if it went to a bucket."""
-    counts = [0, 0]
-
-    def add(samples: int, size: int) -> None:
-        counts[:] = counts[0] + samples, counts[1] + size
-
+def attempt(job: RangeJob) -> Written:
+    """Write a range on a machine of an engine."""
     try:
-        record = write_range(job, add)
-        return counts[0], counts[1], record
+        return write_range(job)
     finally:
         close_source()
 
@@ -163,7 +119,7 @@ def attempt(job: RangeJob) -> tuple[int, int, bytes]:
 def _wait_until_visible(job: RangeJob) -> None:
     """Wait for the folder of a finished range. Raises `SavableError` if it never appears."""
     end = time.monotonic() + _VISIBLE_S
-    while not is_finished(job):
+    while job.bucket is None and job.hashes is None and not job.is_finished:
         if time.monotonic() > end:
             raise SavableError(
                 f"{job.work / job.name}: finished by another machine, but not visible. Use storage that all nodes share"

@@ -16,6 +16,7 @@ from savable_pipeline.data.stores.sample_names import Reject
 MANIFEST = CONVERTED
 CLASSES = "classes.json"  # names by number
 REJECTED = f"{META}/savable.rejected.jsonl"
+HASHES = f"{META}/savable.hashes"  # of the contents of all parts, uint64
 WORK = f"{META}/savable.convert"  # the folder of unfinished work
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
 _DECIMAL = re.compile(r"[0-9]*[.]?[0-9]+")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
+
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, decode_error, part_type
@@ -20,29 +23,42 @@ _LONG = 8 << 20  # bytes of audio or video that are read in pieces
 _PIECE = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class LongPart:
     """The `size` bytes of the file that `open` opens, read in pieces."""
 
     open: Callable[[], BinaryIO]
     size: int
     name: str  # of the file, for messages
+    digest: int | None = None  # of the bytes, once they were read
 
     def __len__(self) -> int:
         return self.size
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes in order. Raises `SavableError` if the file is shorter."""
+        """Yield the bytes in order. Raises `SavableError` if the file is shorter."""
+        digest = xxh3_64()
         with self.open() as file:
             for start in range(0, self.size, _PIECE):
                 wanted = min(_PIECE, self.size - start)
                 piece = file.read(wanted)
                 if len(piece) != wanted:
                     raise changed(self.name, f"expected {self.size} bytes, found {start + len(piece)}")
+                digest.update(piece)
                 yield piece
+        self.digest = digest.intdigest()
 
 
 PartData: TypeAlias = bytes | LongPart
+
+
+def content_hash(data: PartData) -> int:
+    """Return a hash of the bytes of a part, which is read if it was not."""
+    if isinstance(data, bytes):
+        return xxh3_64_intdigest(data)
+    if data.digest is None:
+        deque(data.chunks(), maxlen=0)
+    return data.digest or 0
 
 
 def file_data(path: Path, extension: str, size: int) -> PartData:

@@ -2,7 +2,8 @@
 
 Ranges depend on source and settings alone, never on the number of workers. They are consecutive rows of about 1 to 8
 shards, by the sizes in the index and those of some samples. A row group is never divided: one that is larger is a range
-of its own. Compressed tars have no index. A range of them is whole files, which its job decompresses one after another.
+of its own, and its job writes several shards. Compressed files have no index. A range of them is whole files, which its
+job decompresses one after another.
 
     shards of 100 bytes      rows of 30 bytes: │0 1 2│3 4 5│…      row groups: │0 … 999│1000 … 1999│…
 """
@@ -23,7 +24,7 @@ from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.samples import SampleReader
-from savable_pipeline.tools.convert.source import RECORD_KINDS, RowSpan, SourceFiles
+from savable_pipeline.tools.convert.source import RowSpan, SourceFiles
 
 _MOST_SHARDS = 8  # of a range
 _RANGES = 16  # of a source, at least, if they are not smaller than this
@@ -34,15 +35,15 @@ _SOME = 64  # samples that are measured
 
 
 def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpan, ...]], int]:
-    """The ranges of a source, in the order of its samples, and about how many bytes they have."""
+    """Return the ranges of a source, in the order of its samples, and about how many bytes they have."""
     if source.packed:
-        sizes = [size for _, size, _ in source.packed]
+        sizes = [file.size for file in source.packed]
         steps, total = iter([_Steps(0, 0, np.arange(1, len(sizes) + 1), np.array(sizes))]), sum(sizes)
         rows = 1 << 62  # in each file: nobody knows
     else:
         rows = source.dataset().count
         estimate = _estimate(source, options)
-        steps, total = _steps(source, estimate), int(rows * estimate.mean)
+        steps, total = _steps(source.dataset(), estimate), int(rows * estimate.mean)
     room, most = max(1, room_in(options.shard_bytes)), options.shard_samples or rows
     shard = max(1, min(room, most * total // rows))  # bytes of a full one, about
     shards = max(min(_MOST_SHARDS, total // shard // _RANGES), -(-LEAST_BYTES // shard), 1)
@@ -74,7 +75,7 @@ def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan
                 continue
             done = max(fit, done + 1)  # a step that is larger than a range is a range
             end = int(step.ends[done - 1])
-            if spans and spans[-1][0] == step.file and spans[-1][2] == start:
+            if spans and spans[-1].file == step.file and spans[-1].end == start:
                 spans[-1] = spans[-1]._replace(end=end)
             else:
                 spans.append(RowSpan(step.file, start, end, number))
@@ -83,14 +84,12 @@ def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan
     return [*ranges, tuple(spans)] if spans else ranges
 
 
-def _steps(source: SourceFiles, estimate: _Estimate) -> Iterator[_Steps]:
-    dataset = source.dataset()
-    for file in file_order(source):
+def _steps(dataset: Dataset, estimate: _Estimate) -> Iterator[_Steps]:
+    for file in file_order(dataset):
         samples = int(dataset.entries.samples[file])
         if samples and dataset.store.row_groups(file) is not None:
             ends = _ends_of_groups(dataset, file)
-            sizes = np.diff(ends, prepend=0) * estimate(_row_bytes(dataset, file, 0, 1))
-            yield _Steps(file, 0, ends, sizes)
+            yield _Steps(file, 0, ends, np.diff(ends, prepend=0) * estimate(_row_bytes(dataset, file, 0, 1)))
             continue
         for start in range(0, samples, _AT_ONCE):
             end = min(start + _AT_ONCE, samples)
@@ -101,27 +100,25 @@ def _ends_of_groups(dataset: Dataset, file: int) -> Rows:
     return np.array(dataset.store.group_ends(file), np.int64)  # type: ignore[attr-defined]  # of a store with groups
 
 
-def file_order(source: SourceFiles) -> list[int]:
-    """The numbers of the files in the order of their samples: that of index.json, else that of their names."""
-    dataset = source.dataset()
-    if source.kind in RECORD_KINDS:
-        return cast("list[int]", dataset.store.listed_order())  # type: ignore[attr-defined]
-    return [*range(len(dataset.entries))]
+def file_order(dataset: Dataset) -> list[int]:
+    """Return the numbers of the files in the order of their samples: that of index.json, else that of their names."""
+    listed_order = getattr(dataset.store, "listed_order", None)
+    return [*range(len(dataset.entries))] if listed_order is None else listed_order()
 
 
 def _row_bytes(dataset: Dataset, file: int, start: int, end: int) -> Rows:
-    """About how many bytes each of these rows has."""
-    store = dataset.store
+    """Return about how many bytes each of these rows has."""
+    store: Any = dataset.store
     groups = store.row_groups(file)
     if groups is not None:
         return np.full(end - start, groups[1] // max(int(dataset.entries.samples[file]), 1), np.int64)
-    table, byte_ranges = getattr(store, "table", None), getattr(store, "byte_ranges", None)
+    table = getattr(store, "table", None)
     if hasattr(table, "firsts"):  # of a folder
         firsts = np.frombuffer(cast("Any", table).firsts, "<i8")[start : end + 1]
         sizes = np.frombuffer(cast("Any", table).sizes, "<i8")[firsts[0] : firsts[-1]]
         return cast("Rows", np.add.reduceat((sizes + BLOCK - 1) // BLOCK * BLOCK, firsts[:-1] - firsts[0]))
-    if byte_ranges is not None:
-        first, last = byte_ranges(file, np.arange(start, end))
+    if hasattr(store, "byte_ranges"):
+        first, last = store.byte_ranges(file, np.arange(start, end))
         if len(first) == end - start:
             return cast("Rows", last - first)
     mean = int(dataset.entries.sizes[file]) / max(int(dataset.entries.samples[file]), 1)
@@ -140,16 +137,20 @@ class _Estimate(NamedTuple):
 
 
 def _estimate(source: SourceFiles, options: Options) -> _Estimate:
-    """Measures some samples, of the first row group if there are groups."""
+    """Return the sizes of rows by those of some samples; of row groups by their bytes, so that none is decoded."""
     dataset = source.dataset()
-    file = next(file for file in file_order(source) if dataset.entries.samples[file])
-    is_grouped = dataset.store.row_groups(file) is not None
-    last = _ends_of_groups(dataset, file)[0] if is_grouped else dataset.count
-    count, found, listed = min(_SOME, int(last)), 0, 0.0
-    numbers = np.arange(count) * last // count + int(dataset.firsts[file]) * is_grouped
+    first = next(file for file in file_order(dataset) if dataset.entries.samples[file])
+    if dataset.store.row_groups(first) is not None and not source.files_from:
+        mean = sum(float(_row_bytes(dataset, file, 0, 1)[0]) * n for file, n in enumerate(dataset.entries.samples))
+        return _Estimate(1.0, 2 * BLOCK, mean / dataset.count + 2 * BLOCK)
+    is_grouped = dataset.store.row_groups(first) is not None  # of which one is decoded
+    rows, start = (
+        (int(_ends_of_groups(dataset, first)[0]), int(dataset.firsts[first])) if is_grouped else (dataset.count, 0)
+    )
+    count, found, listed = min(_SOME, rows), 0, 0.0
     reader = SampleReader(source, dataset, msgspec.structs.replace(options, check_images=False), None)
     with contextlib.suppress(SavableError, ValueError):  # jobs raise these
-        for number in numbers.tolist():
+        for number in (start + np.arange(count) * rows // count).tolist():
             file = int(np.searchsorted(dataset.firsts, number, side="right")) - 1
             row = number - int(dataset.firsts[file])
             for sample in reader.samples(RowSpan(file, row, row + 1, number)):
@@ -157,6 +158,6 @@ def _estimate(source: SourceFiles, options: Options) -> _Estimate:
             listed += float(_row_bytes(dataset, file, row, row + 1)[0])
     if not found or not listed:
         return _Estimate(1.0, BLOCK, listed / count + BLOCK)
-    if is_grouped or found < listed:
+    if found < listed:
         return _Estimate(found / listed, 0.0, found / count)
     return _Estimate(1.0, (found - listed) / count, found / count)

@@ -163,6 +163,7 @@ def test_compressed_tars_again_say_that_all_is_there(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     with tarfile.open(tmp_path / "packed/a.tar.gz", "w:gz") as tar:
         tar.add(fill(tmp_path / "in", 2) / "000.txt", "000.txt")
+    os.utime(tmp_path / "packed/a.tar.gz", (0, 0))
     first = run("convert", tmp_path / "packed", tmp_path / "out").stdout
     assert run("convert", tmp_path / "packed", tmp_path / "out").stdout.splitlines() == [
         "all is there already, nothing was written:",
@@ -175,13 +176,13 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"source: '{source}' there, '{other}' here input: other files" in result.stderr
+    assert f"source: '{source}' there, '{other}' here samples: 2 there, 3 here" in result.stderr
     same_sizes = fill(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())
     result = run("convert", same_sizes, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"source: '{source}' there, '{same_sizes}' here input: other files" in result.stderr
+    assert f"000.txt; source: '{source}' there, '{same_sizes}' here" in result.stderr
 
 
 def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,7 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(conversion, "run_conversion", interrupted)
-    result = run("convert", tmp_path, tmp_path / "out")
+    result = run("convert", fill(tmp_path / "in", 1), tmp_path / "out")
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 
 

@@ -17,6 +17,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
 
 
 @pytest.fixture(autouse=True)
-def _ranges_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _ranges_of_few_rows() -> Iterator[None]:
     """Small sources have several ranges, as large ones have."""
-    monkeypatch.setattr("savable_pipeline.tools.convert.ranges.LEAST_BYTES", 1)
+    with pytest.MonkeyPatch.context() as patch:  # which the `undo` of a test does not undo
+        patch.setattr("savable_pipeline.tools.convert.ranges.LEAST_BYTES", 1)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
-import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -27,46 +27,84 @@ def texts(folder: Path, count: int = 10) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("done", [True, False])
-@pytest.mark.parametrize("way", ["written", "dated back", "another folder", "put in its place"])
-def test_files_that_were_written_since_are_another_conversion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, done: bool
-) -> None:
-    source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
-    os.utime(other / "003.txt", (1, 1))
-    if done:
+def later(path: Path) -> None:
+    """As if the shards had been written an hour ago."""
+    for shard in path.rglob("*.tar"):
+        os.utime(shard, (time.time() - 3600,) * 2)
+
+
+def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in")
+    report = run_conversion(source, tmp_path / "out", TEXTS)
+    later(tmp_path / "out")
+    assert run_conversion(source, tmp_path / "out", TEXTS) == report  # every byte is compared, since each file is newer
+    (source / "003.txt").write_text("text X")
+    os.utime(source / "003.txt", (1, 1))  # its old date hides nothing
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\n003\.txt"):
         run_conversion(source, tmp_path / "out", TEXTS)
-    else:
-        monkeypatch.setattr("savable_pipeline.tools.convert.conversion.finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run_conversion(source, tmp_path / "out", TEXTS)
-        monkeypatch.undo()
-    if way in ("written", "dated back"):
-        (source / "003.txt").write_text("text X")
-        os.utime(source / "003.txt", (1, 1) if way == "dated back" else None)
-    elif way == "put in its place":
+    assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("way", ["of another name", "put in its place", "a folder in it put in its place"])
+def test_another_source_of_equal_names_and_sizes_is_another_conversion(tmp_path: Path, way: str) -> None:
+    source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
+    (other / "003.txt").write_text("text X")  # before anything is converted: no file of it is newer than a shard
+    first = run_conversion(source.parent, tmp_path / "out", TEXTS)
+    if way == "put in its place":
+        source.parent.rename(tmp_path / "old")
+        other.parent.rename(source.parent)
+    elif way == "a folder in it put in its place":
         source.rename(tmp_path / "old")
         other.rename(source)
+    again = tmp_path / "other" if way == "of another name" else tmp_path / "in"
     before = snapshot(tmp_path / "out")
-    with pytest.raises(SavableError, match=r"has another conversion.*\n(source: .*\n)?input: other files"):
-        run_conversion(other if way == "another folder" else source, tmp_path / "out", TEXTS)
-    assert {name: found for name, found in snapshot(tmp_path / "out").items() if name in before} == before or not done
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\nsub/003\.txt"):
+        run_conversion(again, tmp_path / "out", TEXTS)
+    assert snapshot(tmp_path / "out") == before
+    (again / "sub/003.txt").write_text("text 3")
+    assert run_conversion(again, tmp_path / "out", TEXTS) == first
 
 
-def test_a_copy_with_its_dates_is_the_same_conversion(tmp_path: Path) -> None:
-    report = run_conversion(texts(tmp_path / "in"), tmp_path / "out", TEXTS)
-    shutil.copytree(tmp_path / "in", tmp_path / "copy")
-    again = run_conversion(tmp_path / "copy", tmp_path / "out", TEXTS)
-    assert (again, again.already) == (report, True)
+def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
+    (other / "009.txt").write_text("text Y")
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion.finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_conversion(source, tmp_path / "out", TEXTS, workers=1)
+    monkeypatch.undo()
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\n009\.txt"):
+        run_conversion(other, tmp_path / "out", TEXTS)
 
 
-def test_a_rejected_file_that_was_repaired_is_a_change(tmp_path: Path) -> None:
+def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in", 4)
+    for i in range(5, 7):
+        (source / f"{i:03d}.json").write_text("[1")
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 2
+    (source / "006.json").write_text("12")
+    with pytest.raises(SavableError, match=r"at the same size.*\n006\.json"):
+        run_conversion(source, tmp_path / "out", TEXTS)
+
+
+def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = texts(tmp_path / "in")
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion.finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_conversion(source, tmp_path / "out", TEXTS, workers=1)
+    monkeypatch.undo()
+    (source / "009.txt").write_text("text Y")
+    with pytest.raises(SavableError, match="1 files changed at the same size"):
+        run_conversion(source, tmp_path / "out", TEXTS)
+
+
+def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
     source = texts(tmp_path / "in")
     (source / "bad.json").write_text("[1")
-    for _ in range(2):
-        assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
     (source / "bad.json").write_text("12")
-    with pytest.raises(SavableError, match="input: other files, or files that were written since"):
+    with pytest.raises(SavableError, match=r"at the same size.*\nbad\.json"):
         run_conversion(source, tmp_path / "out", TEXTS)
 
 
@@ -79,18 +117,28 @@ def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
         if content == b"1":
             for _ in range(2):
                 assert run_conversion(source, tmp_path / "out", Options()).samples == 1
-    with pytest.raises(SavableError, match="input: other files"):
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\na\.tar\.gz"):
         run_conversion(source, tmp_path / "out", Options())
 
 
-def test_of_two_names_that_would_have_one_key_the_second_is_rejected(tmp_path: Path) -> None:
+def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path) -> None:
+    for name, content in (("in", b"1"), ("other", b"2")):
+        write_tar(tmp_path / "plain.tar", [("k.txt", content)])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
+    assert run_conversion(tmp_path / "in", tmp_path / "out", Options()).samples == 1
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\na\.tar\.gz"):
+        run_conversion(tmp_path / "other", tmp_path / "out", Options())
+
+
+def test_two_names_that_would_have_one_key_are_rejected(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 0)
     (source / "a.b.txt").write_text("1")
     (source / "a_b.json").write_text("1")
     (source / "c.txt").write_text("1")
     report = run_conversion(source, tmp_path / "out", Options(key_end="last"))
-    assert report.samples == 2
-    assert [(reject.file, reject.reason) for reject in report.rejected] == [("a_b.json", "two names with one key")]
+    assert report.samples == 1
+    assert [reject.reason for reject in report.rejected] == ["two names with one key"] * 2
 
 
 def test_samples_that_lack_a_part_that_nearly_all_have_are_counted(tmp_path: Path) -> None:

@@ -52,8 +52,9 @@ def test_machines_that_are_lost_write_the_bytes_of_local_processes(
     )
     assert snapshot(Path("far")) == snapshot(Path("local"))
     assert far == local
-    assert engine.runs > local.shards
-    assert (told[0], told[-1]) == ((0, 8), (8, 8)) and told == sorted(told)
+    assert engine.runs > (1 if kind == "jsonl.gz" else local.shards)  # a compressed file is one job
+    total = 1 if kind == "jsonl.gz" else 8
+    assert (told[0], told[-1]) == ((0, total), (total, total)) and told == sorted(told)
     assert not [path for path in Path("far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
 
 

@@ -179,13 +179,13 @@ def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_pat
     ("source", "target", "options", "message"),
     [
         ("nowhere", "out", {}, "no such file or folder"),
-        ("in/000.jpg", "out", {}, "unknown format.*\nKnown: a folder of files"),
+        ("in/000.jpg", "out", {}, "raw files are read as one folder"),
         ("empty", "out", {}, "has no samples"),
         ("in", "in/out", {}, "must not contain each other"),
         ("in/b", "in", {}, "must not contain each other"),
         ("in", "in/000.txt", {}, "must not contain each other"),
         ("in", "file", {}, "is a file"),
-        ("in", "out", {"key_field": "id"}, "a key field is for records"),
+        ("in", "out", {"key_field": "id"}, "key_field does not apply to it"),
     ],
 )
 def test_a_source_or_target_that_cannot_be_is_an_error(

@@ -132,7 +132,7 @@ def test_samples_without_a_folder_or_with_a_class_of_their_own_are_rejected(tmp_
 
 def test_classes_of_anything_but_a_folder_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl is JSONL: classes are the names of folders"):
+    with pytest.raises(ValueError, match=r"a\.jsonl is JSONL: classes does not apply to it"):
         sp.convert(tmp_path / "a.jsonl", tmp_path / "out", classes=True)
 
 

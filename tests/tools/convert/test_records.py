@@ -48,7 +48,7 @@ def test_compressed_mds_of_another_size_or_content_is_damaged(tmp_path: Path, pa
     path = source / f"shard.00000.mds.{packed}"
     if packed == "gz":
         path.write_bytes(b"\xff" * 9 + path.read_bytes()[9:])
-    with pytest.raises((ValueError, sp.ShardError), match=rf"{path}: damaged: "):
+    with pytest.raises(ValueError, match=rf"{path}: damaged: "):
         run_conversion(source, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
 
@@ -75,7 +75,7 @@ def test_a_field_can_be_the_key(tmp_path: Path) -> None:
     source = write_mds(tmp_path / "in", {"id": "str", "image": "jpeg"}, rows)
     report = run_conversion(source, tmp_path / "out", Options(key_field="id"))
     assert [name for name in tar_files(tmp_path / "out") if name.endswith("jpg")] == ["a/1.jpg", "b.jpg"]
-    assert sorted(reject.reason for reject in report.rejected) == ["duplicate key", "name that a tar cannot carry"]
+    assert [reject.reason for reject in report.rejected] == ["duplicate key", "name that a tar cannot carry"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_rows_in_arrow_that_are_damaged_are_an_error(tmp_path: Path, damage: str
         "count": arrow_rows([{"a": 1}]),
     }
     path.write_bytes(bad[damage])
-    with pytest.raises((ValueError, sp.ShardError), match=r"chunk-0-1\.bin: .*Copy it again"):
+    with pytest.raises((ValueError, sp.ShardError), match=r"chunk-0-1\.bin: .*Copy it again"):  # found while written
         run_conversion(source, tmp_path / "out", SMALL)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from savable_pipeline.tools.convert import Options, recognize, run_conversion
+from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.support.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
@@ -37,7 +37,8 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
-    report = run_conversion(fill(tmp_path / "in", 4, **{name: content}), tmp_path / "out", SMALL)
+    source = find_files(fill(tmp_path / "in", 4, **{name: content}), "folder")
+    report = run_conversion(source, tmp_path / "out", SMALL)
     rejected = [reason] * (2 if name == "000.TXT" else 1)  # both files of one name
     assert [reject.reason for reject in report.rejected] == rejected
     assert list(reasons(tmp_path / "out").values()) == rejected
@@ -94,7 +95,7 @@ def test_files_outside_the_source_are_taken_when_that_is_told(tmp_path: Path) ->
     source = write_lines(tmp_path / "in/meta.jsonl", {"file": "../words.txt"}, {"file": "link.txt"})
     options = Options(allow_outside=True)
     run_conversion(source, tmp_path / "one", options)
-    run_conversion(recognize(tmp_path / "in", "folder"), tmp_path / "two", options)
+    run_conversion(find_files(tmp_path / "in", "folder"), tmp_path / "two", options)
     assert list(tar_files(tmp_path / "one").values()).count(b"words") == 2
     assert tar_files(tmp_path / "two")["link.txt"] == b"words"
 
@@ -143,6 +144,7 @@ def test_where_nothing_is_good_there_is_a_report_and_no_dataset(tmp_path: Path) 
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
         "savable.convert.json",
+        "savable.hashes",
         "savable.rejected.jsonl",
     ]
     assert run_conversion(tmp_path / "in", tmp_path / "out", SMALL) == report

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, recognize, run_conversion
+from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import reasons, snapshot
 
@@ -83,7 +83,7 @@ def test_a_compressed_tar_under_the_name_of_a_plain_one_is_told_and_converted(
 
 def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("BZh9.txt", b"text 0")])
-    assert recognize(tmp_path / "a.tar").kind == "tars" and texts(tmp_path / "a.tar") == ["text 0"]
+    assert not find_files(tmp_path / "a.tar").packed and texts(tmp_path / "a.tar") == ["text 0"]
     shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar.gz")  # as a server leaves it that unpacks what it sends
     assert run_conversion(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
 
@@ -105,7 +105,7 @@ def test_settings_apply_to_them_as_to_plain_tars(packed: Path, tmp_path: Path) -
     report = run_conversion(packed, tmp_path / "small", Options(shard_samples=3), workers=2)
     assert [path.name for path in sorted((tmp_path / "small").glob("*.tar"))] == [f"{i:06d}.tar" for i in range(4)]
     assert sorted(texts(tmp_path / "small")) == [f"text {i}" for i in range(10)] and report.shards == 4
-    with pytest.raises(ValueError, match="a key field is for records"):
+    with pytest.raises(ValueError, match="is tars, compressed: key_field does not apply to it"):
         run_conversion(packed, tmp_path / "wrong", Options(key_field="id"))
 
 

@@ -30,7 +30,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     for workers in (1, 2):
         run_conversion(source, tmp_path / str(workers), SMALL, workers=workers)
     one, two = (snapshot(tmp_path / str(workers)) for workers in (1, 2))
-    assert len(one) == 2 * 14 + 6
+    assert len(one) == 2 * 14 + 7
     assert one == two
 
 
@@ -142,7 +142,7 @@ def wait_until_gone(target: Path) -> None:
 def texts(folder: Path, count: int, size: int = 1) -> Path:
     folder.mkdir()
     for i in range(count):
-        (folder / f"{i:05d}.bin").write_bytes(bytes([1 + i % 255]) * size)
+        (folder / f"{i:05d}.raw").write_bytes(bytes([1 + i % 255]) * size)
     return folder
 
 
