@@ -15,83 +15,9 @@ is the label of tokens that do not contribute to the loss. `task_encoders.parts`
 own.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from savable_pipeline.public_names import public_names
 
-if TYPE_CHECKING:
-    from task_encoders.captioning import CaptioningEncoder
-    from task_encoders.chat import ChatEncoder
-    from task_encoders.classification import ClassificationEncoder
-    from task_encoders.contrastive import ContrastiveEncoder
-    from task_encoders.interleaved import InterleavedEncoder
-    from task_encoders.language_modeling import LanguageModelingEncoder
-    from task_encoders.parts.audio_tokens import AudioTokens
-    from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-    from task_encoders.parts.data_formats import Message
-    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, SplitTiles, Tiles
-    from task_encoders.parts.medium import MRope
-    from task_encoders.parts.square_crop import SquareCrop
-    from task_encoders.parts.token_packing import IGNORED
-    from task_encoders.parts.tokenizer import Tokenizer
-    from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
-    from task_encoders.parts.vision import Vision
-    from task_encoders.speech import SpecAugment, SpeechEncoder
-
-__all__ = [
-    "IGNORED",
-    "AudioTokens",
-    "Buckets",
-    "CaptioningEncoder",
-    "ChatEncoder",
-    "ChatML",
-    "ChatTemplate",
-    "ClassificationEncoder",
-    "ContrastiveEncoder",
-    "ImageTiles",
-    "InterleavedEncoder",
-    "LanguageModelingEncoder",
-    "MRope",
-    "Message",
-    "NativeSize",
-    "OwnTemplate",
-    "SpecAugment",
-    "SpeechEncoder",
-    "SplitTiles",
-    "SquareCrop",
-    "Tiles",
-    "Tokenizer",
-    "VideoFrames",
-    "VideoTokens",
-    "Vision",
-]
-
-_FILES = {
-    "captioning": ["CaptioningEncoder"],
-    "chat": ["ChatEncoder"],
-    "classification": ["ClassificationEncoder"],
-    "contrastive": ["ContrastiveEncoder"],
-    "interleaved": ["InterleavedEncoder"],
-    "language_modeling": ["LanguageModelingEncoder"],
-    "speech": ["SpecAugment", "SpeechEncoder"],
-    "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
-    "parts.data_formats": ["Message"],
-    "parts.audio_tokens": ["AudioTokens"],
-    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "SplitTiles", "Tiles"],
-    "parts.medium": ["MRope"],
-    "parts.square_crop": ["SquareCrop"],
-    "parts.token_packing": ["IGNORED"],
-    "parts.tokenizer": ["Tokenizer"],
-    "parts.video_tokens": ["VideoFrames", "VideoTokens"],
-    "parts.vision": ["Vision"],
-}
-_FILE_OF = {name: file for file, names in _FILES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is asked for: torch and torchvision take seconds."""
-    if name not in _FILE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+__all__, __getattr__ = public_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -14,20 +14,20 @@ from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate, answers_in
 from task_encoders.parts.data_formats import CONVERSATIONS, parse_conversation, read_record, refuse_preferences
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
-from task_encoders.parts.medium import MRope, Seen, Unmeasured
-from task_encoders.parts.sample_parts import MediaPart, SampleMedia, SeenImage, kind_of
+from task_encoders.parts.medium import MediumTokens, MRope, Unmeasured
+from task_encoders.parts.sample_parts import SampleMedia, ShownMedia, media_kind
 from task_encoders.parts.token_packing import padded_length
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
 
-class _Asked(NamedTuple):
-    """What is learned of a conversation: its text, where the answers begin and end, and what it shows."""
+class _ChatText(NamedTuple):
+    """A conversation as text, the ranges of the answers to train on, and the media that it shows."""
 
     text: str
     answers: list[tuple[int, int]]
-    shown: list[SeenImage | MediaPart]
+    shown: list[ShownMedia]
 
 
 class ChatEncoder(MixedEncoder):
@@ -133,10 +133,10 @@ class ChatEncoder(MixedEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        asked = self._asked(sample, self.media_of)
-        if isinstance(asked, Skip):
-            return asked
-        item = self._mixed(asked, partial(self.pieces, sample)).item()
+        chat = self._render(sample, self.media_of)
+        if isinstance(chat, Skip):
+            return chat
+        item = self._tokenize(chat, partial(self.pieces, sample)).item()
         if self.max_length is not None and len(item["tokens"]) > self.max_length:
             return Skip("longer than max_length")
         return item
@@ -146,19 +146,19 @@ class ChatEncoder(MixedEncoder):
 
         None without `video` and `audio`, where headers do not say enough, or where the sample is skipped.
         """
-        measured = self._measured(sample)
+        measured = self._measure(sample)
         return None if measured is None else padded_length(measured[0], self.multiple)
 
     def images_of(self, sample: Sample) -> int:
         """The tiles, and steps of videos, of a sample's item; 0 where `length_of` is None."""
-        measured = self._measured(sample)
+        measured = self._measure(sample)
         return 0 if measured is None else measured[1]
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer and the template by hashes of what they are."""
         return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
-    def _asked(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _Asked | Skip:
+    def _render(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _ChatText | Skip:
         """What a sample asks to learn."""
         columns = CONVERSATIONS if self.part == "json" else ()
         if columns:
@@ -176,51 +176,49 @@ class ChatEncoder(MixedEncoder):
         more = [each for each in [arguments, *(message.more for message in messages)] if each]
         if any(map(self._special.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
             return Skip("special token in text")
-        asked = [part for message in messages[: learned[-1] + 1] for part in message.parts]
-        shown = [part for part in asked if not isinstance(part, str)]
-        if self.vision is None and any(kind_of(part) == "image" for part in shown):
+        parts = [part for message in messages[: learned[-1] + 1] for part in message.parts]
+        shown = [part for part in parts if not isinstance(part, str)]
+        if self.vision is None and any(media_kind(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder has no vision=. Pass vision=Vision(...)")
         image = self.vision.text if self.vision else ""
         chosen = learned if self.answers == "all" else learned[-1:]
-        return _Asked(*answers_in(self.template, messages[: learned[-1] + 1], chosen, image, arguments), shown)
+        return _ChatText(*answers_in(self.template, messages[: learned[-1] + 1], chosen, image, arguments), shown)
 
-    def _measured(self, sample: Sample) -> tuple[int, int] | None:
+    def _measure(self, sample: Sample) -> tuple[int, int] | None:
         """The tokens, and tiles and steps, of a sample's item."""
         if self.video is None and self.audio is None:
             return None
-        asked = self._asked(sample, partial(self.media_of, headers=True))
-        if isinstance(asked, Skip):
+        chat = self._render(sample, partial(self.media_of, headers=True))
+        if isinstance(chat, Skip):
             return None
         try:
-            size = self._mixed(asked, partial(self.measured_pieces, sample)).size
+            size = self._tokenize(chat, partial(self.measured_pieces, sample)).size
         except Unmeasured:
             return None
         return size if self.max_length is None or size[0] <= self.max_length else None
 
-    def _mixed(self, asked: _Asked, pieces: Callable[[SeenImage | MediaPart], Iterator[str | Seen]]) -> MixedTokens:
+    def _tokenize(self, chat: _ChatText, pieces: Callable[[ShownMedia], Iterator[str | MediumTokens]]) -> MixedTokens:
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
-        waiting = self._waiting(asked.text, asked.shown)
-        borders = [0, *(border for answer in asked.answers for border in answer), len(asked.text)]
+        queues = self._media_queues(chat.text, chat.shown)
+        borders = [0, *(border for answer in chat.answers for border in answer), len(chat.text)]
         for number, (begin, end) in enumerate(pairwise(borders)):
-            for piece in self._places.split(asked.text[begin:end]):  # a text, what stands for an image, a text, …
-                if piece in waiting:
-                    mixed.add(pieces(next(waiting[piece])))
+            for piece in self._places.split(chat.text[begin:end]):  # a text, a placeholder, a text, …
+                if piece in queues:
+                    mixed.add(pieces(next(queues[piece])))
                 else:
                     mixed.add_text(piece, target=number % 2 == 1)
         return mixed
 
-    def _waiting(
-        self, rendered: str, shown: Sequence[SeenImage | MediaPart]
-    ) -> dict[str, Iterator[SeenImage | MediaPart]]:
-        """Those of each kind, by what stands for them. Raises ValueError where the text has more or fewer places."""
-        waiting = {}
+    def _media_queues(self, rendered: str, shown: Sequence[ShownMedia]) -> dict[str, Iterator[ShownMedia]]:
+        """Queue the media of each kind by their placeholder. Raises ValueError if the text has more or fewer."""
+        queues = {}
         for kind, text in self._texts.items():
-            own = [part for part in shown if kind == kind_of(part)]
+            own = [part for part in shown if kind == media_kind(part)]
             found = self._places.findall(rendered).count(text)
             if found != len(own):
                 raise ValueError(f"the rendered text has {found} placeholders {text!r} for {len(own)} {kind}s")
-            waiting[text] = iter(own)
-        return waiting
+            queues[text] = iter(own)
+        return queues
 
 
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:

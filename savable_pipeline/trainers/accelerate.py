@@ -57,11 +57,11 @@ class _BetweenSteps(TrainerLoader):
     """
 
     def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:
-        super().__init__(loader, place=partial(send_to_device, device=accelerator.device, non_blocking=True))
+        super().__init__(loader, to_device=partial(send_to_device, device=accelerator.device, non_blocking=True))
         self._accelerator = accelerator
 
     def check(self) -> None:
-        """Raise `SavableError` also if the optimizer has taken only part of a step's batches."""
+        """Raise `SavableError` also in the middle of a gradient accumulation."""
         super().check()
         steps = self._accelerator.gradient_accumulation_steps
         if done := self._accelerator.step % steps:

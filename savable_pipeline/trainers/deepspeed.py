@@ -11,7 +11,9 @@ from savable_pipeline.trainers.trainer_loader import TrainerLoader
 
 
 def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
-    """Wrap a loader for DeepSpeed, in place of `training_data=` of `deepspeed.initialize`.
+    """Wrap a loader for DeepSpeed.
+
+    It replaces `training_data=` of `deepspeed.initialize`.
 
     `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, saves the lanes of all
     ranks after the last batch taken. `batches.load_state_dict(client_state["data"])`, with the `client_state` that
@@ -55,7 +57,7 @@ class _BetweenSteps(TrainerLoader):
 
     def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:
         super().__init__(
-            loader, place=lambda batch: tensors_changed(batch, lambda t: t.to(engine.device, non_blocking=True))
+            loader, to_device=lambda batch: tensors_changed(batch, lambda t: t.to(engine.device, non_blocking=True))
         )
         self._engine = engine
 

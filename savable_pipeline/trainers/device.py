@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from savable_pipeline.core.containers import with_parts_changed
+from savable_pipeline.run.loader.misuse import caller, refuse_dataset, warn_unsaved
+from savable_pipeline.run.loader.observers import Trace
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.loader.trace import Trace
-from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, warn_unsaved
 from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class OnDevice:
         return self._run.epoch_at(self._at.current.yielded)
 
     def __iter__(self) -> OnDevice:
-        warn_unsaved(caller(), self._run)
+        warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
         self._again = []
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
             self._at.current = _Progress(self._at.current.yielded)

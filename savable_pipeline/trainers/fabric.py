@@ -40,4 +40,4 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
         len(next(iter(batches)))  # 4
         ```
     """
-    return TrainerLoader(loader, place=fabric.to_device)
+    return TrainerLoader(loader, to_device=fabric.to_device)

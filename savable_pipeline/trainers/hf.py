@@ -433,7 +433,7 @@ def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, A
     rank, are 8 steps of one slot and 23 of two, so 31 steps, but the trainer would stop at 27. On the same number of
     ranks as before, the result is `args.max_steps`. `saved` is the trainer's saved state.
     """
-    taken = batches.given_of_epoch if args.max_steps <= 0 else None
+    taken = batches.yielded_of_epoch if args.max_steps <= 0 else None
     if taken is None:
         return int(args.max_steps)
     of_epoch = math.ceil(times * len(batches) / args.gradient_accumulation_steps)

@@ -185,7 +185,7 @@ class _Batches(TrainerLoader):
         Lightning also calls this when it resumes within an epoch, which changes nothing.
         """
         super().load_state_dict(state)
-        taken, counted = self.given_of_epoch, self._of_epoch
+        taken, counted = self.yielded_of_epoch, self._of_epoch
         if taken is None or not self._whole_epochs or not counted.ready:
             return
         more = (taken or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
@@ -393,7 +393,9 @@ class PutOff:
         self._waiting: list[Callable[[], Any]] = []
 
     def wrap(self, library: str) -> None:
-        """Delay the handlers that a library has set, except that of SIGTERM, which only sets a flag.
+        """Delay the signal handlers that a library has set.
+
+        That of SIGTERM is not delayed, because it only sets a flag.
 
         Args:
             library: The first part of the names of the library's modules, such as "lightning".

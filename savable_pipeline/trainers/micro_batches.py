@@ -73,7 +73,9 @@ def rows(batch: Any) -> int:
 
 
 def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Split a batch into `n` batches of consecutive rows, whose numbers of rows differ by at most 1.
+    """Split a batch into `n` batches of consecutive rows.
+
+    Their numbers of rows differ by at most 1.
 
     Every part is the batch that the encoder would have built of its rows, but with the row length of the whole.
     `cu_seqlens` starts at 0, and `max_seqlen`, `image_index` and the images are those of its rows. The loss of the

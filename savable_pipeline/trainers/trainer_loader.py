@@ -11,7 +11,7 @@ begun, one more may be on its way. If a trainer has fetched more batches ahead t
 batches, although the state already says where to resume. That is an error.
 
 An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
-ahead (`most_ahead`) and a function that moves a batch to its device (`place`). It passes the object to the trainer
+ahead (`most_ahead`) and a function that moves a batch to its device (`to_device`). It passes the object to the trainer
 instead of the loader, and makes the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on
 every rank before the first batch.
 """
@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
 
 
@@ -43,7 +43,7 @@ class TrainerLoader:
         begun: Returns the number of batches that it has started to train on, from the same start, if gradients of
             several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
         most_ahead: How many batches the trainer may have fetched beyond those begun (default 0).
-        place: Moves a batch to the trainer's device. None (default): batches are not moved.
+        to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
         carries: Whether the trainer's gradients are carried over the end of an epoch (default False). Batches pending
             there are then not repeated unless it calls `give_back()`, after it has dropped the gradients.
 
@@ -72,7 +72,7 @@ class TrainerLoader:
         trained: Callable[[], int] | None = None,
         begun: Callable[[], int] | None = None,
         most_ahead: int = 0,
-        place: Callable[[Any], Any] | None = None,
+        to_device: Callable[[Any], Any] | None = None,
         carries: bool = False,
     ) -> None:
         if not isinstance(loader, SavableLoader):
@@ -85,7 +85,7 @@ class TrainerLoader:
         self._run = run_of(loader)
         self._trained, self._begun = trained, begun or trained
         self._most_ahead = most_ahead
-        self._place = place
+        self._to_device = to_device
         self._carries = carries
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
@@ -96,7 +96,7 @@ class TrainerLoader:
         """Start counting at the current position."""
         self._yielded: tuple[_YieldedBatch, ...] = ()  # the last ones
         self._skipped: list[SlotSpan] = []  # since the last one
-        self._begun_before: int | None = None  # what the trainer had begun before the first one; None: when it is given
+        self._begun_before: int | None = None  # begun before the first one; None: not yielded yet
         self._set_expected()
 
     def _set_expected(self) -> None:
@@ -114,10 +114,10 @@ class TrainerLoader:
         return self._loader.epoch
 
     @property
-    def given_of_epoch(self) -> int | None:
-        """How many of an epoch's `len` batches have been given, whichever ranks began it; None without a length.
+    def yielded_of_epoch(self) -> int | None:
+        """Count the batches of this epoch that were yielded, or None without a length.
 
-        0 also at an epoch's end, which is the start of the next one.
+        Batches that an earlier run yielded to other ranks count. The end of an epoch is the start of the next, so 0.
         """
         return self._run.yielded_of_epoch()
 
@@ -211,7 +211,7 @@ class TrainerLoader:
         before, yielded = self._run.position, self._yielded
         try:
             batch = self._loader.__next__()  # in here, as what a signal may come behind
-            placed = batch if self._place is None else self._place(batch)
+            moved = batch if self._to_device is None else self._to_device(batch)
             begun = self._now_begun
             start, number = (yielded[-1].start, yielded[-1].number) if yielded else (self._begun_before, 0)
             last = _YieldedBatch(before, self._skipped, number + 1, begun if start is None else start, begun)
@@ -223,7 +223,7 @@ class TrainerLoader:
             self._set_expected()
             raise
         self._skipped = []
-        return placed
+        return moved
 
     def _fetched(self) -> list[_YieldedBatch]:
         """Return the batches that were yielded but not trained on."""

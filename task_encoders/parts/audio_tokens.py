@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
-from task_encoders.parts.medium import MediaHeader, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.medium import MediaHeader, Medium, MediumTokens, Unmeasured, element_rows
 
 _SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
 
@@ -61,7 +61,7 @@ class AudioTokens(Medium):
         """
         return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
-    def seen(self, thing: Any) -> Seen:
+    def tokenize(self, thing: Any) -> MediumTokens:
         """Make the tokens and features of a sound.
 
         Args:
@@ -74,16 +74,16 @@ class AudioTokens(Medium):
         frames = self._frames(len(samples))
         mels = log_mel(samples, bins=self.bins, frames=frames + _SILENCE)[:, :frames]
         fields = {"audio_mels": torch.from_numpy(np.ascontiguousarray(mels.T)), "audio_frames": torch.tensor([frames])}
-        return Seen(self, self.tokens(frames), fields)
+        return MediumTokens(self, self.tokens(frames), fields)
 
-    def measured(self, info: MediaHeader) -> Seen:
+    def measure(self, info: MediaHeader) -> MediumTokens:
         """Return the same without features, by the duration of audio alone.
 
         In a file with video, the duration is the video's.
         """
         if info.duration_s is None or info.fps is not None:
             raise Unmeasured
-        return Seen(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
+        return MediumTokens(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
 
     def empty(self) -> dict[str, torch.Tensor]:
         """`audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
@@ -96,7 +96,7 @@ class AudioTokens(Medium):
 
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
         """The fields of the sounds `first` to `last - 1` of an item."""
-        rows = rows_of(item["audio_frames"], first, last)
+        rows = element_rows(item["audio_frames"], first, last)
         return {"audio_mels": item["audio_mels"][rows], "audio_frames": item["audio_frames"][first:last]}
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:

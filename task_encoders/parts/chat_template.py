@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from xxhash import xxh3_128_hexdigest
 
 from task_encoders.parts.data_formats import Message
-from task_encoders.parts.sample_parts import MediaPart, kind_of
+from task_encoders.parts.sample_parts import MediaPart, media_kind
 
 
 class ChatTemplate(Protocol):
@@ -196,7 +196,7 @@ class OwnTemplate:
         if self.content == "text":
             return _text(message, image)
         return [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": media_kind(part)}
             for part in message.parts
         ]
 

@@ -44,7 +44,7 @@ from functools import cache
 from typing import Any
 
 from savable_pipeline import Sample
-from task_encoders.parts.sample_parts import MediaPart, SampleImages, SampleMedia, SeenImage
+from task_encoders.parts.sample_parts import DecodedImage, SampleImages, SampleMedia, ShownMedia
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"} | _RESULTS
 _LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
 
-Part = str | SeenImage | MediaPart
+ContentPart = str | ShownMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Message:
     """
 
     role: str
-    parts: list[Part]
+    parts: list[ContentPart]
     trained: bool = True
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -135,10 +135,10 @@ def _finevision(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Messa
     return [Message(role, _with_places(turn.get(role), media.shown_kinds, f"{at}.{role}", media)) for role in both]
 
 
-def _with_places(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[Part]:
+def _with_places(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[ContentPart]:
     """The parts of a text in which `<image>` and the like are places."""
     texts_and_kinds = re.split(f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, at))  # a text, a kind, a text, …
-    parts: list[Part] = list(texts_and_kinds)
+    parts: list[ContentPart] = list(texts_and_kinds)
     for number, kind in list(enumerate(texts_and_kinds))[1::2]:
         parts[number] = media.of(kind, at).next(at)
     return [part for part in parts if part != ""]
@@ -168,7 +168,7 @@ def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     return [Message(_RESULTS.get(role, role), parts, trained=weight == 1, more=more)]
 
 
-def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
+def _part(part: dict[str, Any], at: str, media: SampleMedia) -> ContentPart:
     kind = str(part.get("type"))
     if kind == "text":
         text: str = _expect(part.get("text"), str, f"{at}.text")
@@ -279,7 +279,7 @@ def _expect(value: Any, kind: type, at: str) -> Any:
     raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
 
 
-def parse_document(record: Any, media: SampleMedia) -> list[Part]:
+def parse_document(record: Any, media: SampleMedia) -> list[ContentPart]:
     """Return texts, none of them empty, and what is between them.
 
     Raises ValueError that names the wrong field.
@@ -295,7 +295,7 @@ def parse_document(record: Any, media: SampleMedia) -> list[Part]:
     return [part for part in parts if part != ""]
 
 
-def _obelics(record: dict[str, Any], media: SampleMedia) -> list[Part]:
+def _obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPart]:
     others = {
         kind: name for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)
     }
@@ -305,8 +305,8 @@ def _obelics(record: dict[str, Any], media: SampleMedia) -> list[Part]:
     if len(set(sizes)) > 1:
         raise ValueError(f"{_and(names)}: expected lists of one length, found {_and(list(map(str, sizes)))}")
     known = {kind: media.of(kind, name).names for kind, name in others.items()}
-    named = {kind: all(place is None or place in known[kind] for place in columns[kind]) for kind in others}
-    parts: list[Part] = []
+    named = {kind: all(value is None or value in known[kind] for value in columns[kind]) for kind in others}
+    parts: list[ContentPart] = []
     for number, row in enumerate(zip(*columns.values(), strict=True)):
         values = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
         if len(values) != 1:
@@ -326,17 +326,17 @@ def _and(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]])
 
 
-def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
-    names = [place.get("image_name") if isinstance(place, dict) else None for place in places]
+def _mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> list[ContentPart]:
+    names = [entry.get("image_name") if isinstance(entry, dict) else None for entry in entries]
     named = all(name in images.names for name in names)
-    before: dict[int, list[SeenImage]] = {}
-    for number, (place, name) in enumerate(zip(places, names, strict=True)):
+    before: dict[int, list[DecodedImage]] = {}
+    for number, (entry, name) in enumerate(zip(entries, names, strict=True)):
         at = f"image_info[{number}]"
-        index = place.get("matched_text_index") if isinstance(place, dict) else None
+        index = entry.get("matched_text_index") if isinstance(entry, dict) else None
         if type(index) is not int or not 0 <= index < len(texts):
             raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
         before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
-    parts: list[Part] = []
+    parts: list[ContentPart] = []
     for number, text in enumerate(texts):
         parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]"), " "]  # between sentences
     return parts[:-1]

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, MRope, Seen, join_fields, lengthened
-from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, SeenImage, kind_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, MRope, join_fields, lengthened
+from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, ShownMedia, media_kind
 from task_encoders.parts.token_packing import (
     IGNORED,
     batch_documents,
@@ -64,11 +64,11 @@ class MixedTokens:
         self._is_document = is_document
         self._text = ""  # of one tokenization
         self._ranges: list[tuple[int, int]] = []  # of its characters that are targets
-        self._due: list[Seen] = []  # whose places are in this text
+        self._due: list[MediumTokens] = []  # whose places are in this text
         self._pieces: list[Ids] = []
         self._targets: list[NDArray[np.bool_]] = []  # of each piece
         self._runs: list[int | Grid] = []  # the numbers of tokens that follow each other, and the grids of others
-        self._seen: list[Seen] = []
+        self._media_tokens: list[MediumTokens] = []
         if is_document:
             self._append(tokenizer.before, False)
 
@@ -80,7 +80,7 @@ class MixedTokens:
             is_continued = bool(self._ranges) and self._ranges[-1][1] == begin
             self._ranges.append((self._ranges.pop()[0] if is_continued else begin, end))
 
-    def add(self, pieces: Iterable[str | Seen]) -> None:
+    def add(self, pieces: Iterable[str | MediumTokens]) -> None:
         """Append texts and what a medium made, none of it learned: `medium.pieces(thing)`."""
         for piece in pieces:
             if isinstance(piece, str):
@@ -96,7 +96,7 @@ class MixedTokens:
     def size(self) -> tuple[int, int]:
         """The number of tokens, and of tiles and steps of videos."""
         self._finish()
-        return sum(map(len, self._pieces)), sum(grid.steps for seen in self._seen for grid in seen.grids)
+        return sum(map(len, self._pieces)), sum(grid.steps for each in self._media_tokens for grid in each.grids)
 
     def item(self) -> dict[str, Any]:
         """Return the item of the sequence.
@@ -113,7 +113,7 @@ class MixedTokens:
             fields["mrope_ids"] = self._rope.positions(self._runs)
         for medium in self._media:
             fields |= join_fields(
-                [medium.empty(), *(seen.fields for seen in self._seen if seen.medium.kind == medium.kind)]
+                [medium.empty(), *(each.fields for each in self._media_tokens if each.medium.kind == medium.kind)]
             )
         return fields
 
@@ -128,23 +128,23 @@ class MixedTokens:
         ids, mask = self._tokenizer.marked(self._text, self._ranges)
         due, self._text, self._ranges, self._due = self._due, "", [], []
         kinds = {medium.token: medium.kind for medium in self._media}
-        places = [place for place, token in enumerate(ids) if token in kinds]
-        wanted = [seen.medium.token for seen in due]
-        if [ids[place] for place in places] != wanted:
+        positions = [position for position, token in enumerate(ids) if token in kinds]
+        wanted = [piece.medium.token for piece in due]
+        if [ids[position] for position in positions] != wanted:
             token = next(token for token in kinds if wanted.count(token) != list(ids).count(token))
             raise ValueError(
                 f"the text itself has the {kinds[token]} token {token}, which stands for {kinds[token]}s. Remove it"
             )
         done = 0
-        for place, seen in zip(places, due, strict=True):
-            self._append(ids[done:place], mask[done:place])
-            self._append_medium(seen)
-            done = place + 1
+        for position, piece in zip(positions, due, strict=True):
+            self._append(ids[done:position], mask[done:position])
+            self._append_medium(piece)
+            done = position + 1
         self._append(ids[done:], mask[done:])
 
-    def _append_medium(self, seen: Seen) -> None:
-        self._append([seen.medium.token] * seen.tokens, False, seen.grids or [seen.tokens])
-        self._seen.append(seen)
+    def _append_medium(self, piece: MediumTokens) -> None:
+        self._append([piece.medium.token] * piece.tokens, False, piece.grids or [piece.tokens])
+        self._media_tokens.append(piece)
 
     def _append(self, ids: Ids, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
         if len(ids):
@@ -162,10 +162,10 @@ def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
     They include texts between tiles.
     """
     tokens = (item["tokens"] == medium.token).nonzero().flatten().tolist()
-    found, seen = [], 0
+    found, first = [], 0
     for count in medium.token_counts(item):
-        found.append((tokens[seen], tokens[seen + count - 1] + 1))
-        seen += count
+        found.append((tokens[first], tokens[first + count - 1] + 1))
+        first += count
     return found
 
 
@@ -221,33 +221,33 @@ class MixedEncoder(TaskEncoder):
         images = SampleImages(sample, cast(ReadImage, read), exif=self.vision.exif if self.vision else True)
         return SampleMedia(images, sample, sees=self.vision is not None, **named)
 
-    def pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
+    def pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
         """What stands in the tokens for an image, a video or a sound of a sample.
 
         Raises ValueError where it is damaged, or the encoder cannot see it.
         """
         if not isinstance(part, MediaPart):
-            yield from self._medium("image").pieces(self._medium("image").seen(part))
+            yield from self._medium("image").pieces(self._medium("image").tokenize(part))
         elif isinstance(self.video, VideoFrames) and part.kind == "video":
             assert self.vision is not None
             with sample.video(part.name) as video:
-                yield from self.video.pieces(self.video.seen(video, self.vision), self.vision)
+                yield from self.video.pieces(self.video.tokenize(video, self.vision), self.vision)
         else:
             medium = self._medium(part.kind)
             with sample.video(part.name) if part.kind == "video" else sample.audio(part.name) as opened:
-                yield from medium.pieces(medium.seen(opened))
+                yield from medium.pieces(medium.tokenize(opened))
 
-    def measured_pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
+    def measured_pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
         """Return the same without fields, by headers alone.
 
         Raises `Unmeasured` if these do not say enough.
         """
         info = cast(MediaHeader, sample.media(part.name) if isinstance(part, MediaPart) else part)
-        if isinstance(self.video, VideoFrames) and kind_of(part) == "video":
+        if isinstance(self.video, VideoFrames) and media_kind(part) == "video":
             assert self.vision is not None
-            return self.video.pieces(self.video.measured(info, self.vision), self.vision)
-        medium = self._medium(kind_of(part))
-        return medium.pieces(medium.measured(info))
+            return self.video.pieces(self.video.measure(info, self.vision), self.vision)
+        medium = self._medium(media_kind(part))
+        return medium.pieces(medium.measure(info))
 
     def _medium(self, kind: str) -> Medium:
         return next(medium for medium in self.media if medium.kind == kind)

@@ -1,8 +1,8 @@
 """`Medium`: an image, video or audio that appears in text as tokens of one id.
 
-A medium makes of one image, video or sound a `Seen`: the number of its tokens, and the tensors that a model puts in
-their place. An item holds these tensors end to end, in the order of their tokens; a cut of an item takes the rows of
-what is inside.
+A medium turns one image, video or audio into `MediumTokens`, the number of its tokens and the tensors that a model puts
+at their positions. An item concatenates these tensors in the order of their tokens. A cut of an item selects the rows
+of the media inside the cut.
 
 `MRope` gives positions in time, height and width for rotary embeddings of three parts (Wang et al., 2024, section 2.1).
 `a`, an image of 2 × 3 tokens, `b`, and a video of 2 steps of 2 × 1 tokens, 3 positions apart, and `c`:
@@ -12,7 +12,7 @@ what is inside.
     height  0  1 1 1 2 2 2  4  5 6 5 6   9
     width   0  1 2 3 1 2 3  4  5 5 5 5   9
 
-What follows begins one behind the greatest position so far.
+The next token's position is the greatest position so far plus 1.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a medium makes of one image, video or sound.
+class MediumTokens:
+    """Tokens and tensors of one image, video or audio.
 
     Args:
         medium: The medium.
         tokens: The number of its tokens.
         fields: Its rows of each of `medium.empty()`.
-        grids: How its tokens lie; none where they only follow each other, as those of a sound.
-        texts: The text before each of its grids, where there is such.
+        grids: The shape of its tokens; empty for audio, whose tokens are a plain sequence.
+        texts: The text before each of its grids, if the template has one.
     """
 
     medium: Medium
@@ -100,34 +100,34 @@ class Medium(ABC):
     before: str
     after: str
 
-    def pieces(self, seen: Seen) -> Iterator[str | Seen]:
+    def pieces(self, tokens: MediumTokens) -> Iterator[str | MediumTokens]:
         """Yield the texts and tokens of an image, video or audio in a sequence."""
         yield self.before
-        yield seen
+        yield tokens
         yield self.after
 
     @abstractmethod
-    def seen(self, thing: Any) -> Seen:
-        """Make the tokens and fields of an image, a video or a sound."""
+    def tokenize(self, thing: Any) -> MediumTokens:
+        """Build the tokens and fields of an image, a video or an audio."""
 
     @abstractmethod
-    def measured(self, info: MediaHeader) -> Seen:
-        """Return the same without fields, by its header alone.
+    def measure(self, info: MediaHeader) -> MediumTokens:
+        """Count the tokens from the header alone, without fields.
 
-        Raises `Unmeasured` if that does not say enough.
+        Raises `Unmeasured` if the header does not suffice.
         """
 
     @abstractmethod
     def empty(self) -> dict[str, torch.Tensor]:
-        """The fields of an item that has none."""
+        """Return the fields of an item without such media."""
 
     @abstractmethod
     def token_counts(self, item: dict[str, Any]) -> list[int]:
-        """The number of tokens of each in an item."""
+        """Count the tokens of each image, video or audio of an item."""
 
     @abstractmethod
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
-        """The fields of those numbered `first` to `last - 1`."""
+        """Return the fields of the media `first` to `last - 1` of an item."""
 
     @abstractmethod
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
@@ -153,11 +153,11 @@ class Medium(ABC):
 
 
 def join_fields(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of each field end to end."""
+    """Concatenate the rows of each field."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def rows_of(sizes: torch.Tensor, first: int, last: int) -> slice:
+def element_rows(sizes: torch.Tensor, first: int, last: int) -> slice:
     """Return the rows of the elements `first` to `last - 1`.
 
     `sizes`, int64 (n,), is the number of rows of each element.
@@ -168,11 +168,11 @@ def rows_of(sizes: torch.Tensor, first: int, last: int) -> slice:
 
 @dataclass(frozen=True)
 class MRope:
-    """Gives each token its position in time, height and width.
+    """Positions of tokens in time, height and width.
 
     Args:
         tokens_per_second: The positions in a second of video: 2 for Qwen2.5-VL (`vision_config.tokens_per_second`), 25
-            for Qwen2.5-Omni. None: one for each step, whatever time it takes, as Qwen2-VL.
+            for Qwen2.5-Omni. None: one per step, as Qwen2-VL has it.
 
     Raises:
         ValueError: It is not above 0.
@@ -195,7 +195,7 @@ class MRope:
         """Number the tokens of a sequence.
 
         Args:
-            runs: The numbers of tokens that follow each other, and the grids of others, in order.
+            runs: In order, the lengths of runs of plain tokens and the grids of media.
 
         Returns:
             int64 (n, 3): time, height and width of each.
@@ -218,7 +218,7 @@ class MRope:
 
 
 def lengthened(positions: torch.Tensor, length: int, *, begin: int | None = None) -> torch.Tensor:
-    """Positions int64 (n, 3), padded to `length`: counted on, or from `begin`."""
+    """Pad positions, int64 (n, 3), to `length`, counting up from `begin`."""
     if len(positions) == length:
         return positions
     begin = int(positions.max()) + 1 if begin is None and len(positions) else begin or 0

@@ -62,9 +62,9 @@ def check_decode(decode: str) -> None:
         raise ValueError(f"decode must be 'scaled' or 'exact', not {decode!r}")
 
 
-SeenImage = Image.Image | ScaledImage
-ReadImage = Callable[[Sample, str], SeenImage]
-Seen = TypeVar("Seen")
+DecodedImage = Image.Image | ScaledImage
+ReadImage = Callable[[Sample, str], DecodedImage]
+Opened = TypeVar("Opened")
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
@@ -155,21 +155,23 @@ class MediaPart:
     text: str
 
 
-def kind_of(part: SeenImage | MediaPart) -> str:
-    """What this is: "image", "video" or "audio"."""
+ShownMedia = DecodedImage | MediaPart
+
+
+def media_kind(part: ShownMedia) -> str:
+    """Return "image", "video" or "audio"."""
     return part.kind if isinstance(part, MediaPart) else "image"
 
 
-class PartsOfKind(Generic[Seen]):
+class PartsOfKind(Generic[Opened]):
     """Parts of a sample that are images, or videos, or audio, by number.
 
     Images are `jpg`, or `0.jpg`, `1.png`, ….
 
-    The text must use each at least once: `check_all_used` raises if one is left over. `read` makes of a part what
-    stands in the text.
+    The text must use each at least once, or `check_all_used` raises. `read` opens a part by its name.
     """
 
-    def __init__(self, sample: Sample, kind: str, read: Callable[[str], Seen]) -> None:
+    def __init__(self, sample: Sample, kind: str, read: Callable[[str], Opened]) -> None:
         self._kind = kind
         self._read = read
         self.names = sorted([n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_numbered)
@@ -178,7 +180,7 @@ class PartsOfKind(Generic[Seen]):
         self._due = list(self.names)  # a name that is listed twice is due twice
         self._used = 0
 
-    def next(self, field: str) -> Seen:
+    def next(self, field: str) -> Opened:
         """Return the first one that is not used yet.
 
         Raises ValueError that names `field`, which refers to it.
@@ -189,7 +191,7 @@ class PartsOfKind(Generic[Seen]):
             f"{field}: a place for {self._kind} {self._used + 1}, but the sample has {self._described()}{self._hint}"
         )
 
-    def numbered(self, index: int, field: str) -> Seen:
+    def numbered(self, index: int, field: str) -> Opened:
         """Return the one with this index.
 
         Raises ValueError that names `field`, which refers to it.
@@ -223,7 +225,7 @@ class PartsOfKind(Generic[Seen]):
         if listed and not self.names:
             raise ValueError(f"{field}: {listed!r:.80}, but the sample has {self._described()}{self._hint}")
 
-    def unplaced(self) -> list[Seen]:
+    def unplaced(self) -> list[Opened]:
         """All of them, where none has a place; else none."""
         return [] if self._used else [self.named(name, name) for name in self.names]
 
@@ -233,7 +235,7 @@ class PartsOfKind(Generic[Seen]):
         if name in self._due:
             self._due.remove(name)
 
-    def named(self, name: str, field: str) -> Seen:
+    def named(self, name: str, field: str) -> Opened:
         """Return the one in this part.
 
         Raises ValueError that names `field`, and what `read` raises.
@@ -265,7 +267,7 @@ class PartsOfKind(Generic[Seen]):
         return ", ".join(name[:40] for name in self.names) if self.names else f"no {self._kind}"
 
 
-class SampleImages(PartsOfKind[SeenImage]):
+class SampleImages(PartsOfKind[DecodedImage]):
     """Images of a sample, which may also be `data:` URLs in the text.
 
     `read` decodes one. With `exif`, those in the text are rotated.
@@ -275,7 +277,7 @@ class SampleImages(PartsOfKind[SeenImage]):
         super().__init__(sample, "image", lambda name: read(sample, name))
         self._exif = exif
 
-    def named(self, name: str, field: str) -> SeenImage:
+    def named(self, name: str, field: str) -> DecodedImage:
         """Return the image in this part or `data:` URL.
 
         Raises ValueError that names `field`, and what Pillow raises.
@@ -323,7 +325,7 @@ class SampleMedia:
             if kind in self.shown_kinds:
                 self.of(kind, field).check_any(record[field], field)
 
-    def of(self, kind: str, field: str) -> PartsOfKind[SeenImage] | PartsOfKind[MediaPart]:
+    def of(self, kind: str, field: str) -> PartsOfKind[DecodedImage] | PartsOfKind[MediaPart]:
         """Return those of one kind.
 
         Raises ValueError that names `field`, which refers to it, if the encoder takes none.

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, Unmeasured, element_rows
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 from task_encoders.parts.vision import Vision
 
@@ -165,7 +165,7 @@ class VideoTokens(FrameRule, Medium):
         """
         return self._frame_size(frames).size(width, height)
 
-    def seen(self, thing: Any) -> Seen:
+    def tokenize(self, thing: Any) -> MediumTokens:
         """Make the tokens and patches of a video.
 
         Args:
@@ -181,12 +181,12 @@ class VideoTokens(FrameRule, Medium):
             "video_grids": torch.tensor([grid]),
             "video_seconds": torch.tensor([tokens.interval_s], dtype=torch.float64),
         }
-        return Seen(self, tokens.tokens, fields, (tokens,))
+        return MediumTokens(self, tokens.tokens, fields, (tokens,))
 
-    def measured(self, info: MediaHeader) -> Seen:
+    def measure(self, info: MediaHeader) -> MediumTokens:
         """The same without patches, by the length and size of the video."""
         *_, tokens = self._planned(KnownVideo.of(info))
-        return Seen(self, tokens.tokens, {}, (tokens,))
+        return MediumTokens(self, tokens.tokens, {}, (tokens,))
 
     def cut(self, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Cut frames into patches.
@@ -226,7 +226,7 @@ class VideoTokens(FrameRule, Medium):
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
         """The fields of the videos `first` to `last - 1` of an item."""
         own = {name: item[name][first:last] for name in ("video_grids", "video_seconds")}
-        return {"video_patches": item["video_patches"][rows_of(item["video_grids"].prod(1), first, last)], **own}
+        return {"video_patches": item["video_patches"][element_rows(item["video_grids"].prod(1), first, last)], **own}
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
         """Return the fields of a batch from those of its rows, `joint`.
@@ -299,21 +299,21 @@ class VideoFrames(FrameRule):
         if not self.text:
             raise ValueError("VideoFrames: text= must not be empty. Pass the text that stands for a video")
 
-    def pieces(self, frames: Iterable[Seen], vision: Vision) -> Iterator[str | Seen]:
+    def pieces(self, frames: Iterable[MediumTokens], vision: Vision) -> Iterator[str | MediumTokens]:
         """Yield the texts and frames of a video in a sequence.
 
         Frames appear as `vision` shows images.
 
         Args:
-            frames: Its frames, from `seen` or `measured`.
+            frames: Its frames, from `tokenize` or `measure`.
             vision: How an image appears.
         """
         for number, frame in enumerate(frames, 1):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
             yield from vision.pieces(frame)
 
-    def seen(self, video: Any, vision: Vision) -> Iterator[Seen]:
-        """Make the tokens and patches of each frame of a video.
+    def tokenize(self, video: Any, vision: Vision) -> Iterator[MediumTokens]:
+        """Build the tokens and patches of each frame of a video.
 
         Args:
             video: The video, as `sample.video()` opens it.
@@ -322,16 +322,16 @@ class VideoFrames(FrameRule):
         shown = replace(vision, tiles=self.tiles)
         for time in self.times(video, at="middle"):
             frame = video.frames([time])[0]
-            yield shown.seen(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
+            yield shown.tokenize(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
 
-    def measured(self, info: MediaHeader, vision: Vision) -> list[Seen]:
-        """Make the same without patches, by the length and size of the video.
+    def measure(self, info: MediaHeader, vision: Vision) -> list[MediumTokens]:
+        """Count the tokens of each frame from the header, without patches.
 
         Args:
-            info: What the header says.
+            info: The video's header.
             vision: How an image appears.
         """
-        frame = replace(vision, tiles=self.tiles).measured(info)
+        frame = replace(vision, tiles=self.tiles).measure(info)
         return [frame for _ in self.times(KnownVideo.of(info), at="middle")]
 
     def settings(self) -> dict[str, Any]:

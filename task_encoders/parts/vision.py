@@ -11,7 +11,7 @@ from PIL import Image
 
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, Unmeasured, element_rows
 from task_encoders.parts.processor_tiles import shown_by
 from task_encoders.parts.sample_parts import Decode, ScaledImage, check_decode
 from task_encoders.parts.square_crop import MEAN, STD, normalized
@@ -120,8 +120,8 @@ class Vision(Medium):
         """
         return normalized(patches, self.mean, self.std)
 
-    def seen(self, thing: Image.Image | ScaledImage) -> Seen:
-        """Make the tokens and patches of an RGB image.
+    def tokenize(self, thing: Image.Image | ScaledImage) -> MediumTokens:
+        """Build the tokens and patches of an RGB image.
 
         Args:
             thing: The image, of any size.
@@ -131,31 +131,31 @@ class Vision(Medium):
         """
         patches, grids = self.tiles.cut(thing)
         fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
-        return self._seen(grids, fields, self.tiles.texts(thing.width, thing.height))
+        return self._tokens(grids, fields, self.tiles.texts(thing.width, thing.height))
 
-    def measured(self, info: MediaHeader) -> Seen:
-        """The same without patches, by the size of the image."""
+    def measure(self, info: MediaHeader) -> MediumTokens:
+        """Count the tokens from the size of the image, without patches."""
         if not self.exif or info.width is None or info.height is None:  # a header's size is as it is shown
             raise Unmeasured
         if (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured
         patch = self.tiles.patch
         grids = torch.tensor([(high // patch, wide // patch) for wide, high in sizes])
-        return self._seen(grids, {}, self.tiles.texts(info.width, info.height))
+        return self._tokens(grids, {}, self.tiles.texts(info.width, info.height))
 
-    def pieces(self, seen: Seen) -> Iterator[str | Seen]:
+    def pieces(self, tokens: MediumTokens) -> Iterator[str | MediumTokens]:
         """Yield the texts and tokens of an image in a sequence.
 
         Each tile may have a text before it.
         """
         yield self.before
-        fields = seen.fields
-        for text, grid in zip(seen.texts, seen.grids, strict=bool(seen.texts)):
+        fields = tokens.fields
+        for text, grid in zip(tokens.texts, tokens.grids, strict=bool(tokens.texts)):
             yield text
-            yield Seen(self, grid.tokens, fields, (grid,))
-            fields = self.empty()  # the first has those of all tiles
-        if not seen.texts:
-            yield seen
+            yield MediumTokens(self, grid.tokens, fields, (grid,))
+            fields = self.empty()  # the first tile carries the patches of all tiles
+        if not tokens.texts:
+            yield tokens
         yield self.after
 
     def empty(self) -> dict[str, torch.Tensor]:
@@ -175,8 +175,8 @@ class Vision(Medium):
 
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
         """The fields of the images `first` to `last - 1` of an item."""
-        tiles = rows_of(item["tile_counts"], first, last)
-        patches = rows_of(item["grids"].prod(1), tiles.start, tiles.stop)
+        tiles = element_rows(item["tile_counts"], first, last)
+        patches = element_rows(item["grids"].prod(1), tiles.start, tiles.stop)
         return {
             "patches": item["patches"][patches],
             "grids": item["grids"][tiles],
@@ -207,7 +207,7 @@ class Vision(Medium):
         own |= {"mean": list(self.mean), "std": list(self.std)}
         return {**self.tiles.settings(), **own, "decode": self.decode, "exif": self.exif}
 
-    def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]) -> Seen:
+    def _tokens(self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]) -> MediumTokens:
         merge = self.tiles.merge
-        places = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
-        return Seen(self, self.tiles.tokens(grids), fields, places, texts)
+        shapes = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
+        return MediumTokens(self, self.tiles.tokens(grids), fields, shapes, texts)

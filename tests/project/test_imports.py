@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import savable_pipeline
+import task_encoders
+from savable_pipeline import custom, energon
 from savable_pipeline.data.stores.formats import FORMATS, format_named
 from savable_pipeline.tools import convert
 from tests.support.toy_files import fill
@@ -98,11 +104,16 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_every_public_name_has_its_place() -> None:
-    assert set(savable_pipeline.__all__) == set(savable_pipeline._PLACES)
-    assert all(hasattr(savable_pipeline, name) for name in savable_pipeline.__all__)
-    assert set(convert.__all__) == set(convert._PLACES)
-    assert all(hasattr(convert, name) for name in convert.__all__)
+def test_a_line_of_its_stub_makes_a_name_public_and_no_other_edit() -> None:
+    for module in (savable_pipeline, custom, energon, convert, task_encoders):
+        assert module.__file__ is not None
+        stub = Path(module.__file__).with_suffix(".pyi").read_text()
+        listed = re.findall(r"^from (\S+) import (\w+) as \2$", stub, re.MULTILINE)
+        assert len(listed) == len(module.__all__) == stub.count(" import ")
+        for place, name in listed:
+            assert getattr(module, name) is getattr(importlib.import_module(place), name)
+        with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+            _ = module.Nothing
 
 
 def test_every_format_has_a_name_of_its_own_and_is_the_same_in_another_process() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.run.ledger.reader import LedgerFiles
-from savable_pipeline.run.loader.made_again import make_again
+from savable_pipeline.run.loader.ledger import make_again
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader

@@ -16,7 +16,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
+from savable_pipeline.run.loader import epoch_end, misuse, run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
 from savable_pipeline.trainers.device import OnDevice
@@ -228,7 +228,7 @@ class Interrupt:
         return frame.f_code.co_filename == device.__file__ and line == "return batch"
 
 
-WITH_THE_LOADER = [device, run, savable_loader, epoch_end, own_process]
+WITH_THE_LOADER = [device, run, savable_loader, epoch_end, misuse]
 
 
 @pytest.mark.parametrize(

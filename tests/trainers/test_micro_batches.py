@@ -32,7 +32,7 @@ def images_and_text(encoder: ChatEncoder, sizes: list[int]) -> dict[str, Any]:
     mixed = MixedTokens(encoder.tokenizer, *encoder.media)
     mixed.add_text("so: ", target=True)
     for number, size in enumerate(sizes):
-        seen = encoder.vision.seen(Image.new("RGB", (14 * size, 28), (number * 20, size, 0)))
+        seen = encoder.vision.tokenize(Image.new("RGB", (14 * size, 28), (number * 20, size, 0)))
         mixed.add(encoder.vision.pieces(seen))
         mixed.add_text("and", target=True)
     return mixed.item()

@@ -200,16 +200,18 @@ def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) ->
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_batch_that_cannot_be_placed_comes_again(make: Any, ahead: int, counts: bool) -> None:
+def test_batch_whose_move_to_the_device_fails_is_repeated(make: Any, ahead: int, counts: bool) -> None:
     expected, failures = take(make(), 12), iter([False, False, False, True, True, False, True])
 
-    def place(batch: Any) -> Any:
+    def to_device(batch: Any) -> Any:
         if next(failures, False):
             raise RuntimeError("out of memory")
         return batch
 
     trained, fetched, found = 0, [], []
-    batches = TrainerLoader(make(), trained=(lambda: trained) if counts else None, most_ahead=ahead, place=place)
+    batches = TrainerLoader(
+        make(), trained=(lambda: trained) if counts else None, most_ahead=ahead, to_device=to_device
+    )
     steps = iter(batches)
     while len(found) < 8:
         try:
@@ -224,10 +226,10 @@ def test_a_batch_that_cannot_be_placed_comes_again(make: Any, ahead: int, counts
     assert found == expected[:8] and next(failures, None) is None
 
 
-def test_batches_are_placed_and_the_rest_is_the_loaders(make: Any) -> None:
+def test_batches_are_moved_to_the_device_and_the_rest_is_the_loaders(make: Any) -> None:
     with make() as loader:
-        batches = TrainerLoader(loader, place=lambda batch: ("placed", batch))
-        assert next(iter(batches))[0] == "placed"
+        batches = TrainerLoader(loader, to_device=lambda batch: ("moved", batch))
+        assert next(iter(batches))[0] == "moved"
         assert (len(batches), batches.epoch) == (36, 0)
         batches.close()
     assert batches.state_dict() == loader.state_dict()
@@ -351,7 +353,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
 
     shards = str(make_shards([36, 36]))
     begun, straight = [0], loader()
-    batches = TrainerLoader(loader(), place=copy)  # as what moves a batch to a device
+    batches = TrainerLoader(loader(), to_device=copy)  # as what moves a batch to a device
     if counts:
         batches = TrainerLoader(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):

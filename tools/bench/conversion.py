@@ -34,7 +34,7 @@ _ENERGON += ["--sample-type=CaptioningSample", '--field-map={"image": "jpg", "ca
 
 def convert(bench: Bench) -> None:
     """Each writes the same pairs."""
-    pythons, count = dict(each.split("=", 1) for each in bench.given.pythons), bench.given.pairs
+    pythons, count = dict(each.split("=", 1) for each in bench.options.pythons), bench.options.pairs
     with tempfile.TemporaryDirectory(dir=bench.data) as room:
         source, target, sizes = Path(room) / "pairs", Path(room) / "target", dict[str, int]()
         write_pairs(source, count)
@@ -75,13 +75,13 @@ def write_pairs(folder: Path, count: int) -> None:
 
 def index(bench: Bench) -> None:
     """Both index the same shards."""
-    samples = bench.given.samples
+    samples = bench.options.samples
     with tempfile.TemporaryDirectory(dir=bench.data) as room:
         folder = Path(room) / "shards"
         write_shards(folder, samples)
         ways = {
             "savable index": [*SAVABLE, "index", str(folder), "--workers=1"],
-            "energon prepare": [bench.given.energon, "prepare", *_ENERGON, str(folder)],
+            "energon prepare": [bench.options.energon, "prepare", *_ENERGON, str(folder)],
         }
         before = partial(strip, folder)
         bench.compare(

@@ -36,21 +36,21 @@ def prepared(folder: Path, name: str) -> Path:
         "few-parquet": partial(write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-litdata": write_litdata,
         "images": write_images,
-        "photos": lambda place: write_photos(place, 500, 375, 32, 256),
-        "large-photos": lambda place: write_photos(place, 4000, 3000, 4, 16),
-        "blobs": lambda place: write_random(place, shards=16, samples=32, size=1_000_000),
-        "cold": lambda place: write_random(place, shards=20, samples=1_000, size=25_000, part="jpg"),
+        "photos": lambda target: write_photos(target, 500, 375, 32, 256),
+        "large-photos": lambda target: write_photos(target, 4000, 3000, 4, 16),
+        "blobs": lambda target: write_random(target, shards=16, samples=32, size=1_000_000),
+        "cold": lambda target: write_random(target, shards=20, samples=1_000, size=25_000, part="jpg"),
         "videos": write_videos,
     }
-    place = folder / name
-    if not (place / "done").exists():
-        console.print(f"writing the data to {place}")
-        place.mkdir(parents=True, exist_ok=True)
-        makers[name](place)
-        if any(place.glob("*.tar")):
-            sp.TarShardReader(str(place), sp.Lane())  # makes the indexes
-        (place / "done").touch()
-    return place
+    target = folder / name
+    if not (target / "done").exists():
+        console.print(f"writing the data to {target}")
+        target.mkdir(parents=True, exist_ok=True)
+        makers[name](target)
+        if any(target.glob("*.tar")):
+            sp.TarShardReader(str(target), sp.Lane())  # makes the indexes
+        (target / "done").touch()
+    return target
 
 
 def json_record(number: int) -> dict[str, Any]:
@@ -129,11 +129,11 @@ def write_random(folder: Path, *, shards: int, samples: int, size: int, part: st
 
 def write_videos(folder: Path, different: int = 6, videos: int = 60) -> None:
     """A tar of videos of 20 s, 640 × 360 at 30 frames a second with a keyframe every 2 s; and the same as files."""
-    made = [_video(seed) for seed in range(different)]
-    write_tar(folder / "000000.tar", ({"mp4": made[i % different]} for i in range(videos)))
+    encoded = [_video(seed) for seed in range(different)]
+    write_tar(folder / "000000.tar", ({"mp4": encoded[i % different]} for i in range(videos)))
     (folder / "files").mkdir(exist_ok=True)
     for i in range(videos):
-        (folder / "files" / f"{i:06d}.mp4").write_bytes(made[i % different])
+        (folder / "files" / f"{i:06d}.mp4").write_bytes(encoded[i % different])
 
 
 def _video(seed: int, frames: int = 600, width: int = 640, height: int = 360) -> bytes:
@@ -146,8 +146,8 @@ def _video(seed: int, frames: int = 600, width: int = 640, height: int = 360) ->
         stream: Any = container.add_stream("libx264", rate=30, options={"preset": "veryfast", "g": "60"})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for i in range(frames):
-            seen = wide[i // 4 : i // 4 + height, i : i + width]
-            noisy = (seen + draw.integers(-4, 5, (height, width, 1), np.int16)).clip(0, 255).astype(np.uint8)
+            view = wide[i // 4 : i // 4 + height, i : i + width]
+            noisy = (view + draw.integers(-4, 5, (height, width, 1), np.int16)).clip(0, 255).astype(np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(noisy, "rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
@@ -206,7 +206,7 @@ def digits_in_scenes(width: int, height: int) -> list[tuple[bytes, int]]:
     """Scikit-learn's 1,797 scanned digits, each faint somewhere in a scene of its own, and which digit it is."""
     from sklearn.datasets import load_digits
 
-    loaded, made = load_digits(), []
+    loaded, digits = load_digits(), []
     backgrounds = [np.asarray(scene(width, height, seed), np.float32) for seed in range(16)]
     for number, (grey, label) in enumerate(zip(loaded.images, loaded.target, strict=True)):
         draw = np.random.default_rng(number)
@@ -214,5 +214,5 @@ def digits_in_scenes(width: int, height: int) -> list[tuple[bytes, int]]:
         left, upper = int(draw.integers(width - side)), int(draw.integers(height - side))
         pixels = np.roll(backgrounds[number % 16], tuple(draw.integers(0, 300, 2)), (0, 1))
         pixels[upper : upper + side, left : left + side] += 5 * enlarged(np.float32(grey), side, side)[..., None]
-        made.append((jpeg_of(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))), int(label)))
-    return made
+        digits.append((jpeg_of(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))), int(label)))
+    return digits

@@ -121,7 +121,7 @@ def compare(bench: Bench) -> None:
         "images": ("images", Crops(), {"batch_size": BATCH}),
     }
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
-        write(Path(folder), bench.given.samples)
+        write(Path(folder), bench.options.samples)
         for name, (data, encoder, settings) in kinds.items():
             libraries = {"here": ours, "Energon": energon}
             makers = {

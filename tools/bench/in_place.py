@@ -77,8 +77,8 @@ def write_pairs(folder: Path, *, images: bool = False) -> None:
     jpeg = jpeg_of(Image.fromarray(pixels).resize((256, 256)))
 
     def sample(number: int) -> dict[str, bytes]:
-        told = json.dumps({"id": number, "text": "x" * 500}).encode()
-        return {kind: jpeg if images else told, "txt": told}
+        text = json.dumps({"id": number, "text": "x" * 500}).encode()
+        return {kind: jpeg if images else text, "txt": text}
 
     for name, parts in (("tars", [kind]), ("captions", ["txt"]), ("both", [kind, "txt"])):
         for shard in range(8):
@@ -101,12 +101,12 @@ def write_mds(folder: Path, *, packed: bool = False) -> None:
         offsets = np.cumsum([4 + 4 * (len(records) + 1), *map(len, records)]).astype("<u4")
         raw = struct.pack("<I", len(records)) + offsets.tobytes() + b"".join(records)
         name = f"shard.{shard:05d}.mds"
-        told = {**columns, "column_sizes": [8, None, None], "format": "mds", "version": 2, "samples": len(records)}
-        told |= {"raw_data": {"basename": name, "bytes": len(raw), "hashes": {}}, "hashes": [], "size_limit": 1 << 26}
+        header = {**columns, "column_sizes": [8, None, None], "format": "mds", "version": 2, "samples": len(records)}
+        header |= {"raw_data": {"basename": name, "bytes": len(raw), "hashes": {}}, "hashes": [], "size_limit": 1 << 26}
         data = zstandard.compress(raw) if packed else raw
         name += ".zstd" if packed else ""
         zipped = {"basename": name, "bytes": len(data), "hashes": {}} if packed else None
-        shards.append({**told, "zip_data": zipped, "compression": "zstd" if packed else None})
+        shards.append({**header, "zip_data": zipped, "compression": "zstd" if packed else None})
         (folder / name).write_bytes(data)
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 

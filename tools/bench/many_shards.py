@@ -73,8 +73,8 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
         with path.open("wb") as file:
             file.truncate(SHARD_BYTES)
         columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), samples, check)
-    said = TarSaid([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
-    begin = index_begin(columns, "tar", msgspec.msgpack.encode(said))
+    header = TarSaid([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+    begin = index_begin(columns, "tar", msgspec.msgpack.encode(header))
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)
     sizes = shards * samples * 4
@@ -152,7 +152,7 @@ def bench_open(bench: Bench) -> None:
     from savable_pipeline.data.shards.metadata import INDEX_NAME
 
     table = Table("shards", "start", *SHOWN, title="least (median) of the rounds", title_justify="left")
-    for shards in bench.given.shards:
+    for shards in bench.options.shards:
         with tempfile.TemporaryDirectory(dir=bench.data) as room:
             root = Path(room) / "many"
             make_dataset(root, shards)
@@ -176,7 +176,7 @@ def bench_remote(bench: Bench) -> None:
 
     heads = (*SHOWN, "fetched of it", "next open")
     table = Table("shards", "index", *heads, title="behind a web server", title_justify="left")
-    for shards in bench.given.shards:
+    for shards in bench.options.shards:
         with tempfile.TemporaryDirectory(dir=bench.data) as room, serving(folder := Path(room)) as server:
             make_dataset(folder / "many", shards)
             size = (folder / "many" / INDEX_NAME).stat().st_size
@@ -200,7 +200,7 @@ def bench_remote(bench: Bench) -> None:
 def bench_write(bench: Bench) -> None:
     """An index of random rows."""
     table = Table("shards", "samples", "write", "memory", title="an index, least (median)", title_justify="left")
-    for shards in bench.given.shards:
+    for shards in bench.options.shards:
         with tempfile.TemporaryDirectory(dir=bench.data) as room:
             found = [in_a_process(room, shards) for _ in range(bench.rounds)]
         table.add_row(f"{shards:,}", f"{shards * SAMPLES:,}", *columns_of(found))

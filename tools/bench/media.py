@@ -163,8 +163,8 @@ def accuracy(epochs: int = 5, seeds: int = 3, count: int = 1_437) -> None:
     labels = torch.tensor([label for _, label in tested])
     tests = {kind: cut(tested, kind, None) for kind in ("exact", "scaled")}
     for kind in tests:
-        seen = [cut(trained, kind, epoch) for epoch in range(epochs)]
-        models = [fitted(seen, torch.tensor([label for _, label in trained]), seed) for seed in range(seeds)]
+        images_by_epoch = [cut(trained, kind, epoch) for epoch in range(epochs)]
+        models = [fitted(images_by_epoch, torch.tensor([label for _, label in trained]), seed) for seed in range(seeds)]
         for other, images in tests.items():
             rights = [100 * (model(images).argmax(1) == labels).float().mean().item() for model in models]
             console.print(f"trained on {kind} crops, tested on {other} ones: {shown(rights)} % of {seeds} seeds")
@@ -286,7 +286,7 @@ def random_crop() -> Callable[[Any], str]:
 
 def clips(bench: Bench) -> None:
     """Clips with two processes, beside decoders without a loader."""
-    pythons = dict(each.split("=", 1) for each in bench.given.pythons)
+    pythons = dict(each.split("=", 1) for each in bench.options.pythons)
     folder = prepared(bench.data, "videos")
     makers: dict[str, Callable[[], Loader]] = {"savable_pipeline": lambda: our_clips(folder, "exact")}
     for name in DECODERS:
@@ -313,8 +313,8 @@ def our_clips(folder: Path, align: str) -> Loader:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=4)
 
-    made = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)
-    return Loader(iter(made), len, made.close)
+    loader = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)
+    return Loader(iter(loader), len, loader.close)
 
 
 def programs(python: str, decoder: str, folder: Path) -> Loader:

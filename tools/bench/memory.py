@@ -33,7 +33,7 @@ from rounds import Bench, children, console, main
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ProcessMemory:
     """Memory of a process, in bytes; its threads and open descriptors."""
 
     unshared: int
@@ -44,13 +44,13 @@ class Held:
     index: tuple[int, int]  # bytes of the index of a dataset: mapped, and of these in memory
 
 
-def held(pid: int) -> Held:
-    """What a process holds now."""
+def memory_of(pid: int) -> ProcessMemory:
+    """Read the memory, threads and descriptors of a process."""
     sums = mappings(Path(f"/proc/{pid}/smaps_rollup").read_text(), "[rollup]")
     mapped = mappings(Path(f"/proc/{pid}/smaps").read_text(), ".nv-meta")
     threads, descriptors = (sum(1 for _ in Path(f"/proc/{pid}/{name}").iterdir()) for name in ("task", "fd"))
     unshared, shared = (sums[f"{kind}_Clean"] + sums[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
-    return Held(unshared, shared, sums["Pss"], threads, descriptors, (mapped["Size"], mapped["Rss"]))
+    return ProcessMemory(unshared, shared, sums["Pss"], threads, descriptors, (mapped["Size"], mapped["Rss"]))
 
 
 def mappings(text: str, path: str) -> Counter[str]:
@@ -74,9 +74,9 @@ def below(pid: int) -> list[int]:
 class Node:
     """The processes of all ranks."""
 
-    trainers: list[Held]
-    workers: list[Held]
-    others: list[Held]  # fork servers and resource trackers
+    trainers: list[ProcessMemory]
+    workers: list[ProcessMemory]
+    others: list[ProcessMemory]  # fork servers and resource trackers
 
     @property
     def pss(self) -> int:
@@ -84,10 +84,10 @@ class Node:
         return sum(each.pss for each in (*self.trainers, *self.workers, *self.others))
 
 
-def run(what: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
+def run(name: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
     """Start the trainers of a node, wait until each has its batches, and measure them."""
-    words = [sys.executable, peers.__file__, "batches", what, str(folder), str(workers)]
-    ends = [str(ranks), str(bench.given.batches), bench.given.method]
+    words = [sys.executable, peers.__file__, "batches", name, str(folder), str(workers)]
+    ends = [str(ranks), str(bench.options.batches), bench.options.method]
     started = [
         subprocess.Popen([*words, str(rank), *ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
@@ -96,7 +96,7 @@ def run(what: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) 
         for process in started:
             assert process.stdout is not None
             if "ready" not in map(str.strip, process.stdout):
-                raise ChildProcessError(f"{what} ended before it had its batches")
+                raise ChildProcessError(f"{name} ended before it had its batches")
         return measured([process.pid for process in started])
     finally:
         for pid in [pid for process in started for pid in (*below(process.pid), process.pid)]:
@@ -108,13 +108,13 @@ def run(what: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) 
 
 def measured(trainers: list[int]) -> Node:
     """A worker is a process below a trainer that has none below it, and is no resource tracker."""
-    workers: list[Held] = []
-    others: list[Held] = []
+    workers: list[ProcessMemory] = []
+    others: list[ProcessMemory] = []
     for trainer in trainers:
         for pid in below(trainer):
             serves = children(pid) or b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            (others if serves else workers).append(held(pid))
-    return Node([held(pid) for pid in trainers], workers, others)
+            (others if serves else workers).append(memory_of(pid))
+    return Node([memory_of(pid) for pid in trainers], workers, others)
 
 
 # What is measured.
@@ -124,8 +124,8 @@ HEADS = ("trainer, unshared", "shared", "worker, unshared", "shared", "others, u
 
 def loaders(bench: Bench) -> None:
     """Ours and the peers, for each number of workers and ranks."""
-    for ranks in bench.given.ranks:
-        for workers in bench.given.workers:
+    for ranks in bench.options.ranks:
+        for workers in bench.options.workers:
             table = Table("MB", *HEADS, title=f"{workers} workers a rank, {ranks} ranks")
             for name, kind in {"savable_pipeline": "few-json", **{k: v[0] for k, v in peers.LOADERS.items()}}.items():
                 if bench.only not in name:

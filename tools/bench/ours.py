@@ -50,8 +50,8 @@ def loader(
     from rounds import Loader
 
     run = partial(pipeline, str(folder), encoder, size, buffer)
-    made = sp.SavableLoader(run, seed=1, lanes=lanes, workers=sp.Workers(workers, start_method=method))
-    return Loader(iter(made), use, made.close, warm=2 * buffer)
+    loader = sp.SavableLoader(run, seed=1, lanes=lanes, workers=sp.Workers(workers, start_method=method))
+    return Loader(iter(loader), use, loader.close, warm=2 * buffer)
 
 
 def own_json(sample: Any) -> Any:

@@ -42,7 +42,7 @@ from savable_pipeline.stages.stage import State
 from savable_pipeline.stages.stage_info import StageInfo
 from task_encoders import LanguageModelingEncoder
 
-LANES, RANKS, HOLD, SEED = 96, (8, 32, 96), 32, 1
+LANES, RANKS, CANDIDATES, SEED = 96, (8, 32, 96), 32, 1
 HIDDEN = 2048
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -64,8 +64,8 @@ class Corpus:
         rng = np.random.default_rng(seed)
         while True:
             lengths, images = self.draw(rng, 4096)
-            kept = (lengths > 0) & (lengths <= self.longest)
-            yield from zip(lengths[kept].tolist(), images[kept].tolist(), strict=True)
+            fits = (lengths > 0) & (lengths <= self.longest)
+            yield from zip(lengths[fits].tolist(), images[fits].tolist(), strict=True)
 
 
 def lognormal(median: float, sigma: float, longest: int) -> Corpus:
@@ -134,24 +134,24 @@ class Lengths(sp.TaskEncoder):
 
 
 class Known(custom.ItemStage):
-    """Gives documents of known sizes: nothing is made of them, or, if `made`, their lengths. `given` counts them."""
+    """Gives documents of known sizes: nothing is made of them, or, if `encoded`, their lengths. `taken` counts them."""
 
     ref: ItemRef = ()
 
-    def __init__(self, sizes: Iterator[Size], lane: sp.Lane, *, made: bool = False) -> None:
+    def __init__(self, sizes: Iterator[Size], lane: sp.Lane, *, encoded: bool = False) -> None:
         self._sizes = sizes
         self._lane = lane
-        self._made = made
-        self.given = 0
+        self._encoded = encoded
+        self.taken = 0
 
     def take(self, n: int) -> list[Element]:
         """The next one."""
         size = next(self._sizes, None)
         if size is None:
             return []
-        self.given += 1
-        ref = (self.given - 1, 0, 0)
-        return [Element(ref, size[0]) if self._made else Element(ref, sizes=(size,))]
+        self.taken += 1
+        ref = (self.taken - 1, 0, 0)
+        return [Element(ref, size[0]) if self._encoded else Element(ref, sizes=(size,))]
 
     def fetch(self, ref: Any) -> Any:
         """The number of the document."""
@@ -159,13 +159,13 @@ class Known(custom.ItemStage):
 
     def save_state(self) -> State:
         """Where it stands."""
-        return {"given": self.given}
+        return {"taken": self.taken}
 
     def describe(self) -> StageInfo:
         """A source of nothing else."""
         none = frozenset([0])
         alone = StageInfo(self._lane, 0, population=1, endless=False, tags=none, origins=none, encoder=Lengths())
-        return replace(alone, declared=not self._made)
+        return replace(alone, declared=not self._encoded)
 
 
 def packed(corpus: Corpus, measured: Cost, packs: int, **settings: Any) -> tuple[Ints, float]:
@@ -182,8 +182,8 @@ def packed(corpus: Corpus, measured: Cost, packs: int, **settings: Any) -> tuple
 
 def balanced(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, Ints, float]:
     """Such costs as `Balance` of every lane gives them, the slots for which each was held, and µs a pack."""
-    given = np.empty((len(costs), slots), np.int64)
-    held = np.empty_like(given)
+    costs_yielded = np.empty((len(costs), slots), np.int64)
+    waits = np.empty_like(costs_yielded)
     start = time.process_time()
     for index, own in enumerate(costs.tolist()):
         known = Known(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
@@ -191,9 +191,9 @@ def balanced(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, Ints, f
         arrived: list[int] = []
         for slot in range(slots):
             number = stage.take(1)[0].value
-            arrived += [slot] * (known.given - len(arrived))
-            given[index, slot], held[index, slot] = own[number], slot - arrived[number]
-    return given, held, 1e6 * (time.process_time() - start) / given.size
+            arrived += [slot] * (known.taken - len(arrived))
+            costs_yielded[index, slot], waits[index, slot] = own[number], slot - arrived[number]
+    return costs_yielded, waits, 1e6 * (time.process_time() - start) / costs_yielded.size
 
 
 def first_of(length: int, images: int) -> int:
@@ -211,27 +211,27 @@ def waiting(costs: Ints) -> str:
 
 def fill(bench: Bench) -> None:
     """Lognormal lengths up to the limit, placing alone."""
-    drawn = np.random.default_rng(0).lognormal(np.log(400), 1.0, bench.given.items)
+    drawn = np.random.default_rng(0).lognormal(np.log(400), 1.0, bench.options.items)
     lengths = np.maximum(1, drawn.astype(int)).tolist()
     fills: dict[str, float] = {}
-    ways = {policy: called(partial(place, lengths, policy, fills), len(lengths)) for policy in get_args(Policy)}
+    ways = {policy: called(partial(pack_all, lengths, policy, fills), len(lengths)) for policy in get_args(Policy)}
     bench.compare("median 400, limit 4096, 16 open packs", "item", ways)
     console.print("filled:", ", ".join(f"{policy} {share:.2%}" for policy, share in fills.items()))
 
 
-def place(lengths: list[int], policy: Policy, fills: dict[str, float]) -> None:
+def pack_all(lengths: list[int], policy: Policy, fills: dict[str, float]) -> None:
     """Pack all of them."""
-    known = Known(((length, 0) for length in lengths), sp.Lane(), made=True)
+    known = Known(((length, 0) for length in lengths), sp.Lane(), encoded=True)
     packer = sp.OnlinePacker(known, max_length=4096, policy=policy, open_packs=16)
-    given, counts = sum(1 for _ in packer), packer.counts
-    assert given == counts["packs"]
+    packs, counts = sum(1 for _ in packer), packer.counts
+    assert packs == counts["packs"]
     assert sum(lengths) == counts["tokens"] + counts["skipped_tokens"] + counts["truncated_tokens"]
     fills[policy] = counts["tokens"] / (counts["tokens"] + counts["room"])
 
 
 def balance(bench: Bench) -> None:
     """Print a table for each kind of documents."""
-    last = bench.given.last
+    last = bench.options.last
     for corpus in (LONG, SHORT, python_texts(16 << 10), pictures(8 << 10)):
         if bench.only not in corpus.name:
             continue
@@ -243,17 +243,17 @@ def balance(bench: Bench) -> None:
             name = f"{settings['max_length']:,} tokens{', cost of ' + f'{limit:,}' if 'cost' in settings else ''}"
             console.print(f"{name:34}{waiting(costs[:, last // 2 : last]):>20}  fill {full:.1%}")
             for candidates in (16, 32, 64):
-                given, held, us = balanced(costs, candidates=candidates, slots=last)
-                longest, p99 = held.max() / candidates, np.percentile(held, 99) / candidates
-                told = f"held {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
+                yielded, waits, us = balanced(costs, candidates=candidates, slots=last)
+                longest, p99 = waits.max() / candidates, np.percentile(waits, 99) / candidates
+                waited = f"held {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
                 console.print(
-                    f"  Balance(candidates={candidates:2}){'':15}{waiting(given[:, last // 2 :]):>20}  {told}"
+                    f"  Balance(candidates={candidates:2}){'':15}{waiting(yielded[:, last // 2 :]):>20}  {waited}"
                 )
 
 
 def buckets(bench: Bench) -> None:
     """Print a table for short and for long documents."""
-    last = bench.given.last // 2
+    last = bench.options.last // 2
     for corpus in (SHORT, LONG):
         if bench.only not in corpus.name:
             continue
@@ -265,23 +265,23 @@ def buckets(bench: Bench) -> None:
                 show_batches(corpus, last, bounds=bounds, **sized, **same)
         shares = []
         for cost in (first_of, corpus.cost):
-            costs, full = packed(corpus, cost, last + HOLD, max_length=corpus.longest)
-            shares.append(waiting(balanced(costs, candidates=HOLD, slots=last)[0][:, last // 2 :]))
-        console.print(f"OnlinePacker, Balance(candidates={HOLD}): {1 - full:.1%}, {', '.join(shares)}")
+            costs, full = packed(corpus, cost, last + CANDIDATES, max_length=corpus.longest)
+            shares.append(waiting(balanced(costs, candidates=CANDIDATES, slots=last)[0][:, last // 2 :]))
+        console.print(f"OnlinePacker, Balance(candidates={CANDIDATES}): {1 - full:.1%}, {', '.join(shares)}")
 
 
 def show_batches(corpus: Corpus, last: int, **settings: Any) -> None:
     """Print the line of the second half of the batches of each lane that `BucketBatcher(**settings)` makes."""
     found = np.zeros((3, LANES, last), np.int64)
-    held: list[Ints] = []
+    waits: list[Ints] = []
     for index in range(LANES):
-        known = Known(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED), made=True)
-        stage, given = custom.BucketBatcher(known, **settings), []
+        known = Known(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED), encoded=True)
+        stage, taken = custom.BucketBatcher(known, **settings), []
         for n, lengths in enumerate(islice(stage, last)):
-            given.append(known.given)
+            taken.append(known.taken)
             found[:, index, n] = max(lengths), len(lengths), sum(lengths)
             if n >= last // 2:
-                held.append(n - np.searchsorted(given, [ref[0] for ref in stage.ref[1:]], side="right"))
+                waits.append(n - np.searchsorted(taken, [ref[0] for ref in stage.ref[1:]], side="right"))
     longest, rows, tokens = found[:, :, last // 2 :]
     bounds = np.array(settings.pop("bounds"))
     padded = bounds[np.searchsorted(bounds, longest)]
@@ -290,7 +290,7 @@ def show_batches(corpus: Corpus, last: int, **settings: Any) -> None:
     attention = rows * np.vectorize(lambda bound: corpus.cost(bound, 0))(padded)
     name = ", ".join(f"{name}={value:,}" for name, value in settings.items())
     shares = f"{1 - tokens.sum() / (padded * rows).sum():.1%}, {alike:.0%}, {waiting(padded * rows)}"
-    console.print(f"{name}: {shares}, {waiting(attention)}, {np.percentile(np.concatenate(held), 99):.0f}")
+    console.print(f"{name}: {shares}, {waiting(attention)}, {np.percentile(np.concatenate(waits), 99):.0f}")
 
 
 # Real runs.
@@ -336,11 +336,11 @@ def ranks(bench: Bench) -> None:
     unit = 0.2 / float(costs.mean())  # the mean time of a pack
     shares = [
         waiting_share(each[:, 100:500].T.reshape(-1, 2).tolist())
-        for each in (costs, balanced(costs, candidates=HOLD, slots=500)[0])
+        for each in (costs, balanced(costs, candidates=CANDIDATES, slots=500)[0])
     ]
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
         write(folder, LONG, 24_000, "json", lambda length: json.dumps({"length": length}).encode())
-        runs = [two_ranks(folder, candidates, unit, bench.given.steps) for candidates in (0, HOLD)]
+        runs = [two_ranks(folder, candidates, unit, bench.options.steps) for candidates in (0, CANDIDATES)]
     for name, (before, after) in ("simulated", shares), ("measured", runs):
         saved = 1 - (1 - before) / (1 - after)
         console.print(f"two ranks, waiting, {name}: {before:.1%}, with Balance {after:.1%}, which saves {saved:.1%}")
@@ -398,17 +398,17 @@ def loading(bench: Bench) -> None:
                 candidates: sp.SavableLoader(
                     partial(packs_of, folder, encoder, corpus.longest, candidates), seed=SEED, lanes=16
                 )
-                for candidates in (HOLD, 0)
+                for candidates in (CANDIDATES, 0)
             }
             running = {candidates: iter(loader) for candidates, loader in loaders.items()}
             for batches in running.values():
-                take(batches, 16 * 2 * HOLD)
+                take(batches, 16 * 2 * CANDIDATES)
             ways = {
                 f"candidates={candidates}": called(partial(take, batches, 300), 300)
                 for candidates, batches in running.items()
             }
             bench.compare(f"packs of {corpus.longest:,}", "pack", ways)
-            state = loaders[HOLD].state_dict().values()
+            state = loaders[CANDIDATES].state_dict().values()
             console.print(
                 f"a lane's state: {sum(len(each) for each in state if isinstance(each, bytes)) // 16:,} bytes"
             )

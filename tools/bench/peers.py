@@ -100,8 +100,8 @@ def itself(batch: Any) -> Any:
 
 def chunks(samples: Iterable[Any], size: int = 256) -> Iterator[list[Any]]:
     """Lists of samples of what gives one at a time."""
-    given = iter(samples)
-    while chunk := list(itertools.islice(given, size)):
+    remaining = iter(samples)
+    while chunk := list(itertools.islice(remaining, size)):
         yield chunk
 
 
@@ -334,12 +334,12 @@ def energon(
 
 BATCH, BUFFER = 256, 1_000
 COLLECTED = 8  # the batch with which a process collects garbage, as each does in a long run
-_made = itertools.count(1)  # batches, in this process
+_batch_numbers = itertools.count(1)  # batches, in this process
 
 
 def collecting(batch: Any) -> Any:
     """What makes a batch, in the process that makes it: once, that process looks through its memory for garbage."""
-    if next(_made) == COLLECTED:
+    if next(_batch_numbers) == COLLECTED:
         gc.collect()
     return batch
 
@@ -378,15 +378,15 @@ def batches(name: str, folder: str, *numbers: str) -> None:
     workers, rank, ranks, count = map(int, counts)
     if name in LOADERS:
         options = {"num_workers": workers, "multiprocessing_context": method if workers else None}
-        made = LOADERS[name][1](
+        loader = LOADERS[name][1](
             Path(folder), collecting, size=BATCH, buffer=BUFFER, rank=rank, ranks=ranks, **options
         )  # fmt: skip
     else:
         import ours
 
-        made = ours.RUNS[name](Path(folder), workers, rank, ranks, method)
+        loader = ours.RUNS[name](Path(folder), workers, rank, ranks, method)
     for _ in range(count):
-        last = next(made)
+        last = next(loader)
     gc.collect()
     print("ready", flush=True)
     sys.stdin.read()
@@ -415,17 +415,17 @@ def pyav(interpolation: str) -> Decoder:
             assert stream.duration is not None and stream.time_base is not None
             times = _times(float(stream.duration * stream.time_base), draw)
             container.seek(int(times[0] / stream.time_base), stream=stream)
-            made: list[Any] = []
+            frames: list[Any] = []
             before: Any = None
             for frame in container.decode(stream):
-                while len(made) < len(times) and before is not None and frame.time > times[len(made)]:
-                    made.append(_pixels(before, interpolation))
-                if len(made) == len(times):
+                while len(frames) < len(times) and before is not None and frame.time > times[len(frames)]:
+                    frames.append(_pixels(before, interpolation))
+                if len(frames) == len(times):
                     break
                 before = frame
-            while len(made) < len(times):
-                made.append(_pixels(before, interpolation))
-        return np.ascontiguousarray(np.stack(made).transpose(0, 3, 1, 2))
+            while len(frames) < len(times):
+                frames.append(_pixels(before, interpolation))
+        return np.ascontiguousarray(np.stack(frames).transpose(0, 3, 1, 2))
 
     return clip
 
@@ -478,8 +478,8 @@ def clips(name: str, folder: str, seed: str) -> None:
     paths, draw = sorted(Path(folder).glob("*.mp4")), random.Random(int(seed))
     try:
         clip = DECODERS[name]()
-        made = clip(paths[0], draw)
-        assert tuple(made.shape) == (round(LENGTH_S * FPS), 3, SIDE, SIDE), made.shape
+        frames = clip(paths[0], draw)
+        assert tuple(frames.shape) == (round(LENGTH_S * FPS), 3, SIDE, SIDE), frames.shape
         print("ready", flush=True)
     except (ImportError, RuntimeError) as error:
         print(f"{type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
@@ -538,8 +538,8 @@ def write_hf(source: Path, target: Path) -> None:
         for key, image, caption in pairs(source):
             yield {"key": key, "image": image, "txt": caption}
 
-    made = datasets.Dataset.from_generator(rows, cache_dir=str(target.with_name(target.name + ".cache")))
-    made.save_to_disk(str(target))
+    dataset = datasets.Dataset.from_generator(rows, cache_dir=str(target.with_name(target.name + ".cache")))
+    dataset.save_to_disk(str(target))
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
@@ -547,13 +547,13 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 }  # fmt: skip
 
 
-def main(what: str, *words: str) -> None:
+def main(program: str, *words: str) -> None:
     """Run one of them."""
-    if what == "write":
+    if program == "write":
         WRITERS[words[0]](Path(words[1]), Path(words[2]))
     else:
         programs: dict[str, Callable[..., None]] = {"batches": batches, "clips": clips}
-        programs[what](*words)
+        programs[program](*words)
 
 
 if __name__ == "__main__":

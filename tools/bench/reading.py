@@ -170,11 +170,11 @@ def blobs(bench: Bench) -> None:
             stage.take(50)
 
     def bare() -> None:
-        held = []
+        parts = []
         for file, offset in places:
-            held.append(os.pread(file, 1_000_000, offset))
-            if len(held) == 50:
-                held.clear()
+            parts.append(os.pread(file, 1_000_000, offset))
+            if len(parts) == 50:
+                parts.clear()
 
     ours()
     bench.compare("parts of 1 MB, no workers", "part", {"ours": called(ours, 400), "os.pread loop": called(bare, 400)})

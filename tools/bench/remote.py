@@ -89,7 +89,7 @@ def curl(folder: Path, target: Path) -> None:
 
 def first(bench: Bench) -> None:
     """The first epoch, with the start of workers and fetchers."""
-    gb = bench.given.gb
+    gb = bench.options.gb
     with tempfile.TemporaryDirectory(dir=bench.data) as room, serving(Path(room), int(gb * 1e9), 100_000) as shards:
         target = Path(room) / "target"
 
@@ -111,7 +111,7 @@ def first(bench: Bench) -> None:
 
 def later(sample_bytes: int, bench: Bench) -> None:
     """The epochs after it."""
-    gb = bench.given.gb if sample_bytes > 1_000 else 0.04
+    gb = bench.options.gb if sample_bytes > 1_000 else 0.04
     with (
         tempfile.TemporaryDirectory(dir=bench.data) as room,
         serving(Path(room), int(gb * 1e9), sample_bytes) as shards,

@@ -61,7 +61,7 @@ class Bench:
     seconds: float
     only: str
     data: Path
-    given: argparse.Namespace
+    options: argparse.Namespace
 
     def loaders(self, title: str, unit: str, makers: Mapping[str, Callable[[], Loader]]) -> None:
         """Compare loaders, each in a process of its own."""
@@ -85,7 +85,7 @@ class Bench:
                 ([each.clock_s / each.units for each in row], [each.processor_s / each.units for each in row])
                 for row in (costs, found.get(first, costs))
             ]
-            cells = [cell for own, base in zip(*both, strict=True) for cell in (_time(own), beside(own, base))]
+            cells = [cell for own, base in zip(*both, strict=True) for cell in (_time(own), ratios(own, base))]
             memory = max(each.memory for each in costs)
             table.add_row(name, *cells, f"{memory / 1e6:,.0f} MB" if memory else "")
         console.print(table)
@@ -96,7 +96,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def beside(values: list[float], base: list[float]) -> str:
+def ratios(values: list[float], base: list[float]) -> str:
     """The ratios of rounds."""
     return spread([own / other for own, other in zip(values, base, strict=True)]) if all(base) else ""
 
@@ -199,9 +199,9 @@ def command(words: list[str], units: float, before: Callable[[], Any] = lambda: 
         before()
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         begun = time.perf_counter()
-        with tempfile.TemporaryFile() as told:
+        with tempfile.TemporaryFile() as output:
             try:
-                first = subprocess.Popen(words, stdout=told, stderr=told).pid
+                first = subprocess.Popen(words, stdout=output, stderr=output).pid
             except OSError as error:
                 raise ChildProcessError(error) from None
             total, memory, clock_s, failed = 0.0, 0, 0.0, 0
@@ -213,8 +213,8 @@ def command(words: list[str], units: float, before: Callable[[], Any] = lambda: 
                     if pid == first:
                         clock_s, failed = time.perf_counter() - begun, status
             if failed:
-                told.seek(0)
-                raise ChildProcessError((told.read().decode().strip().splitlines() or ["no message"])[-1])
+                output.seek(0)
+                raise ChildProcessError((output.read().decode().strip().splitlines() or ["no message"])[-1])
         return Cost(units, clock_s, total, memory)
 
     return way
@@ -223,7 +223,7 @@ def command(words: list[str], units: float, before: Callable[[], Any] = lambda: 
 def main(doc: str | None, measures: Mapping[str, Callable[[Bench], Any]], **options: Any) -> None:
     """The command line of a benchmark: `options` are further ones, by name, with their defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*measures, []], default=[], help="all of it unless given")
+    parser.add_argument("measures", nargs="*", choices=[*measures, []], default=[], help="all of it unless given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="that a loader is measured in a round")
     parser.add_argument("--only", default="", help="the first and what has this in its name")
@@ -231,8 +231,8 @@ def main(doc: str | None, measures: Mapping[str, Callable[[Bench], Any]], **opti
     for name, default in options.items():
         kind = type(default[0]) if default and isinstance(default, list) else str if default == [] else type(default)
         parser.add_argument(f"--{name}", default=default, type=kind, nargs="+" if isinstance(default, list) else None)
-    given = parser.parse_args()
-    given.data.mkdir(parents=True, exist_ok=True)
+    parsed = parser.parse_args()
+    parsed.data.mkdir(parents=True, exist_ok=True)
     console.print(f"{os.cpu_count()} processors, Python {sys.version.split()[0]}")
-    for name in given.what or measures:
-        measures[name](Bench(given.rounds, given.seconds, given.only, given.data, given))
+    for name in parsed.measures or measures:
+        measures[name](Bench(parsed.rounds, parsed.seconds, parsed.only, parsed.data, parsed))

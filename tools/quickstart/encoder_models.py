@@ -43,7 +43,7 @@ class TwoTowers(nn.Module):
         super().__init__()
         self.look = image_tower(image_size, width)
         self.letter = nn.Embedding(VOCABULARY, width)
-        self.place = nn.Embedding(longest_text, width)
+        self.position = nn.Embedding(longest_text, width)
         self.read = nn.GRU(width, width, batch_first=True)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
@@ -55,7 +55,7 @@ class TwoTowers(nn.Module):
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a pair, both ways, float32 ()."""
         tokens, last = batch["tokens"], batch["lengths"] - 1
-        read, _ = self.read(self.letter(tokens) + self.place.weight[: tokens.shape[1]])
+        read, _ = self.read(self.letter(tokens) + self.position.weight[: tokens.shape[1]])
         texts = functional.normalize(read[torch.arange(len(tokens)), last], dim=1)
         visual = functional.normalize(self.see(batch), dim=1)
         logits = self.scale.exp() * visual @ texts.T  # (pairs, pairs)

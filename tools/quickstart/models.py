@@ -26,7 +26,7 @@ class Captioner(nn.Module):
             nn.Linear(32 * (image_size // 4) ** 2, width),
         )
         self.letter = nn.Embedding(VOCABULARY, width)
-        self.place = nn.Embedding(longest_caption, width)
+        self.position = nn.Embedding(longest_caption, width)
         self.tell = nn.Sequential(
             nn.Linear(width, 2 * width), nn.ReLU(), nn.Dropout(_DROPOUT), nn.Linear(2 * width, VOCABULARY)
         )
@@ -36,7 +36,7 @@ class Captioner(nn.Module):
         visual = self.look(batch["image"])  # float32 (images, width)
         packed = batch.get("image_index")  # of packs, with several captions a row; -1 is padding, which has no label
         visual = visual[:, None] if packed is None else visual[packed.clamp(min=0)]  # (rows, 1 or tokens, width)
-        logits = self.tell(visual + self.letter(batch["tokens"]) + self.place(batch["position_ids"]))
+        logits = self.tell(visual + self.letter(batch["tokens"]) + self.position(batch["position_ids"]))
         return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
@@ -49,14 +49,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.heads = heads
         self.token = nn.Embedding(vocabulary, width)
-        self.place = nn.Embedding(max_length, width)
+        self.position = nn.Embedding(max_length, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, _DROPOUT, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.tell = nn.Linear(width, vocabulary)
 
     def embed(self, batch: dict[str, Any]) -> Tensor:
         """What the tokens are before they look at each other, float32 (rows, tokens, width)."""
-        embedded: Tensor = self.token(batch["tokens"]) + self.place(batch["position_ids"])
+        embedded: Tensor = self.token(batch["tokens"]) + self.position(batch["position_ids"])
         return embedded
 
     def forward(self, batch: dict[str, Any]) -> Tensor:

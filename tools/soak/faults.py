@@ -96,13 +96,13 @@ class Killer(threading.Thread):
         return len(self.killed)
 
     def run(self) -> None:
-        seen = 0
+        last = 0
         while not self._over.wait(self._draw.uniform(0, self._gap_s)):
             alive = self._living()
             all_started = len(alive) == WORKERS and all(map(_has_started, alive))
-            if self._progress() < seen + 2 or not alive or (not all_started and (self._newborn or self._unborn >= 2)):
+            if self._progress() < last + 2 or not alive or (not all_started and (self._newborn or self._unborn >= 2)):
                 continue
-            seen = self._progress()
+            last = self._progress()
             self._kill(self._draw.choice(alive))
             if self._newborn:
                 self._kill_newborn(set(alive))

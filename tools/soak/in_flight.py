@@ -85,20 +85,20 @@ class Oracle:
             self.open.remove(receipt)
             self.done.append(receipt)
 
-    def exclude(self, place: int, numbers: Sequence[int], made_of: dict[Receipt, set[int]]) -> None:
-        """These samples come no more; `made_of`: those of each row."""
-        self.plan += ((place, tuple(numbers)),)
+    def exclude(self, slot: int, numbers: Sequence[int], samples_of_row: dict[Receipt, set[int]]) -> None:
+        """These samples come no more; `samples_of_row` has those of each row."""
+        self.plan += ((slot, tuple(numbers)),)
         self.gone |= set(numbers)
-        self.closed |= {receipt for receipt in self.open if made_of[receipt] <= self.gone}
+        self.closed |= {receipt for receipt in self.open if samples_of_row[receipt] <= self.gone}
         self.open = [receipt for receipt in self.open if receipt not in self.closed]
         self.coming = [receipt for receipt in self.coming if receipt not in self.closed]
 
-    def left_of(self, item: Any) -> Any:
-        """An item or a pack without what was excluded; None if nothing is left."""
+    def drop_excluded(self, item: Any) -> Any:
+        """An item or a pack without what was excluded; None if nothing remains."""
         if isinstance(item[0], int):
             return None if item[0] in self.gone else item
-        left = [each for each in item[0] if each[0] not in self.gone]
-        return (left, item[1]) if left else None
+        remaining = [each for each in item[0] if each[0] not in self.gone]
+        return (remaining, item[1]) if remaining else None
 
     def resumed(self) -> Oracle:
         """The one of a saved model: all that was in flight comes again."""
@@ -110,8 +110,8 @@ class History:
 
     def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
         self._draw, self._settings, self._slots = draw, settings, slots
-        self._given: dict[Receipt, Any] = {}  # batches by epoch and slot
-        self._made_of: dict[Receipt, set[int]] = {}  # the samples of each row
+        self._yielded: dict[Receipt, Any] = {}  # batches by epoch and slot
+        self._samples_of_row: dict[Receipt, set[int]] = {}  # the samples of each row
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # of each rank
@@ -144,17 +144,17 @@ class History:
                 self._take([run])
 
     def _take(self, runs: Sequence[Run]) -> None:
-        places = [(run.position.epoch, run.position.own_slot) for run in runs]
+        positions = [(run.position.epoch, run.position.own_slot) for run in runs]
         taken = voted_step([iter(run) for run in runs])
-        again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
-        for run, batch, place, repeated_rows in zip(runs, taken, places, again, strict=True):
+        again = [at == (run.position.epoch, run.position.own_slot) for run, at in zip(runs, positions, strict=True)]
+        for run, batch, position, repeated_rows in zip(runs, taken, positions, again, strict=True):
             receipts = [tuple(each) for each in receipts_of(run).tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
             real = [each for each in receipts if each[0] >= 0]
             if not repeated_rows:
-                self._compare(place, batch)
-                assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
-                self._made_of |= {each: _numbers(batch["items"][each[1]]) for each in real}
+                self._compare(position, batch)
+                assert {each[0] for each in real} <= {position[0] << 40 | position[1]}
+                self._samples_of_row |= {each: _numbers(batch["items"][each[1]]) for each in real}
             elif real:
                 self._compare_again(divmod(real[0][0], 1 << 40), batch, receipts)
             for receipt in real:
@@ -163,57 +163,57 @@ class History:
             self._whole[run.ranks.rank].append(receipts_of(run))
             self.counts["batches"] += 1
 
-    def _compare_again(self, place: tuple[int, int], batch: Any, receipts: list[Receipt]) -> None:
+    def _compare_again(self, position: tuple[int, int], batch: Any, receipts: list[Receipt]) -> None:
         """With the batch that was given, without what is excluded, and with what was to come."""
-        given, slot = self._given[place], place[0] << 40 | place[1]
-        rows = len(given["items"]) if "valid" not in given else int(given["valid"].sum())
-        left = {row: item for row in range(rows) if (item := self.oracle.left_of(given["items"][row])) is not None}
-        fill = len(given["items"]) - len(left) if "valid" in given else 0
-        assert batch["items"] == [*left.values(), *[next(iter(left.values()))] * fill], f"{place}: other rows"
-        assert "valid" not in given or batch["valid"].tolist() == [True] * len(left) + [False] * fill
-        coming = [(slot, row) if (slot, row) in self.oracle.coming else (-1, -1) for row in left]
-        assert receipts == coming + [(-1, -1)] * fill, f"{place}: other receipts"
-        assert batch["drawn"] == given["drawn"]
-        self.counts["shorter"] += len(left) < rows
+        yielded, slot = self._yielded[position], position[0] << 40 | position[1]
+        rows = len(yielded["items"]) if "valid" not in yielded else int(yielded["valid"].sum())
+        rest = {row: item for row, item in enumerate(map(self.oracle.drop_excluded, yielded["items"][:rows])) if item}
+        fill = len(yielded["items"]) - len(rest) if "valid" in yielded else 0
+        assert batch["items"] == [*rest.values(), *[next(iter(rest.values()))] * fill], f"{position}: other rows"
+        assert "valid" not in yielded or batch["valid"].tolist() == [True] * len(rest) + [False] * fill
+        coming = [(slot, row) if (slot, row) in self.oracle.coming else (-1, -1) for row in rest]
+        assert receipts == coming + [(-1, -1)] * fill, f"{position}: other receipts"
+        assert batch["drawn"] == yielded["drawn"]
+        self.counts["shorter"] += len(rest) < rows
 
-    def _compare(self, place: tuple[int, int], batch: Any) -> None:
-        self._given[place] = batch
-        expected = self._expected.get(place)
+    def _compare(self, position: tuple[int, int], batch: Any) -> None:
+        self._yielded[position] = batch
+        expected = self._expected.get(position)
         if expected is not None:
             found = {name: part for name, part in batch.items() if name != "receipts"}
             if "valid" in expected:
-                assert found.pop("valid").tolist() == expected["valid"].tolist(), f"{place}: valid"
-            assert all(expected[name] == part for name, part in found.items()), f"{place}: another batch"
+                assert found.pop("valid").tolist() == expected["valid"].tolist(), f"{position}: valid"
+            assert all(expected[name] == part for name, part in found.items()), f"{position}: another batch"
 
     def acknowledge(self) -> None:
         """Some rows are done, dropped or asked for again, on their rank or on another."""
         rank = self._draw.randrange(len(self._runs))
         out = [each for each in self._passed[rank] if each in self.oracle.open and each not in self.oracle.coming]
         chosen = self._draw.sample(out, self._draw.randint(0, len(out)))
-        said: Any = [*chosen, (-1, -1)]
+        reported: Any = [*chosen, (-1, -1)]
         if self._whole[rank] and self._draw.random() < 0.5:
             whole = self._draw.choice(self._whole[rank])
             rows = [(slot, row) for slot, row in whole.tolist() if slot >= 0]
             if all(row in out for row in rows):
-                chosen, said = rows, whole
+                chosen, reported = rows, whole
         kind = self._draw.choice(["done", "done", "done", "dropped", "again"])
         self._passed[rank] = [each for each in self._passed[rank] if each not in chosen]
         if kind == "again":
-            table_of(self._runs[rank]).acknowledge(said, "again")
+            table_of(self._runs[rank]).acknowledge(reported, "again")
             self.oracle.coming += chosen
             return
         where = self._runs[rank if self._draw.random() < 0.7 else self._draw.randrange(len(self._runs))]
-        table_of(where).acknowledge(said, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
+        table_of(where).acknowledge(reported, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
         self.oracle.end(chosen)
         self.counts["rows"] += len(chosen)
 
     def exclude(self) -> None:
         """Samples of rows in flight, or others, come no more from here on."""
         self._even()
-        numbers = sorted(set().union(*(self._made_of[each] for each in self.oracle.open)) - self.oracle.gone)
+        numbers = sorted(set().union(*(self._samples_of_row[each] for each in self.oracle.open)) - self.oracle.gone)
         chosen = self._draw.sample(numbers, min(len(numbers), self._draw.randint(0, 3))) or [self._draw.randrange(107)]
-        (place,) = {run.reconfigure(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
-        self.oracle.exclude(place, chosen, self._made_of)
+        (slot,) = {run.reconfigure(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
+        self.oracle.exclude(slot, chosen, self._samples_of_row)
         if len(self._runs) == 1:  # else a rank may not know yet what another acknowledged
             self._check_open()
         self.counts["excluded"] += len(chosen)
@@ -249,21 +249,21 @@ class History:
 
     def end(self) -> None:
         """Take and acknowledge all that is left, up to the last slot: each row of each slot was seen once."""
-        while self.oracle.coming or self._place < self._slots:
+        while self.oracle.coming or self._slots_passed < self._slots:
             self.step()
         self.oracle.end(list(self.oracle.open))
-        seen = Counter(self.oracle.done)
-        assert all(times == 1 for times in seen.values()), "a row is twice in the model"
-        slots = {each[0] for each in seen}
+        times_done = Counter(self.oracle.done)
+        assert all(times == 1 for times in times_done.values()), "a row is twice in the model"
+        slots = {each[0] for each in times_done}
         for (epoch, slot), batch in list(self._expected.items())[: self._slots]:
             valid = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["items"])
-            place = epoch << 40 | slot
+            slot_id = epoch << 40 | slot
             for row, counts in enumerate(valid):
-                found = (place, row) in seen or (place, row) in self.oracle.closed
+                found = (slot_id, row) in times_done or (slot_id, row) in self.oracle.closed
                 assert not counts or found, f"{(epoch, slot, row)} is lost: {len(slots)} slots"
 
     @property
-    def _place(self) -> int:
+    def _slots_passed(self) -> int:
         """The number of slots that were given, through epochs."""
         at = self._runs[0].position
         return sum((epoch, slot) < (at.epoch, at.slot) for epoch, slot in self._expected)
@@ -288,11 +288,11 @@ def table_of(run: Run) -> Acknowledgements:
 def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int, int], Any]:
     """The batch of each slot, from a run without acknowledgements in which the same was decided."""
     found = {}
-    left = list(plan)
+    remaining = list(plan)
     with (run := Run(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
-            while left and left[0][0] == run.position.next_batch:
-                run.reconfigure(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
+            while remaining and remaining[0][0] == run.position.next_batch:
+                run.reconfigure(exclude=[f"s{number:06d}" for number in remaining.pop(0)[1]])
             batch = next(iter(run))
             at = run.position.previous or run.position
             found[at.epoch, at.slot - 1] = batch

@@ -142,7 +142,7 @@ def train(folder: Path) -> None:
         tokenizer.save_pretrained(folder / "model")
     policy = Policy(model.eval(), tokenizer)
     checkpoint = newest(folder)
-    seen = json.loads((checkpoint / "seen.json").read_text())["seen"] if checkpoint else []
+    trained_prompts = json.loads((checkpoint / "prompts.json").read_text())["trained"] if checkpoint else []
     under_way: list[int] = []
 
     class Trainer(Savable):  # type: ignore[misc]
@@ -155,11 +155,11 @@ def train(folder: Path) -> None:
             super().save_model(output_dir, _internal_call)
             if _internal_call:
                 ahead = [policy.prompts[group] for packed in self._trained_groups.packed for group in packed]
-                Path(output_dir, "seen.json").write_text(json.dumps({"seen": seen, "ahead": ahead}))
+                Path(output_dir, "prompts.json").write_text(json.dumps({"trained": trained_prompts, "ahead": ahead}))
 
-    class Seen(TrainerCallback):  # type: ignore[misc]
+    class RecordTrainedPrompts(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seen.extend(under_way)
+            trained_prompts.extend(under_way)
             under_way.clear()
 
     loader = make_loader(folder, acknowledge=True)
@@ -168,18 +168,18 @@ def train(folder: Path) -> None:
     rows = {"per_device_train_batch_size": COMPLETIONS, "gradient_accumulation_steps": 2, "token_budget": -1}
     settings = {"max_steps": STEPS, "save_steps": SAVED_EVERY, "max_staleness": 12, "learning_rate": 1e-2}
     arguments = AsyncGRPOConfig(str(folder / "run"), num_generations=COMPLETIONS, **settings, **rows, **quiet)
-    made = Trainer(
+    trainer = Trainer(
         str(folder / "model"),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         processing_class=tokenizer,
         rollout_worker=worker,
         weight_transfer=policy,
-        callbacks=[Seen()],
+        callbacks=[RecordTrainedPrompts()],
     )
-    made.train(resume_from_checkpoint=bool(checkpoint))
-    told = {name: n for name, n in loader.stats().items() if name.startswith("acknowledged/")}
-    print(f"the last leg: {told}")
+    trainer.train(resume_from_checkpoint=bool(checkpoint))
+    acknowledged = {name: n for name, n in loader.stats().items() if name.startswith("acknowledged/")}
+    print(f"the last leg: {acknowledged}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -219,30 +219,30 @@ def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
     from savable_pipeline.trainers.hf import read_state
 
     state = read_state(checkpoint)
-    kept = json.loads((checkpoint / "seen.json").read_text())
+    record = json.loads((checkpoint / "prompts.json").read_text())
     with make_loader(folder) as plain:
-        given = [int(prompt) for _ in range(state["slot"]) for prompt in next(plain)["prompt"]]
+        yielded = [int(prompt) for _ in range(state["slot"]) for prompt in next(plain)["prompt"]]
     waiting = in_flight(folder, state)
-    found, expected = Counter(kept["seen"]) + Counter(waiting), Counter(given)
+    found, expected = Counter(record["trained"]) + Counter(waiting), Counter(yielded)
     lost, twice = (expected - found).total(), (found - expected).total()
-    packed = {*kept["seen"], *kept["ahead"]}
-    first = next(i for i, prompt in enumerate(given) if prompt not in packed)
-    again = len(set(given[first:]) & set(kept["seen"]))
-    return len(waiting), lost, twice, again, len(set(given[:first]) - set(kept["seen"]))
+    packed = {*record["trained"], *record["ahead"]}
+    first = next(i for i, prompt in enumerate(yielded) if prompt not in packed)
+    again = len(set(yielded[first:]) & set(record["trained"]))
+    return len(waiting), lost, twice, again, len(set(yielded[:first]) - set(record["trained"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--leg", type=Path, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.leg is not None:
-        train(told.leg)
+    options = parser.parse_args()
+    if options.leg is not None:
+        train(options.leg)
         return
     with tempfile.TemporaryDirectory(prefix="async_grpo_") as name:
         folder = Path(name)
         write_numbered_shards(folder / "shards", [PROMPTS // 2, PROMPTS // 2])
-        print(f"killed behind checkpoints {[killed(folder) for _ in range(told.kills)]}", flush=True)
+        print(f"killed behind checkpoints {[killed(folder) for _ in range(options.kills)]}", flush=True)
         subprocess.run([sys.executable, __file__, "--leg", str(folder)], check=True)
         rows = [(path.name, *check(folder, path)) for path in checkpoints(folder)]
     print("| checkpoint | in flight | lost | twice | by TRL's position: twice | lost |\n|---|---|---|---|---|---|")

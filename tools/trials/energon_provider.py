@@ -81,10 +81,10 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
                 save(folder / name / f"iter_{slot:07d}", rank, loader.save_state())
 
 
-def save(place: Path, rank: int, state: Any) -> None:
+def save(folder: Path, rank: int, state: Any) -> None:
     """The state as Megatron saves it."""
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f"train_dataloader_dprank{rank:03d}.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"train_dataloader_dprank{rank:03d}.pt"
     torch.save({"dataloader_state_dict": state}, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
@@ -119,13 +119,13 @@ def leg(folder: Path, name: str, world: int, workers: int, begin: int, end: int,
 
 def resumed(folder: Path, before: str, after: str, world: int, next_world: int) -> int:
     """Put the newest whole state of a leg where the next one looks for it; returns its slot, 0 without one."""
-    for place in sorted((folder / before).glob("iter_*"), reverse=True):
-        files = [place / f"train_dataloader_dprank{rank:03d}.pt" for rank in range(world)]
-        slot = int(place.name.removeprefix("iter_"))
+    for checkpoint in sorted((folder / before).glob("iter_*"), reverse=True):
+        files = [checkpoint / f"train_dataloader_dprank{rank:03d}.pt" for rank in range(world)]
+        slot = int(checkpoint.name.removeprefix("iter_"))
         if all(file.exists() for file in files):
             state = sp.merge_states([torch.load(file)["dataloader_state_dict"] for file in files])
             for rank in range(next_world):
-                save(folder / after / place.name, rank, state)
+                save(folder / after / checkpoint.name, rank, state)
             return slot
     return 0
 
@@ -148,20 +148,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write(folder)
-        leg(folder, "whole", 1, 0, 0, given.iterations, None)
+        leg(folder, "whole", 1, 0, 0, options.iterations, None)
         expected = lines(folder / "whole")
-        for run in range(given.runs):
+        for run in range(options.runs):
             draw, world, slot, kills = random.Random(run), 1, 0, 0
             name = f"run{run}-0"
-            while slot < given.iterations:
+            while slot < options.iterations:
                 last = kills == 2
-                leg(
-                    folder, name, world, draw.choice([0, 1, 2]), slot, given.iterations, None if last else draw.random()
-                )
+                workers, kill_after = draw.choice([0, 1, 2]), None if last else draw.random()
+                leg(folder, name, world, workers, slot, options.iterations, kill_after)
                 found = lines(folder / name)
                 wrong = [at for at, hashes in found.items() if hashes != expected.get(at, hashes)]
                 if wrong:

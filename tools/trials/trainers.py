@@ -45,12 +45,12 @@ _TESTS = ["pytest", "pytest-timeout", "hypothesis"]  # what the tests' own modul
 
 def environment(trainer: str, folder: Path) -> str:
     """The interpreter of an environment that has the trainer; made where it is not there yet."""
-    place = folder / trainer
-    python = place / "bin" / "python"
-    beside = Path(sys.executable).with_name("uv")  # where README's commands put it
-    uv = str(beside) if beside.exists() else "uv"
+    target = folder / trainer
+    python = target / "bin" / "python"
+    sibling = Path(sys.executable).with_name("uv")  # where README's commands put it
+    uv = str(sibling) if sibling.exists() else "uv"
     if not python.exists():
-        subprocess.run([uv, "venv", "-q", "--python", sys.executable, place], check=True, cwd=ROOT)
+        subprocess.run([uv, "venv", "-q", "--python", sys.executable, target], check=True, cwd=ROOT)
     editable = ["-e", ENVIRONMENTS[trainer][0], *ENVIRONMENTS[trainer][1:]]
     subprocess.run([uv, "pip", "install", "-q", "-p", python, *editable, *_TESTS], check=True, cwd=ROOT)
     return str(python)
@@ -62,15 +62,15 @@ def tried(trainer: str, cases: list[str], python: str, folder: Path) -> dict[str
     wanted = [case for case in cases if case not in LEFT_OUT.get(trainer, ()) and case != REFUSALS]
     trials = {case: CASES[case](trainer, new(folder, f"{i}")) for i, case in enumerate(wanted)}
     together = {case: trial for case, trial in trials.items() if trial.on_one_rank}
-    said = driven([case for trial in together.values() for _, case in trial.runs], python, 1)
+    output = driven([case for trial in together.values() for _, case in trial.runs], python, 1)
     for case, trial in {**together, **trials}.items():
         if case not in together:
-            said = "".join(driven([run], python, ranks) for ranks, run in trial.runs)
+            output = "".join(driven([run], python, ranks) for ranks, run in trial.runs)
         try:
             trial.check()
             found[case] = "exact"
         except Differs as difference:
-            print(f"{trainer}, {case}: {difference}\n{said}", file=sys.stderr)
+            print(f"{trainer}, {case}: {difference}\n{output}", file=sys.stderr)
             found[case] = "DIFFERS"
         print(f"{trainer:12} {case:24} {found[case]}", flush=True)
     tests = ROOT / f"tests/trainers/refusals/{trainer}.py"
@@ -108,11 +108,11 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[*CASES, REFUSALS], help="only this one; may be given again")
     parser.add_argument("--python", help="an interpreter that has the trainers, in the place of environments made here")
     parser.add_argument("--environments", type=Path, default=ROOT / ".trainers", help="the folder of the environments")
-    given = parser.parse_args()
-    trainers, cases = given.trainers or list(ENVIRONMENTS), given.case or [*CASES, REFUSALS]
+    options = parser.parse_args()
+    trainers, cases = options.trainers or list(ENVIRONMENTS), options.case or [*CASES, REFUSALS]
     rows = {}
     for trainer in trainers:
-        python = given.python or environment(trainer, given.environments)
+        python = options.python or environment(trainer, options.environments)
         with tempfile.TemporaryDirectory(prefix=f"{trainer}_") as folder:
             rows[trainer] = tried(trainer, cases, python, Path(folder))
     print("\n| case |", " | ".join(trainers), "|\n|---|" + "---|" * len(trainers))

@@ -113,7 +113,7 @@ def log_end(folder: Path, run: Path) -> str:
     return "\n".join((folder / f"{run.name}.log").read_text().splitlines()[-40:])
 
 
-def seen(run: Path) -> list[list[int]]:
+def trained_prompts(run: Path) -> list[list[int]]:
     """The prompts of each update of the model that was saved last."""
     step = (run / "latest_checkpointed_iteration.txt").read_text()
     updates: list[list[int]] = json.loads((run / f"global_step_{step}/actor/model.json").read_text())
@@ -132,18 +132,18 @@ def order_of(folder: Path, loader: str) -> list[int]:
 
 def judged(folder: Path, run: Path, mode: str, order: list[int], epochs: int) -> tuple[str, bool]:
     """What the last model has seen, in words, and whether that is right."""
-    counts = Counter(itertools.chain(*seen(run)))
+    counts = Counter(itertools.chain(*trained_prompts(run)))
     if mode == "fully_async":  # to the end of the epochs
         expected = Counter(order * epochs)
     else:  # as far as the loader has given, less what is still in the queue
-        left = json.loads((run / "left.json").read_text()) if mode == "colocate_async" else []
-        reached = 1 + max(map(order.index, {*counts, *left}))
-        expected = Counter(order[:reached]) - Counter(left)
+        queued = json.loads((run / "queued.json").read_text()) if mode == "colocate_async" else []
+        reached = 1 + max(map(order.index, {*counts, *queued}))
+        expected = Counter(order[:reached]) - Counter(queued)
     lost, more = (expected - counts).total(), (counts - expected).total()
     result = f"{expected.total()} prompts to train on, {lost} lost, {more} trained on once more"
     if mode not in IN_ORDER:
         return result, not lost and not more
-    exact = seen(run) == seen(folder / f"{mode}-whole")
+    exact = trained_prompts(run) == trained_prompts(folder / f"{mode}-whole")
     return f"{result}, {'exact' if exact else 'DIFFERS'}", exact
 
 
@@ -155,21 +155,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--runs", type=int, default=1)
-    given = parser.parse_args()
+    options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write(folder)
-        order = order_of(folder, given.loader)
-        for mode in {*IN_ORDER} & {*given.modes}:
-            leg(folder, folder / f"{mode}-whole", mode, given.loader, given.epochs, None)
-        for mode, number in itertools.product(given.modes, range(given.runs)):
+        order = order_of(folder, options.loader)
+        for mode in {*IN_ORDER} & {*options.modes}:
+            leg(folder, folder / f"{mode}-whole", mode, options.loader, options.epochs, None)
+        for mode, number in itertools.product(options.modes, range(options.runs)):
             run, draw = folder / f"{mode}{number}", random.Random(number)
-            for _ in range(given.kills):
-                leg(folder, run, mode, given.loader, given.epochs, 2 * draw.random())
-            leg(folder, run, mode, given.loader, given.epochs, None)
-            result, right = judged(folder, run, mode, order, given.epochs)
-            print(f"{mode}, {given.loader}: {given.kills} kills, {result}", flush=True)
+            for _ in range(options.kills):
+                leg(folder, run, mode, options.loader, options.epochs, 2 * draw.random())
+            leg(folder, run, mode, options.loader, options.epochs, None)
+            result, right = judged(folder, run, mode, order, options.epochs)
+            print(f"{mode}, {options.loader}: {options.kills} kills, {result}", flush=True)
             failed |= not right
     sys.exit(failed)
 

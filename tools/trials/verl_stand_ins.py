@@ -135,7 +135,7 @@ utils.create_role_worker_mapping = lambda config: ({Role.Actor: None}, None)
 def without_gpus(trainer: type) -> type:
     """A trainer of version 1 with the model that counts; each update is one of the prompts that the queue gave."""
 
-    class StandIn(trainer):  # type: ignore[misc]
+    class CountingTrainer(trainer):  # type: ignore[misc]
         def _setup(self) -> None:
             self._init_tokenizer()
             self._init_dataloader()
@@ -150,9 +150,9 @@ def without_gpus(trainer: type) -> type:
             super().fit(agent_loop_manager)
             tags = (tq.kv_list("train") or {}).get("train", {})
             keys = [key for key, tag in tags.items() if tag.get("is_prompt")]
-            left = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["index"])["index"] if keys else []
-            Path(self.config.trainer.default_local_dir, "left.json").write_text(
-                json.dumps([int(each) for each in left])
+            queued = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["index"])["index"] if keys else []
+            Path(self.config.trainer.default_local_dir, "queued.json").write_text(
+                json.dumps([int(each) for each in queued])
             )
 
         def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -167,7 +167,7 @@ def without_gpus(trainer: type) -> type:
 
         def _compute_metrics(self, *_: Any, **__: Any) -> None: ...
 
-    return StandIn
+    return CountingTrainer
 
 
 class AgentLoopWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]

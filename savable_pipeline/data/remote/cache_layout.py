@@ -196,7 +196,10 @@ class BlockLayout:
         return (row - first) * self.block, min((stop - first) * self.block, int(self.shards.sizes[shard]))
 
     def headers_match(self, shard: int, fd: int, row: int) -> bool:
-        """Return True, because blocks have no headers. Only the server's version detects a change."""
+        """Return True, because blocks have no headers.
+
+        Only the server's version detects a change.
+        """
         return True
 
 

@@ -1,32 +1,38 @@
-"""`Acknowledgements`: which rows of a rank's batches are in flight, given to the caller and not acknowledged yet.
+"""`Acknowledgements`: rows of a rank's batches that its trainer has not acknowledged.
 
-    loaded ──▶ to come again ──▶ out ──▶ done, or dropped
-                     ▲            │
-    given ───────────┼──────────▶ out
-                     └── again ───┘
+    loaded ──▶ to repeat ──▶ yielded ──▶ done, or dropped
+                   ▲            │
+    new batch ─────┼───────▶ yielded
+                   └── requeue ─┘
 
-Batches leave the table when their last row has. One thread takes batches; any thread may acknowledge. Ctrl-C may come
-at any call: what belongs together is changed with none in between.
+A batch leaves the table with its last row. One thread takes batches, and any thread may acknowledge. Ctrl-C may come
+at any call, so values that belong together are changed without a call in between.
+
+Receipts are int64 (rows, 2): the slot and the row of each row of a batch, or -1. A trainer mostly passes back the whole
+tensor that it got. Then its rows are known without torch, which would take more time than everything else here.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.receipts import IssuedReceipts, next_receipts, receipts_of, rows_of
-from savable_pipeline.run.state.flights import SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, flights_name, packed_acks, packed_flights
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
 
 if TYPE_CHECKING:
     import torch
+
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
 Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
@@ -34,20 +40,17 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest.
-
-    None without any.
-    """
+    """The number of unacknowledged rows, and the receipt (slot, row) of the oldest; None without any."""
 
     rows: int
     oldest: tuple[int, int] | None
 
 
 class Outstanding(Flight, gc=False):
-    """A batch in flight here.
+    """A batch in flight here. One that only pads has no rows.
 
-    `number`: how many batches the rank was given before it; -1 if it was loaded. `to_come`: rows that come again,
-    though they may be done by now. `handed`: the receipts of all its rows. A filler has no rows.
+    `number`: of batches that the rank got before it, -1 if it was loaded. `to_come`: rows to repeat, though they may be
+    done by now. `handed`: the receipts of all its rows.
     """
 
     number: int = -1
@@ -56,12 +59,12 @@ class Outstanding(Flight, gc=False):
 
     @property
     def out(self) -> int:
-        """The rows that are given and not acknowledged."""
+        """The rows that were yielded and not acknowledged."""
         return self.open & ~self.to_come
 
 
 class _Lane:
-    """A lane's batches in flight, ascending, and the same packed, unless they have changed since."""
+    """A lane's batches in flight, ascending, and the same packed unless they have changed since."""
 
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
@@ -69,10 +72,7 @@ class _Lane:
 
 
 class Acknowledgements:
-    """The table of a rank.
-
-    `noting`: whether `noted` keeps what was acknowledged, for a ledger.
-    """
+    """The table of a rank. `noting`: whether `noted` returns the acknowledgements, for a ledger."""
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -86,9 +86,9 @@ class Acknowledgements:
         self.load([], 0)
 
     def load(self, flights: Iterable[Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
-        """Begin with these batches, which come first, without the rows that are `lost`.
+        """Start with these batches, which are repeated first, except rows that are `lost`.
 
-        A batch that has lost all of its rows does not come; fillers follow until there are `coming`.
+        A batch without any other row is not repeated. Padding batches follow until there are `coming`.
         """
         loaded = [
             Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in flights
@@ -113,21 +113,18 @@ class Acknowledgements:
         return (batch & SLOTS) % self._lane_count
 
     def fill_up(self, coming: int) -> None:
-        """Let fillers follow until `coming` batches come again."""
+        """Add padding batches until `coming` batches are repeated."""
         own = self._ranks.rank
         self.waiting += [Outstanding(own, (), 0) for _ in range(coming - len(self.waiting))]
 
     def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
-        """Note which rows of a batch are done, and which are to come.
-
-        With its last row it leaves the table.
-        """
+        """Set the rows of a batch that are done, and those to repeat. With its last row it leaves the table."""
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
         lane = self._lanes[(batch & SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
         key = 0 if handed is None else id(handed.tensor)
         leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
-        # from here on nothing is called: Ctrl-C comes before, or after
+        # Make no calls below: Ctrl-C comes before, or after.
         flight.done, flight.to_come, lane.packed, self._out = done, to_come, None, self._out + out
         if leaves:
             del lane.flights[batch]
@@ -135,10 +132,7 @@ class Acknowledgements:
                 del self._handed[key]
 
     def lose(self, lost: Callable[[Flight], int]) -> None:
-        """Close the open rows that are `lost`, which `lost` says of each batch.
-
-        They count as dropped.
-        """
+        """Drop the open rows that `lost` returns for each batch."""
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
                 self._lose(flight, lost(flight))
@@ -150,10 +144,11 @@ class Acknowledgements:
             self._change(flight, flight.done | rows, flight.to_come)
             self._note(flight.batch, rows, "dropped", _CANNOT_BE_MADE)
 
-    # Giving.
-
     def settle(self, batches: int) -> None:
-        """Take the last batch back unless it is among the `batches` that the rank was given: that was broken off."""
+        """Take the last batch back if it is not among the `batches` that the rank got.
+
+        Its step was interrupted.
+        """
         if self._last is None or self._last[0] < batches:
             return
         number, flight, rows = self._last
@@ -167,10 +162,7 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until this many rows more are at most `most`.
-
-        Raises `SavableError` after `timeout_s`.
-        """
+        """Wait until at most `most` are in flight with these. Raises `SavableError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -183,7 +175,7 @@ class Acknowledgements:
                     )
 
     def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
-        """Note that a new batch, filled up to `size` rows, is given, after `number` others. Returns its receipts."""
+        """Add a new batch, the `number`-th, padded to `size` rows. Returns its receipts."""
         rows, lane = delivery.rows, self._lanes[(batch & SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
@@ -197,26 +189,20 @@ class Acknowledgements:
         flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
         key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
-        with self._lock:  # nothing is called here
+        with self._lock:  # make no calls here
             self._last, lane.flights[batch], lane.packed, self._out = last, flight, None, self._out + rows
             self._handed[key] = flight
         return handed.tensor
 
     def _pack_young(self) -> None:
-        """Pack what is left of the last batches.
-
-        Let go of all at once, which takes less time than one by one.
-        """
+        """Pack the remaining ones of the last batches, and free the others together, which is faster."""
         for flight in self._young:
             if flight.open:
                 flight.pack()
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Note that the first of the waiting batches is given, with the rows `kept`.
-
-        Returns its rows that come.
-        """
+        """Note that the first waiting batch is repeated with the rows `kept`. Returns those that were open."""
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in kept))
@@ -227,13 +213,8 @@ class Acknowledgements:
             self.waiting.popleft()
         return rows
 
-    # Acknowledging.
-
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
-        """Note what became of the rows with these receipts.
-
-        Raises ValueError for anything but receipts.
-        """
+        """Note what became of rows. Raises ValueError for anything but receipts."""
         whole, odd = self._handed.get(id(receipts)), 0
         if whole is not None and whole.handed.is_unchanged:  # type: ignore[union-attr]
             named = {whole.batch: (1 << whole.rows) - 1}
@@ -251,7 +232,7 @@ class Acknowledgements:
                 self._freed.notify_all()
 
     def _acknowledged(self, batch: int, rows: int, kind: Acknowledgement) -> int:
-        """Those of a batch's rows that can be acknowledged so, which they are."""
+        """Acknowledge those of a batch's rows that can be, and return them."""
         lane = self._lanes.get((batch & SLOTS) % self._lane_count)
         if lane is None:
             return 0 if kind == "again" else self._of_others(batch, rows)
@@ -269,10 +250,7 @@ class Acknowledgements:
         return rows
 
     def _of_others(self, batch: int, rows: int) -> int:
-        """Note that rows of another rank's batch are acknowledged.
-
-        Returns those that were not yet.
-        """
+        """Note acknowledged rows of another rank's batch. Returns those that are new."""
         before = self._elsewhere.get(batch, 0)
         if rows & ~before:
             self._elsewhere[batch] = before | rows
@@ -285,15 +263,13 @@ class Acknowledgements:
             noted[batch] = noted.get(batch, 0) | rows
 
     def noted(self) -> Noted:
-        """What was acknowledged since this was last asked."""
+        """The acknowledgements since the last call."""
         with self._lock:
             found, self._noted = self._noted, {}
         return found
 
-    # Looking and saving.
-
     def in_flight(self) -> InFlight:
-        """What is not acknowledged here: given, or to come again."""
+        """The rows that are not acknowledged here, yielded or to repeat."""
         with self._lock:
             rows = {batch: flight.open for lane in self._lanes.values() for batch, flight in lane.flights.items()}
         oldest = min(rows, default=None)
@@ -307,9 +283,9 @@ class Acknowledgements:
         return named | {"in_flight": self.in_flight().rows}
 
     def state(self, batches: int, next_batch: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
-        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `next_batch`.
+        """The entries of a state dict after `batches` batches.
 
-        `saved`: the lanes' states, by name.
+        `next_batch`: the next slot, with its epoch. `saved`: the lanes' states, by name.
         """
         with self._lock:
             found = {
@@ -330,10 +306,10 @@ class Acknowledgements:
         return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
-        """Let go of rows that other ranks have acknowledged, and of acknowledgements that their ranks know now.
+        """Drop what other ranks have acknowledged, and acknowledgements that they know now.
 
-        `own` are the batches and `acks` the acknowledgements that this rank put into the state of all, `merged` those
-        that are left in it.
+        `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
+        batches that remain in it.
         """
         left = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
         with self._lock:
@@ -350,3 +326,75 @@ class Acknowledgements:
                     self._elsewhere[batch] &= ~rows
             if self._is_awaited:
                 self._freed.notify_all()
+
+
+_AHEAD = 32  # batches whose receipts are made at once, unless they are large: one's alone would take ten times as long
+_LARGEST = 1 << 14  # receipts that are made at once, but for a larger batch
+
+
+class IssuedReceipts(NamedTuple):
+    """Receipts as the trainer has them."""
+
+    tensor: torch.Tensor
+    raw: bytes  # what was written
+    memory: NDArray[np.int64]
+    pointer: int  # where torch has the memory
+
+    @classmethod
+    def of(cls, receipts: NDArray[np.int64]) -> list[IssuedReceipts]:
+        """Receipts of several batches, int64 (batches, rows, 2), in memory of their own."""
+        import torch
+
+        tensors = torch.from_numpy(receipts).unbind(0)  # a tensor for each batch takes ten times as long
+        rows = list(receipts)
+        return [cls(tensor, row.tobytes(), row, tensor.data_ptr()) for tensor, row in zip(tensors, rows, strict=True)]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the tensor was neither changed nor moved to shared memory."""
+        return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
+
+
+def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
+    """Receipts of a batch of this size; -1 for rows that are not among the bits `rows`.
+
+    `kept`: the numbers of its rows, before the padding; by default all from 0 on.
+    """
+    import torch
+
+    numbers = range(size) if kept is None else kept
+    found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
+    found += [(-1, -1)] * (size - len(found))
+    return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
+
+
+def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]:
+    """Receipts of a whole batch, and of batches of the next slots, `step` apart."""
+    batches = range(batch, batch + step * max(1, min(_AHEAD, _LARGEST // size)), step)
+    receipts = np.empty((len(batches), size, 2), np.int64)
+    receipts[:, :, 0] = np.array(batches)[:, None]
+    receipts[:, :, 1] = np.arange(size)
+    return dict(zip(batches, IssuedReceipts.of(receipts), strict=True))
+
+
+def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
+    """The rows of each batch, and the number of receipts that are invalid or repeated.
+
+    Skips receipts of -1. Raises ValueError for anything but receipts.
+    """
+    listed = np.asarray(receipts.numpy(force=True) if hasattr(receipts, "numpy") else receipts)
+    if listed.ndim == 1:  # one, or none
+        listed = listed.reshape(-1, 2)
+    if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
+        raise ValueError(f"receipts must be integers (rows, 2), not {listed.dtype} {listed.shape}")
+    found: dict[int, int] = {}
+    odd = 0
+    for batch, row in listed.tolist():
+        if batch < 0:
+            continue
+        before = found.get(batch, 0)
+        if 0 <= row < MOST_ROWS and not before >> row & 1:
+            found[batch] = before | 1 << row
+        else:
+            odd += 1
+    return found, odd

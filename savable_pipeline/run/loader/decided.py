@@ -1,4 +1,4 @@
-"""What a call of `SavableLoader.reconfigure` means in a pipeline, and what of earlier decisions holds in a changed one.
+"""The decisions of `SavableLoader.reconfigure`, and which of them apply in a changed pipeline.
 
 reconfigure(weights=, exclude=, max_length=) ──▶ Decisions: numbers alone ──▶ in the state of each lane
                                                                     ──▶ its stages, when they are built
@@ -43,11 +43,9 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """What holds from `place` on in a pipeline with this last stage.
+    """The decisions from slot `place` on, which continue `before`, for a pipeline with this last stage.
 
-    Without weights or a length, the old ones hold on.
-
-    Raises ValueError for what cannot be decided, such as weights that are no numbers of at least 0, or all 0.
+    Raises ValueError for impossible ones, such as weights that are negative or all 0.
     """
     if weights is None and exclude is None and max_length is None:
         raise ValueError("reconfigure: pass weights=, exclude= or max_length=")
@@ -71,7 +69,7 @@ def _packed(numbers: Iterable[int]) -> bytes:
 
 
 def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
-    """Weights that sum to about 2^30 at most, each one above 0 at least 1: as floats follow a loss, they are huge."""
+    """Weights with a sum of about 2^30 at most, each of at least 1 unless it is 0."""
     total = sum(weights.values())
     if total <= _PARTS:
         return dict(weights)
@@ -88,10 +86,7 @@ def _packers(last: Stage) -> list[OnlinePacker]:
 
 
 def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
-    """Weights by the branch of their Blend.
-
-    "text/web" is the source "web" of the Blend "text".
-    """
+    """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
     if not blends:
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
@@ -111,10 +106,7 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dic
 
 
 def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
-    """The numbers of the samples with these keys, by the tag of their source.
-
-    Keys of no sample are a warning.
-    """
+    """The indices of the samples with these keys, by the tag of their source. Warns about unknown keys."""
     if isinstance(exclude, str):
         raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
@@ -134,7 +126,7 @@ def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
 
 
 def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
-    """The keys by the sources that they may be of: all, or the one that is named."""
+    """The keys by the sources that may have them: all, or the one in the pair."""
     found: dict[tuple[str, ...], list[str]] = {}
     for each in exclude:
         named = (None, each) if isinstance(each, str) else each
@@ -150,7 +142,7 @@ def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str,
 
 
 def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
-    """Raises ValueError unless there is one packer that can make packs of this length."""
+    """The length. Raises ValueError unless there is one packer that can have it."""
     if len(packers) != 1:
         named = ", ".join(stage_field(packer, "max_length") for packer in packers)
         raise ValueError(
@@ -164,11 +156,9 @@ def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
-    """What `make` returns, which must be the same on all ranks.
+    """Return what `make` returns, if all ranks that can communicate have the same.
 
-    It is compared where they can communicate.
-
-    Raises what `make` raises, or ValueError that names two ranks that differ.
+    Raises what `make` raises, or ValueError for two ranks that differ.
     """
     if not ranks.can_talk:
         return make()
@@ -190,9 +180,9 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
 
 def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
-    """What of a saved run's decisions holds in this pipeline, whose settings `differing` were allowed to differ.
+    """The saved decisions that apply in a pipeline whose settings `differing` may differ.
 
-    Settings that are newer than a decision replace it, with a warning.
+    Newer settings replace a decision, with a warning.
     """
     changed = set(differing)
     blends, packers = _blends(last), _packers(last)
@@ -215,7 +205,7 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
 
 
 def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
-    """These decisions. Raises ValueError if the pipeline cannot go on with them."""
+    """These decisions. Raises ValueError if the pipeline cannot continue with them."""
     before, after = local.last_stage.info.endless, local.built_with(decisions).info.endless
     if before != after:
         raise ValueError(

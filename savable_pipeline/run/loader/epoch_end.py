@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
-from savable_pipeline.run.loader.observer import Observer
-from savable_pipeline.run.loader.position import History, LanePosition, Position
+from savable_pipeline.run.loader.position import History, LanePosition, Observer, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
 
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class EpochEnds:
-    """Finds out where the epochs of a run end, where need be by votes, which return what all ranks agree on."""
+    """Determines where the epochs of a run end, by counts or by votes of all ranks."""
 
     def __init__(
         self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, observers: list[Observer]
@@ -67,10 +66,7 @@ class EpochEnds:
         self._ends.clear()
 
     def length(self, epoch: int, world_size: int) -> int | None:
-        """How many batches each rank gets in an epoch.
-
-        None where that cannot be counted beforehand.
-        """
+        """The number of batches of each rank in an epoch; None if it is unknown."""
         if self._settings.epoch_slots is not None and not self.is_finite:
             return self._settings.epoch_slots // world_size
         end = self.counted(epoch)
@@ -79,7 +75,7 @@ class EpochEnds:
     def yielded(self, at: Position, epoch: int) -> int | None:
         """How many of an epoch's `length` batches are before a position.
 
-        None without a length, and in an epoch that was begun with other settings, which cannot be counted.
+        None without a length, and in an epoch that was started with other settings.
         """
         length, slots = self.length(epoch, at.step), self._settings.epoch_slots
         if length is None or at.changed:
@@ -118,10 +114,7 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position after one more thing is known of where the next step is.
-
-        Raises `SavableError` if none is.
-        """
+        """The position with one more fact about the next step. Raises `SavableError` without a step."""
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
@@ -129,17 +122,11 @@ class EpochEnds:
         unknown = [] if at.final else [lane for lane, of_lane in at.lanes.items() if of_lane.more is None]
         if unknown:  # they are asked before any batch of theirs is requested
             peeks = self._prefetcher.find_more(at, unknown)
-            for observer in self._observers:
-                for found in peeks.values():
-                    observer.on_counts(found.counts)
             return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """With the `end` that the ranks have agreed on.
-
-        The epoch ends here unless it is beyond the known one.
-        """
+        """The position with the `end` of all ranks, which ends the epoch unless it is a later one."""
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
@@ -151,7 +138,7 @@ class EpochEnds:
         return end
 
     def _count_lanes(self, at: Position) -> int:
-        """This rank's vote on the end of epoch 0, found by passing over all batches of its lanes."""
+        """This rank's vote on the end of epoch 0, found by skipping all batches of its lanes."""
         start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
         found = self._prefetcher.count(start)
         if at.pad:
@@ -159,30 +146,24 @@ class EpochEnds:
         return min(found.values()) * at.lane_count
 
     def next_epoch(self, over: Position) -> Position:
-        """The position that follows the end of an epoch.
-
-        Raises `SavableError` if it, or a source, gave nothing.
-        """
+        """The start of the next epoch. Raises `SavableError` if this one had too little."""
         for observer in self._observers:
             observer.on_epoch_end(over)
-        numbers = [item for each in self._observers for item in each.numbers().items()] if over.end == 0 else []
-        skipped = {name: int(n) for name, n in numbers if "/skipped/" in name and not name.startswith("source/")}
+        counts = self._prefetcher.uncounted.items() if over.end == 0 else ()
+        skipped = {name: int(n) for name, n in counts if "/skipped/" in name and "/source/" not in name}
         warn_unused(over, self._local.last_stage.info.population, skipped)
         return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote: the end of the epoch as far as its own lanes know.
-
-    `position` must vote.
-    """
+    """This rank's vote at a position that must vote: the end of the epoch for its lanes."""
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
 
 
 def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
-    """How many rounds of the epoch a lane knows that it fills."""
+    """How many rounds of the epoch a lane has batches for, as far as it is known."""
     slot, more = _next_slot(position, lane), position.lanes[lane].more
     if slot < position.end:  # of the round before: the next step begins there and reaches beyond it
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
@@ -209,10 +190,10 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
 
 
 def warn_unused(position: Position, population: int, left_out: Mapping[str, int]) -> None:
-    """Warn about the slots and batches that no rank receives of the epoch that ends at `position`.
+    """Warn about slots and batches that no rank gets of the epoch that ends at `position`.
 
-    `population` is the number of samples; those `left_out` were counted here so far, by the reason. Raises
-    `SavableError` if the epoch had no batch at all.
+    `population`: the number of samples. `left_out`: skipped ones by reason. Raises `SavableError` for an epoch without
+    any batch.
     """
     epoch, lanes = position.epoch, position.lane_count
     rounds = position.end // lanes

@@ -1,8 +1,8 @@
-"""`Ledger`: asks a run's ledger when samples were given and what became of them, and makes batches again.
+"""`Ledger`: when a run yielded samples, what became of them, and their batches again.
 
-start 1    given ── trained ── killed                     trained, but lost: the model of the checkpoint has not seen it
-start 2    given again ── trained                         trained
-           given again ── dropped: stale                  dropped: stale
+    start 1    yielded ── trained ── killed              trained, but lost: the model of the checkpoint has not seen it
+    start 2    yielded again ── trained                  trained
+               yielded again ── dropped: stale           dropped: stale
 
 Samples are found by their keys, in the data opened as the run opened them.
 """
@@ -13,24 +13,36 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
+
+from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, commits_of
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import LedgerSource
-from savable_pipeline.run.state.fingerprint import unpack_fingerprint
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.states import NewShards
+from savable_pipeline.run.state.fingerprint import compare, fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.readers.readers import READERS
+from savable_pipeline.stages.stage import Stage
 
 if TYPE_CHECKING:
     from savable_pipeline.stages.pipeline import PipelineFunction
 
-Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and the rows there, as bits
+
+Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
@@ -66,7 +78,7 @@ class Sighting:
 
 
 class Ledger:
-    """What a run was given, from the folder that its loaders wrote as `ledger=`: of all its ranks and starts.
+    """The batches of a run, on all ranks and in all starts, from its `ledger=` folder.
 
     Args:
         folder: The folder of the ledger.
@@ -139,16 +151,11 @@ class Ledger:
             SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
-        from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
-
         return make_again(pipeline, self._files, epoch, slot).batch
 
 
-# What became of them.
-
-
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
-    """These times that a sample was given, in their order, with what became of it."""
+    """Each time that a sample was yielded, in order, with what became of it."""
     rows = [_rows(each, bits) for _, each, bits in found]
     said = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
     last: dict[_Row, int] = {}  # the last start in which each was given
@@ -176,7 +183,7 @@ def _rows(given: RecordedBatch, bits: int) -> list[_Row]:
 
 
 def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int, _Row], str]:
-    """What was said of each row of these batches, in each start."""
+    """The acknowledgement of each row of these batches, in each start."""
     wanted, found = set(batches), {}
     for began, record in ledger.acknowledged():
         for batch in wanted & record.rows.keys() if record.kind != "again" else ():
@@ -186,16 +193,13 @@ def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int
     return found
 
 
-# Finding samples by their keys.
-
-
 def _find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
-    """Each key's source, batch and rows there for each time that a sample with it was given; None if none has the key.
+    """For each key, where and in which rows its sample was yielded; None if no sample has it.
 
-    `source` restricts that to one source of a `Blend`; `data` says where its samples are now. Raises `SavableError` for
-    an unknown source, and if the data cannot be opened as the run opened them, or are not those that it read.
+    `source`: only this source of a `Blend`. `data`: the new location of its samples. Raises `SavableError` for an
+    unknown source, and for data that are not those of the run.
     """
     found: dict[str, Found | None] = dict.fromkeys(keys)
     for each in _chosen(ledger, source, data):
@@ -217,9 +221,9 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 
 
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
-    """The samples of a source, numbered as in the run's last start that had it, and keyed as there.
+    """The samples of a source, with the numbers and keys of the run's last start that had it.
 
-    Raises `SavableError` if they cannot be opened so, or are others: each answer would be wrong.
+    Raises `SavableError` for other samples, because each answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)
@@ -239,7 +243,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
 def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]) -> str:
     """The name of a source's reader in the run's settings, such as "web/ParquetReader".
 
-    Raises `SavableError` unless there is one, of a kind that can be opened from here.
+    Raises `SavableError` unless the source has one reader, of a kind that this file can open.
     """
     of = f"{source.name}/" if source.name else ""
     named = [
@@ -267,6 +271,64 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[s
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
-    """The numbers of the samples with these keys, by reading the key of every sample."""
+    """The keys by the index of their sample. Reads the key of every sample."""
     wanted = set(keys)
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
+
+
+class MadeBatch(NamedTuple):
+    """A rebuilt batch, the last stage of its lane, and its record in the ledger."""
+
+    batch: Any
+    stage: Stage
+    given: RecordedBatch
+
+
+def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
+    """Rebuild the batch of a slot, byte for byte.
+
+    The lane runs from its last state in the ledger, at most 1,000 batches before. Shards may have been added since.
+    Raises `SavableError` if the run had no such batch, or the pipeline builds another one, and
+    `CheckpointMismatchError` if settings or data differ otherwise.
+    """
+    given = ledger.batch_at(epoch, slot)
+    start = given.start
+    lane = slot % start.lanes
+    local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
+    facts = _facts(given, local)
+    at = ledger.state_before(epoch, slot)
+    before, saved = (
+        (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
+    )
+    state = pack_state(replace(saved, facts=facts.digest))
+    makers = InProcess(local.runner)
+    for _ in range((slot - before) // start.lanes):
+        state = makers.answer(makers.ask(lane, state, "skip", facts)).state
+    made = makers.answer(makers.ask(lane, state, facts=facts))
+    last = local.runner.at_position(lane, made.state)
+    assert last is not None
+    _check(BatchSamples.of(made.samples), given)
+    return MadeBatch(made.batch, last, given)
+
+
+def _facts(given: RecordedBatch, local: LocalLanes) -> RunFacts:
+    """The facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
+
+    Raises `CheckpointMismatchError` if anything but later shards differs.
+    """
+    start, facts = given.start, given.facts
+    saved = unpack_fingerprint(start.fingerprint)
+    local.learn(facts)
+    here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
+    new = NewShards(saved, here, local)
+    compare(new.before, here)
+    return replace(facts, growth=new.growth_before | facts.growth)
+
+
+def _check(made: BatchSamples, given: RecordedBatch) -> None:
+    """Raise `SavableError` unless the batch has the samples that the ledger names."""
+    if made.by_row() != given.batch.samples.by_row():
+        raise SavableError(
+            f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline reads other samples than the "
+            "ledger recorded. Use the code and data of the run."
+        )

@@ -1,4 +1,4 @@
-"""`LedgerKeeper`: writes a rank's batches, and from time to time its counters, to the run's ledger."""
+"""`LedgerKeeper`: writes a rank's batches and counters to the run's ledger."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from savable_pipeline.run.ledger.records import (
 )
 from savable_pipeline.run.loader.acknowledgements import Noted
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.observer import BatchStep, Observer
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.state.flights import mask_bytes
@@ -50,13 +49,10 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 
 
 class LedgerKeeper(Observer):
-    """Writes to `folder`.
+    """Writes a file, which the first batch or skip starts, and again the first after a load.
 
-    The first batch or skip starts a file, and again the first after a load.
-
-    Ranks that can communicate start their files together: if one fails, none does, and each raises that rank's error.
-
-    `counters` returns the run's counters and names, which are written at the start and end of a file, and between.
+    Ranks that can communicate start their files together. If one fails, each raises that rank's error. `counters`
+    returns the run's counters and names, which are written at the start and end of a file, and in between.
     """
 
     def __init__(self, settings: LoaderSettings, local: LocalLanes, states: States, counters: Callable[[], Counters]):
@@ -103,10 +99,7 @@ class LedgerKeeper(Observer):
             writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
 
     def _note_acknowledged(self) -> None:
-        """Write what was acknowledged since the last call, if there is a file.
-
-        In any thread.
-        """
+        """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
             with self._writing:
                 for (kind, reason), rows in self.noted().items():
@@ -114,10 +107,7 @@ class LedgerKeeper(Observer):
                     self._writer.write(Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Record, with the next batch, that a state was saved.
-
-        A run killed before has none.
-        """
+        """Record the saved state with the next batch: a run that is killed before may not have it."""
         if (at.epoch, at.slot) > (0, 0):
             self._saved = Saved(at.epoch, at.slot)
         self._note_acknowledged()
@@ -131,12 +121,7 @@ class LedgerKeeper(Observer):
         writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
 
     def on_skip(self, at: Position) -> None:
-        """Record that the run continues after skipped slots.
-
-        Earlier records of them no longer count.
-
-        Raises `SavableError` if it cannot be written.
-        """
+        """Record that slots are skipped. Raises `SavableError` if it cannot be written."""
         self._fresh = False
         self._open(at)
 
@@ -171,16 +156,13 @@ class LedgerKeeper(Observer):
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
     def _writer_of(self, start: Start, *, looks: bool = True) -> LedgerWriter:
-        """This rank's file.
-
-        Raises `SavableError` where a state was forgotten, if this rank looks for one.
-        """
+        """This rank's file. Raises `SavableError` if it `looks` and finds a state that was not loaded."""
         if self._fresh and looks:
             check_not_forgotten(self._folder, start)
         return LedgerWriter(self._folder, start)
 
     def close(self) -> None:
-        """Close the file; the next batch continues it, without asking the other ranks."""
+        """Close the file, which the next batch continues without the other ranks."""
         self._note_acknowledged()
         if self._writer is None:
             return
@@ -194,7 +176,7 @@ class LedgerKeeper(Observer):
         self._due = 0.0
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None]:
-        """Close the file: what follows does not continue from its records."""
+        """Close the file, because the run continues elsewhere."""
         return self._begin_anew
 
     def _begin_anew(self) -> None:
@@ -232,9 +214,9 @@ def files_to_keep(files: str | tuple[str, ...]) -> str | list[str]:
 
 
 def check_not_forgotten(folder: Path, start: Start) -> None:
-    """Warn if the ledger in a folder has batches of this run and rank, where its loader begins without a state.
+    """Warn if a ledger has batches of a run that starts without a state.
 
-    Raises `SavableError` if it also has a state that was saved after some batch: that one should have been loaded.
+    Raises `SavableError` if the ledger also has a state that was saved after some batch, which should be loaded.
     """
     last, saved = (-1, -1), None
     for path in sorted(folder.glob(f"*-rank-{start.rank:05d}{SUFFIX}")):

@@ -1,29 +1,58 @@
-"""`LocalLanes`: the lanes that the trainer's own process builds, to run or to inspect them."""
+"""`LocalLanes`: lanes of the trainer's process, their number, and hints about them.
+
+Without `lanes=`, the data set the number of lanes:
+
+    batches of the first epoch    960 …   480 …   240 …   80 …   40 …   20 …   fewer
+    lanes of a finite run         96      48      24      8      4      2      1
+    lanes of an endless run       96      48      24      8      8      8      8
+
+Each lane has at least ten batches of a finite epoch, so `tail="stop"` drops less than a tenth of them. With 8 lanes,
+15 batches would be one round of 8, and 7 batches would be dropped. An endless run drops none, and 8 lanes serve 8
+workers or ranks. See docs/lanes.md.
+
+The index has the number of samples, not of batches. Each sample counts as one item, even if a filter or an encoder may
+drop some. Pipelines that the index cannot count, such as packs and blends, have 96 lanes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import LANE_COUNT, PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, RunFacts
+from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
-from savable_pipeline.run.loader.pipeline_hints import log_hints
+from savable_pipeline.run.loader.ranks import Ranks, check_lanes
+from savable_pipeline.run.loader.settings import MOST_LANES, LoaderSettings
 from savable_pipeline.run.state.lane_state import LaneState, restoring
+from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.encode import Encode
+from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.mapped_function import LAMBDA
+from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.read_order import BLOCK
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.readers.readers import TokenReader
+from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
+from savable_pipeline.stages.stage import BatchStage, PassThrough, Stage
+from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """Those of an epoch by the readers' branches.
-
-    Without those of a branch whose readers cut in several ways.
-    """
+    """The chunk sizes of an epoch by branch, without branches that have several."""
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
@@ -35,10 +64,7 @@ def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
 
 
 class LocalLanes:
-    """`runner` runs lanes in this process.
-
-    `example_lane` is the one built for inspection.
-    """
+    """Builds lanes to run them with `runner`, or to inspect one, `example_lane`."""
 
     def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
@@ -46,15 +72,13 @@ class LocalLanes:
         self._example: Stage | None = None
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
-        self.facts = NO_FACTS  # with which they are built
-        self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
+        self.facts = NO_FACTS  # of the run
+        self.pinned: PinnedShards = {} if pinned is None else pinned  # remains when the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane that makes no batches.
-
-        Only its settings and its data path are inspected.
+        """The last stage of a lane, to inspect settings and data path, not to build batches.
 
         Building it opens the shards, and indexes them on first use.
         """
@@ -69,7 +93,7 @@ class LocalLanes:
         return self._example
 
     def verify_excluded(self) -> None:
-        """Raise `SavableError` if a file of excluded samples is not as it was when the run read it."""
+        """Raise `SavableError` if a file of excluded samples has changed."""
         for file in self._exclude_files:
             file.verify()
 
@@ -78,27 +102,21 @@ class LocalLanes:
             return self.runner.build(self._example_lane % self.lanes, 0, facts)[0]
 
     def built_with(self, decisions: Decisions) -> Stage:
-        """The last stage of a lane after these decisions.
-
-        Raises ValueError if there can be none.
-        """
+        """The last stage with these decisions. Raises ValueError if they do not fit."""
         return self._built(replace(self.facts, decisions=decisions))
 
     def learn(self, facts: RunFacts) -> None:
-        """From now on inspect lanes with these facts, but for chunk sizes.
+        """Inspect lanes with these facts from now on, except chunk sizes.
 
-        Raises `CheckpointMismatchError`, and changes nothing, if the data has no such shards, and ValueError if there
-        can be no such lanes.
+        Raises `CheckpointMismatchError` if the data lacks shards, and ValueError if the facts do not fit. Then nothing
+        has changed.
         """
         facts = facts.of_next_epoch
         if facts != self.facts:
             self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
-        """From now on read these shards, and of datasets of the Hub these commits.
-
-        Others as they are found.
-        """
+        """Read these shards and commits of the Hub from now on, and others as found."""
         self.close()
         lanes = self.lanes
         self.pinned.clear()
@@ -107,28 +125,22 @@ class LocalLanes:
 
     @property
     def lanes(self) -> int:
-        """The number of lanes of the run, or of the job until it is set."""
+        """The number of lanes of the run, or of the job until that is set."""
         return int(self.pinned.get(LANE_COUNT, self._job_lanes))
 
     def set_lanes(self, lanes: int) -> None:
-        """From now on build lanes of a run with this many."""
+        """Set the number of lanes of the run."""
         self.pinned[LANE_COUNT] = str(lanes).encode()
         self._example = None
 
     def grown(self, facts: RunFacts) -> Stage:
-        """The last stage of a lane whose data has grown as these facts say.
-
-        Only for inspection.
-        """
+        """The last stage of a lane whose data has grown as in these facts, to inspect it."""
         if facts.growth == self.facts.growth:
             return self.last_stage
         return self.looked_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
 
     def looked_at(self, saved: LaneState, facts: RunFacts) -> Stage:
-        """The last stage of a lane at a saved position, with these facts.
-
-        Only for inspection.
-        """
+        """The last stage of a lane at a saved position, to inspect it."""
         with as_in_a_worker(set(KINDS)):
             stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
             if saved.stages is not None:
@@ -137,7 +149,164 @@ class LocalLanes:
         return stage
 
     def close(self) -> None:
-        """Forget all lanes and close the shards."""
+        """Drop all lanes and close the shards."""
         self.runner.close()
         self._example = None
         self._shared.clear()
+
+
+log = logging.getLogger(__name__)
+
+_COUNTS = (MOST_LANES, 48, 24, 8, 4, 2)
+_LEAST = 8  # of an endless run
+_BATCHES = 10  # of a lane in an epoch, at least
+_IDLE = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
+
+
+def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: int | None) -> LoaderSettings:
+    """Set the number of lanes of a run, and return its settings.
+
+    Args:
+        wanted: The settings of the loader.
+        ranks: The rank of this process.
+        local: Builds the lanes of the run.
+        lanes: The number of lanes. None: by the data.
+
+    Raises:
+        ValueError: The number does not fit the ranks or `epoch_slots`.
+    """
+    source = ""
+    if lanes is None:
+        batches, source = first_epoch_batches(local.last_stage), ", the default for this data"
+        lanes = lanes_for(batches, endless=local.last_stage.info.endless)
+        if batches is not None:
+            log.info("lanes=%d, because an epoch has %d batches. Pass another number to a new run.", lanes, batches)
+    check_lanes(ranks, lanes, source)
+    settings = dataclasses.replace(wanted, lanes=lanes)
+    local.set_lanes(lanes)
+    own_lanes = lanes // ranks.world_size
+    if ranks.builds and settings.num_workers > own_lanes:
+        log.warning(_IDLE, settings.num_workers, own_lanes, settings.num_workers * ranks.world_size)
+    return settings
+
+
+def lanes_for(batches: int | None, *, endless: bool) -> int:
+    """Return the lanes for an epoch of so many batches, None if unknown."""
+    if batches is None:
+        return MOST_LANES
+    lanes = next((lanes for lanes in _COUNTS if batches >= _BATCHES * lanes), 1)
+    return max(lanes, _LEAST) if endless else lanes
+
+
+def first_epoch_batches(last: Stage) -> int | None:
+    """Return the full batches of the first epoch, None if the index cannot tell.
+
+    A lower bound if there are more than enough for 96 lanes.
+
+    Args:
+        last: The last stage of a lane.
+    """
+    reader, *steps = upstream(last)
+    if not (isinstance(reader, RecordReader) and isinstance(last, Batcher)):
+        return None
+    if not all(step.one_for_one is not None or isinstance(step, SampleFilter | ItemFilter) for step in steps[:-1]):
+        return None
+    excluded, selection = list(reader.info.excluded.numbers.get(reader.tag, ())), reader.selection
+    count = reader.shares_of(0).count(0)
+    if selection is not None and count - len(excluded) < _BATCHES * MOST_LANES * last.size:
+        excluded = [*np.intersect1d(selection.locate(np.arange(reader.population)), excluded)]
+    return max(0, count - len(excluded)) // last.size
+
+
+log = logging.getLogger(__name__)
+
+# Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
+_IN_ORDER = (Blend, Join, PassThrough, Encode, OnlinePacker, Batcher)
+
+
+def log_hints(last: Stage) -> None:
+    """Warn about settings that work but were hardly intended."""
+    for message in _warnings(last):
+        log.warning(message)
+    if _leaves_blocks(last):
+        _warn_of_blocks()
+
+
+@cache
+def _warn_of_blocks() -> None:
+    """Warn once in a process, because later loaders, such as for evaluation, are built alike."""
+    log.warning(
+        "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
+        BLOCK,
+        BLOCK,
+    )
+
+
+def _leaves_blocks(stage: Stage) -> bool:
+    """Whether a stage yields blocks of neighbors by default.
+
+    A finite run is mostly an evaluation, whose order does not matter. Windows of tokens are not sorted.
+    """
+    if not isinstance(stage, RecordReader):
+        return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))
+    is_of_neighbours = stage.population >= 2 * len(stage.dataset.entries)  # else a block is of many shards
+    is_sorted = is_of_neighbours and not isinstance(stage, TokenReader)
+    return stage.has_default_blocks and stage.epochs is None and is_sorted
+
+
+def _warnings(last: Stage) -> Iterator[str]:
+    if not isinstance(last, BatchStage):
+        yield (
+            f"the pipeline ends with {type(last).__name__}, so each step gets a single element. End it with "
+            ".batch(size)."
+        )
+    found = [stage.info.encoder for stage in upstream(last)]
+    for encoder in {type(each): each for each in found if each is not None}.values():
+        yield from _untold_settings(encoder)
+    if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
+        yield ("Lambdas are not compared on resume. Use a named function.")
+    yield from _early_points(last)
+    for stage in upstream(last):
+        population = stage.info.population
+        if isinstance(stage, Batcher) and stage.size > population > 0:
+            then = "a batch repeats samples" if stage.info.endless else "no batch is full"
+            yield (
+                f"Batcher(size={stage.size}): the data has only {population:,} samples, so {then}. Reduce the batch "
+                "size."
+            )
+        row = getattr(stage.info.encoder, "max_length", None)
+        if isinstance(stage, OnlinePacker) and isinstance(row, int) and row > stage.max_length:
+            yield (
+                f"packs of {stage.max_length:,} tokens may be padded to the {row:,} tokens of "
+                f"{type(stage.info.encoder).__name__}(max_length={row}). Pass the same length to both."
+            )
+
+
+def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
+    """A hint about attributes of an encoder that look like settings but are not saved."""
+    if type(encoder).settings is not TaskEncoder.settings:
+        return
+    own = {name: value for name, value in getattr(encoder, "__dict__", {}).items() if not hasattr(TaskEncoder, name)}
+    names = [name for name, value in own.items() if name[0] != "_" and type(value) in (bool, int, float, str)]
+    if names:
+        yield (
+            f"{type(encoder).__name__}: a state does not compare {listed(names)}. Return them from settings(), as "
+            f'in {{"{names[0]}": self.{names[0]}}}.'
+        )
+
+
+def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
+    """Hints about points of schedules that buffers of `ahead` items reach before the first batch."""
+    if isinstance(stage, Blend):
+        drawn = ahead * stage.lane.count
+        early = [point for point in stage.schedule.starts[1:] if point <= drawn] if stage.schedule is not None else []
+        if early:
+            yield (
+                f"the schedule changes at {early[0]:,}, but later buffers draw {drawn:,} samples before the first "
+                "batch. Move the buffers into the sources of the Blend, or change the point."
+            )
+        ahead = 0  # of each source it is a part
+    if isinstance(stage, ShuffleBuffer):
+        ahead += stage.capacity
+    for source in stage.sources:
+        yield from _early_points(source, ahead)

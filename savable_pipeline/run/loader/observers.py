@@ -1,24 +1,151 @@
-"""The observers of a run, in the order in which they see each step."""
+"""Observers that change a batch, `Trace`, and `new_observers`, a run's observers.
+
+Run ── BatchStep ──▶ SourceLosses ─▶ SampleIds ─▶ PinnedMemory ─▶ RowsInFlight ─▶ LedgerKeeper ─▶ Stats ──▶ trainer
+                may raise       may replace the batch                        only read
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from savable_pipeline.core.containers import with_parts_changed
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of
+from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.loader.ledger_keeper import Counters, LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.observer import Observer, PinnedMemory
+from savable_pipeline.run.loader.position import BatchStep, Observer
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.states import States
-from savable_pipeline.run.loader.stats import Stats
-from savable_pipeline.run.loader.trace import SampleIds, source_names
+from savable_pipeline.run.loader.stats import SourceLosses, Stats
+from savable_pipeline.stages.batch_samples import BatchSamples, Integers
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.stage import Stage
+
+
+class PinnedMemory(Observer):
+    """Copies tensors to pinned memory."""
+
+    def on_batch(self, step: BatchStep) -> None:
+        """Replace the batch."""
+        step.batch = in_pinned_memory(step.batch)
+
+
+def in_pinned_memory(batch: Any) -> Any:
+    """The batch with its tensors in pinned memory; the batch itself without a GPU.
+
+    torch's caching allocator reuses a block only after copies from it, as by `tensor.to("cuda", non_blocking=True)`.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return batch
+    return batch.pin_memory() if isinstance(batch, torch.Tensor) else with_parts_changed(batch, in_pinned_memory)
+
+
+IDS, ROWS = "sample_ids", "sample_rows"
+_UNTAGGED = (1 << TAG_SHIFT) - 1
+
+
+class TracedSample(NamedTuple):
+    """A sample that is in a batch, whole or in part: its shard, key and ref."""
+
+    shard: str
+    key: str
+    ref: Ref
+
+
+class Trace(NamedTuple):
+    """The slot and lane of a batch, and its samples in order.
+
+    `rows` lists the samples of each row: one in a batch of items, several in a batch of packs.
+    """
+
+    slot: int
+    lane: int
+    rows: list[list[TracedSample]]
+
+    @property
+    def samples(self) -> list[TracedSample]:
+        """The samples of all rows."""
+        return [sample for row in self.rows for sample in row]
+
+
+def traced_rows(last: Stage, samples: BatchSamples) -> list[list[TracedSample]]:
+    """The samples of a batch, in order, by row. `last` is the last stage of any lane."""
+    return [[_sample(last, ref) for ref in row] for row in samples.by_row()]
+
+
+def _sample(stage: Stage, ref: ItemRef) -> TracedSample:
+    while stage.info.encoder is not None:
+        stage = next(source for source in stage.sources if tag_of(ref[0]) in source.info.tags)
+    sample = stage.fetch(ref)
+    return TracedSample(sample.shard, sample.key, Ref(sample.ref.source, ref[1], sample.ref.index, ref[2]))
+
+
+def source_names(last: Stage) -> dict[int, str]:
+    """The source of each reader ("" without a `Blend`) by tag, in data path order."""
+    return {tag: stage.info.branch for stage in upstream(last) if not stage.sources for tag in stage.info.tags}
+
+
+class SampleIds(Observer):
+    """Adds the samples of a batch to it.
+
+    `pad`: whether batches are padded, with the key "valid". Otherwise such a key is the encoder's own.
+    """
+
+    def __init__(self, local: LocalLanes, *, pad: bool) -> None:
+        self._local, self._pad = local, pad
+
+    @cached_property
+    def _sources(self) -> tuple[Integers, Integers]:
+        """The tags of the sources, ascending, and their numbers."""
+        tags = np.array(list(source_names(self._local.last_stage)), dtype=np.int64)
+        return np.sort(tags), np.argsort(tags)
+
+    def on_batch(self, step: BatchStep) -> None:
+        """Replace the batch."""
+        step.batch = self.added(step.batch, step.samples)
+
+    def added(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
+        """The batch with "sample_ids" and, if rows have several samples, "sample_rows".
+
+        Raises `EncodeError` for a batch that is no dict or has such a key.
+        """
+        import torch
+
+        if not isinstance(batch, dict) or IDS in batch or ROWS in batch:
+            raise EncodeError(
+                f"sample_ids=True adds {IDS!r} and {ROWS!r} to batches. Return a dict without them from batch(), "
+                f"not {type(batch).__name__}."
+            )
+        ids = self._ids(samples.refs)
+        if samples.rows is not None:
+            return {**batch, IDS: torch.from_numpy(ids), ROWS: torch.from_numpy(samples.rows)}
+        missing = len(batch["valid"]) - len(ids) if self._pad and "valid" in batch else 0  # padding rows
+        if missing > 0:
+            ids = np.concatenate([ids, np.full((missing, 3), -1)])
+        return {**batch, IDS: torch.from_numpy(ids)}
+
+    def _ids(self, refs: Integers) -> Integers:
+        """Source, index and part: int64 (items, 3)."""
+        ids = refs.take((0, 0, 2), axis=1)
+        ids[:, 1] &= _UNTAGGED
+        tags, numbers = self._sources
+        ids[:, 0] = 0 if len(tags) == 1 else numbers[np.searchsorted(tags, refs[:, 0] >> TAG_SHIFT)]
+        return ids
 
 
 def new_observers(
     settings: LoaderSettings, ranks: Ranks, local: LocalLanes, states: States, prefetcher: Prefetcher
 ) -> list[Observer]:
-    """Those that the settings ask for."""
+    """The observers for these settings, in the order in which they see a step."""
     stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
     found: list[Observer] = [SourceLosses(local)]
     if settings.sample_ids:

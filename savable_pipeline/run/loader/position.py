@@ -1,6 +1,7 @@
-"""`Position`: where a rank is in a run. It is immutable: each method returns the position that follows.
+"""`Position` of a rank in a run, `BatchStep` between two, and `Observer` of steps.
 
-So a loader moves by one assignment, and a step that fails or is interrupted before it yields nothing:
+A position is immutable, and each method returns the position that follows. So a loader moves by one assignment, and a
+step that fails or is interrupted before it yields nothing:
 
     position ── advanced(delivery) ──▶ position        slot, the lane's state and the history, all or none of them
 
@@ -9,20 +10,22 @@ An epoch ends when its last batch is yielded:
     in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, "ended" ── iter() ──▶ in an epoch
                                   (`previous`: the old one's end)        └───── iter(), without it ─────┘
 
-Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
-until StopIteration has been raised.
+Slots that are skipped in between belong to the next epoch, as if a state from that moment was loaded. `previous`
+remains until StopIteration is raised.
 
-An endless run may be cut into epochs of n slots (`epoch_slots`): the numbers of its slots and its lanes continue. A
-step belongs to the epoch of its first slot: each has n / ranks steps, and no slot is lost if a run began at one that
+An endless run may have epochs of n slots (`epoch_slots`). The numbers of its slots and its lanes continue. A step
+belongs to the epoch of its first slot: each epoch has n / ranks steps, and no slot is lost if a run starts at one that
 its ranks do not divide.
 
-A *step* takes one slot on each rank. Another rank's position differs in `lanes`, `ranks` and `history` alone.
+A *step* takes one slot on each rank. Another rank's position differs only in `lanes`, `ranks` and `history`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -30,7 +33,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import NO_FACTS, Decisions, RunFacts
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS
 from savable_pipeline.run.state.lane_state import fresh_lane, with_facts
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
@@ -39,23 +42,21 @@ MAX_LAG = 16  # batches that `state_dict(lag=)` can take back
 
 
 class LanePosition(NamedTuple):
-    """A lane after its last batch that was yielded; `more` is None until it is known."""
+    """A lane after its last batch that was yielded."""
 
     state: bytes
-    more: bool | None  # whether the lane has another batch
+    more: bool | None  # whether the lane has another batch; None until that is known
 
 
 class YieldedBatch(NamedTuple):
     """A batch that this rank's trainer got.
 
-    The first slot of its step, its lane, that lane before it.
-
-    `skipped`: the lanes whose batches were skipped after it, before the next was yielded, as they were before.
+    `skipped`: of each lane whose batches were skipped between it and the next one, the position before that.
     """
 
-    step: int
+    step: int  # its first slot
     lane: int
-    before: LanePosition
+    before: LanePosition  # of the lane
     samples: ItemRef | BatchSamples
     skipped: Mapping[int, LanePosition] = {}
 
@@ -72,10 +73,7 @@ class History(msgspec.Struct, frozen=True):
     decided_at: int = -MAX_LAG
 
     def lagged(self, lag: int = 0) -> YieldedBatch:
-        """The batch yielded `lag` batches before the last one.
-
-        Raises ValueError for one that is not known.
-        """
+        """The batch `lag` batches before the last one. Raises ValueError if it is unknown."""
         if 0 <= lag < len(self.batches):
             return self.batches[-1 - lag]
         found = f"{len(self.batches)} have" if self.batches else "none has"
@@ -86,10 +84,10 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of one rank; `lanes` holds this rank's lanes by number.
+    """The position of one rank, with its lanes by number.
 
-    After an epoch's last batch it is the start of the next epoch, with the old one's position as `previous`: until an
-    iterator starts the next epoch, which it can once StopIteration has been raised, or before.
+    After an epoch's last batch it is the start of the next epoch, with the old one's end as `previous` until an
+    iterator starts the next epoch.
     """
 
     ranks: Ranks
@@ -125,10 +123,7 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def has_step(self) -> bool:
-        """Whether the next step is known to be in the epoch.
-
-        With padded batches, its first slot.
-        """
+        """Whether the next step (its first slot with padding) is known to be in the epoch."""
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
     @property
@@ -167,7 +162,7 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, slot=self.slot + self.step, lanes=lanes, history=history)
 
     def decided(self, decisions: Decisions) -> Position:
-        """Here, with these decisions from the next step on, as if it was saved and loaded with other settings."""
+        """The same with these decisions from the next step on."""
         facts, over = replace(self.facts, decisions=decisions), self.previous
         lanes = {lane: LanePosition(with_facts(at.state, facts), None) for lane, at in self.lanes.items()}
         if over is not None:
@@ -181,10 +176,9 @@ class Position(msgspec.Struct, frozen=True):
         return replace(start, previous=replace(self, previous=None), history=History(total=self.history.total))
 
     def before(self, lag: int) -> Position:
-        """The position `lag` batches ago.
+        """The position `lag` batches ago. Raises ValueError if it is before the history.
 
-        If no batch has been yielded since it was created or loaded, or its epoch was started, it is the start, whatever
-        `lag`. Raises ValueError if it is before the history.
+        It is the start if no batch has been yielded since the run was created or loaded, or its epoch was started.
         """
         at = self.previous if lag and self.previous is not None and self.iterator != "ended" else self
         batches, since = at.history.batches, at.history.total - at.history.decided_at
@@ -198,3 +192,70 @@ class Position(msgspec.Struct, frozen=True):
             lanes |= batch.skipped
             slot, lanes[batch.lane] = batch.step, batch.before
         return replace(at, slot=slot, lanes=lanes, facts=at.facts if slot else at.facts.of_next_epoch)
+
+
+@dataclass
+class BatchStep:
+    """A batch on its way to the trainer, and the positions before and after it."""
+
+    at: Position
+    after: Position
+    delivery: Delivery
+    batch: Any  # as the trainer gets it; observers may replace it
+    started: float  # when the trainer asked for it, by `time.perf_counter`
+    number: int  # its slot with its epoch, as in receipts
+    repeated: int | None = None  # its rows that are repeated, as bits (0: padding); None for the batch of a new slot
+
+    @cached_property
+    def samples(self) -> BatchSamples:
+        """What the batch was built of."""
+        return BatchSamples.of(self.delivery.samples)
+
+    @property
+    def epoch_and_slot(self) -> tuple[int, int]:
+        """The epoch and the slot of the batch."""
+        return self.number >> EPOCH_SHIFT, self.number & SLOTS
+
+
+class Observer:
+    """Sees the steps of a run, which knows no kind of observer.
+
+    If `on_batch` raises, the batch is not yielded, and the next step has it again.
+    """
+
+    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
+        """Return `Remake`s of batches to yield before the next slot, or None (default).
+
+        `vote` returns the smallest or largest vote of all ranks. It is None if they cannot communicate.
+        """
+
+    def on_batch(self, step: BatchStep) -> None:
+        """Note a batch before it is yielded."""
+
+    def on_skip(self, at: Position) -> None:
+        """Note that slots are skipped from here on."""
+
+    def on_epoch_end(self, over: Position) -> None:
+        """Note the end of a finite epoch. Raises `SavableError` if it had too little data."""
+
+    def on_reconfigure(self, at: Position) -> None:
+        """Note that the decisions of this position apply from here on."""
+
+    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        """Add own entries to the state of a position, `lag` batches before the last one."""
+
+    def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+        """Note the state of all ranks, of which `own` is this rank's."""
+
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Check own entries of a loaded state, or a return to an earlier position (None).
+
+        Returns a function that adopts them. Raises `CheckpointMismatchError` if they are missing.
+        """
+
+    def numbers(self) -> Mapping[str, int | float]:
+        """Return counters for `SavableLoader.stats`."""
+        return {}
+
+    def close(self) -> None:
+        """Close files, which a later batch opens again."""

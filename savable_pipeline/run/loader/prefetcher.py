@@ -6,12 +6,14 @@ slot of this rank    4              6             8             10
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import islice
 from multiprocessing.util import Finalize
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from msgspec.structs import replace
 
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.connection import is_raised
@@ -52,6 +54,7 @@ class Prefetcher:
         self._remakes = 0
         self._requests: deque[Any] = deque()  # tickets of the slots after these
         self._is_fault_raised = False  # whether an error has reported the backend's fault
+        self.uncounted: Counter[str] = Counter()  # of stages, which the next batch will bring
         _close_with(self, backend)
 
     @_stopping_on_error
@@ -63,6 +66,9 @@ class Prefetcher:
         delivery = self._receive(position, want, last)
         self._received.popleft()
         self._slot += position.step
+        if self.uncounted and want == "batch":
+            self.uncounted.update(delivery.counts)
+            delivery, self.uncounted = replace(delivery, counts=self.uncounted), Counter()
         return delivery
 
     @_stopping_on_error
@@ -106,7 +112,10 @@ class Prefetcher:
         Only before batches of these lanes are requested: a lane that is making one is elsewhere.
         """
         asked = self._peek_at(position, lanes)
-        return {lane: self._backend.answer(ticket) for lane, ticket in asked.items()}
+        found = {lane: self._backend.answer(ticket) for lane, ticket in asked.items()}
+        for peek in found.values():
+            self.uncounted.update(peek.counts)
+        return found
 
     @_stopping_on_error
     def look(self) -> None:

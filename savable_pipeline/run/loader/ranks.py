@@ -1,6 +1,6 @@
-"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and its communication with the other ranks.
+"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and the others.
 
-Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W; W divides L, so a rank has the lanes that are
+Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W. W divides L, so a rank has the lanes that are
 congruent to it:
 
     slot   0   1   2   3   4   5   6   7      L = 4 lanes, W = 2 ranks
@@ -37,7 +37,7 @@ _DATA = ("shards", "joins", "exclude", "media", "lanes")  # what is read, exclud
 
 
 class Ranks:
-    """The data-parallel rank of this process among those of the run, for `SavableLoader(..., ranks=)`.
+    """The data-parallel rank of this process, for `SavableLoader(..., ranks=)`.
 
     Args:
         rank: Its number, from 0.
@@ -117,7 +117,7 @@ class Ranks:
         return step_start + (self.rank - step_start) % self.world_size
 
     def check_world(self) -> None:
-        """Raise ValueError if the ranks were found, and are others now: torch.distributed was initialised later."""
+        """Raise ValueError if torch.distributed was initialized with other ranks later."""
         if self.explicit:
             return
         if _initialised():
@@ -164,11 +164,10 @@ class Ranks:
         return int(agreed.item())
 
     def first_value(self, key: str, value: str) -> str:
-        """The value of the first rank to set `key`, which may be this `value`. Not collective, waits for no rank.
+        """The value of the first rank to set `key`, perhaps this one. Waits for no rank.
 
-        When a rank sets a key again, which its group's store counts, it is compared with the others' values of the same
-        round. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
-        error if the store does not answer.
+        If a rank sets a key again, its value is compared with the others' values of the same round. Returns `value` if
+        the ranks have no common store, or one that cannot compare. Raises torch's error if the store does not answer.
 
         Args:
             key: The name of the value.
@@ -192,7 +191,7 @@ class Ranks:
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
-        """The group through which the ranks communicate: all of torch.distributed if its ranks are the ones given."""
+        """The group of the ranks: all of torch.distributed if it has the same ranks."""
         if self.group is None and _initialised():
             import torch.distributed as dist
 
@@ -229,7 +228,7 @@ class Ranks:
 
 
 def _initialised() -> bool:
-    """Whether torch.distributed is initialised here; if it has not been imported, it is not."""
+    """Whether torch.distributed is imported and initialized."""
     dist = imported("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 
@@ -323,17 +322,17 @@ def _found_ranks() -> Ranks:
 
 
 def check_same_data(ranks: Ranks, found: FingerprintHere, *, by_default: bool = False) -> None:
-    """Check that an earlier rank of the same run has this seed, reads these shards, and excludes the same samples.
+    """Check that the ranks of a run have the same seed, shards and excluded samples.
 
-    With lanes `by_default`, whose number the data or a loaded state set, the ranks must have equally many.
+    With lanes `by_default`, set by the data or a loaded state, their number must be the same, too.
 
-    Ranks of an endless run do not communicate, so that one which opened the folder later, when a shard had been added,
-    or permutes it by a seed of its own, would deal its lanes otherwise unnoticed. The first rank that comes writes what
-    it reads into the store of torch.distributed, and each other rank compares: none waits for another.
+    Ranks of an endless run do not communicate. If one opened the folder after a shard was added, or has another seed,
+    its lanes would have other samples, and nobody would notice. So the first rank writes what it reads into the store
+    of torch.distributed, and each other rank compares. No rank waits for another.
 
-    Runs are told apart by stages and lanes, the last names of their folders, and how many such a rank began in its
-    group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and what torch.distributed does
-    where its store does not answer.
+    A run is identified by its stages, its lanes, the last names of its folders, and how many such runs the rank has
+    started in its group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and the error of
+    torch.distributed if its store does not answer.
     """
     names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())
     key = _digest([found.fields["stages"], None if by_default else found.fields["lanes"], *names])

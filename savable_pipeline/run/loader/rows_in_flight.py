@@ -1,7 +1,7 @@
-"""`RowsInFlight`: the rows that a run gave and its trainer has not acknowledged, in the state until then.
+"""`RowsInFlight`: keeps unacknowledged rows in the state, and has them repeated.
 
-next ──▶ batches to come again, the same number on each rank after a load ──▶ the batches of new slots
-         take no slot: `Position` stays                                       as in any run
+next ──▶ batches to repeat, after a load the same number on each rank ──▶ the batches of new slots
+         take no slot: `Position` stays                                   as in any run
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from msgspec import msgpack
 
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.lane_runner import Remake
-from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding, receipts_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.observer import BatchStep, Observer
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.state.flights import ACKNOWLEDGE, SLOTS, Flight, read_acks, read_flights, without_flights
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, SLOTS, Flight, read_acks, read_flights
 from savable_pipeline.run.state.lane_state import LaneState, restoring
-from savable_pipeline.run.state.state_dict import check_flat, lane_numbers
+from savable_pipeline.run.state.state_dict import lane_numbers
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import as_ref, batch_rows
 from savable_pipeline.stages.stage import Stage
@@ -37,26 +35,22 @@ Flights: TypeAlias = Mapping[int, list[Flight]]  # by lane
 
 
 class RowsInFlight(Observer):
-    """Those of a rank: `table` says which."""
+    """The rows of a rank, in `table`."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
         self._is_agreed = True  # whether the ranks know how many batches are repeated
-        self._loading: Flights = {}
         self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # of the last two batches, with their number
 
     def receipts(self, position: Position) -> torch.Tensor:
-        """Those of the last batch: int64 (rows, 2)."""
+        """The receipts of the last batch, int64 (rows, 2)."""
         total = position.history.total
         number, found = self._receipts.get(total & 1, (0, None))
         return receipts_of(0, 0) if found is None or number != total else found
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """What workers need to build the batches that are repeated.
-
-        After a load equally many on each rank.
-        """
+        """What workers need to repeat batches, after a load equally many on each rank."""
         self.table.settle(at.history.total)
         if at.iterator == "ended":
             return None
@@ -70,7 +64,7 @@ class RowsInFlight(Observer):
         return (self._remake(at, flight) for flight in list(self.table.waiting))
 
     def on_batch(self, step: BatchStep) -> None:
-        """Wait until the rows may be yielded, where the settings bound them, and add receipts to the batch."""
+        """Wait until the rows may be yielded, and add receipts to the batch."""
         delivery, at, table, bound = step.delivery, step.at, self.table, self._settings.max_in_flight
         if step.repeated is not None:
             first = table.waiting[0]
@@ -87,10 +81,7 @@ class RowsInFlight(Observer):
         self._add_receipts(step, receipts)
 
     def _repeat(self, step: BatchStep, flight: Outstanding, size: int) -> torch.Tensor:
-        """Note the first of the waiting batches.
-
-        The rows of one without any are not valid.
-        """
+        """Note the first of the waiting batches. If it has no rows, all are padding."""
         kept = step.delivery.remaining
         if not kept:
             step.samples = BatchSamples.of(())
@@ -108,10 +99,7 @@ class RowsInFlight(Observer):
             step.batch = {**step.batch, RECEIPTS: found}
 
     def _remake(self, at: Position, flight: Outstanding) -> bytes:
-        """What a worker needs to make a batch again.
-
-        For a filler, of the lane that comes next.
-        """
+        """What a worker needs to rebuild a batch, or to build padding, on the next lane."""
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
@@ -139,17 +127,11 @@ class RowsInFlight(Observer):
         if self._ranks.world_size > 1:
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
-    def without_entries(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read what is in flight."""
-        check_flat(state)
-        self._loading = read_flights(state)
-        return without_flights(state)
-
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Find the rows in flight of which nothing is available any more, and start with the others."""
+        """Start with the rows in flight, except those whose data are gone."""
         if state is None:
             return None
-        flights, world_size = self._loading, self._ranks.world_size
+        flights, world_size = read_flights(state), self._ranks.world_size
         lost = rows_lost(self._local.last_stage, flights) if flights else {}
         counts = [0] * world_size
         for lane, of_lane in flights.items():
@@ -166,23 +148,20 @@ class RowsInFlight(Observer):
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
-    """By batch, its open rows of which nothing is left."""
+    """By batch, the open rows whose data are gone."""
     with restoring("the state"):
         return {each.batch: open_rows_lost(last, each) for of_lane in flights.values() for each in of_lane}
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """The open rows of a batch in flight of which nothing is left.
-
-    It is excluded, or its source is gone.
-    """
+    """The open rows of a batch in flight whose samples are excluded or whose source is gone."""
     left_of = last.info.left_of
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if left_of(ref) is None) & flight.open
 
 
 def _size(batch: Any, rows: int) -> int:
-    """The rows of a batch that was filled up."""
+    """The rows of a batch with its padding."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows
 
 

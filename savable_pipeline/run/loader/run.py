@@ -22,17 +22,14 @@ from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
 from savable_pipeline.run.loader.epoch_end import EpochEnds, left_of_epoch, proposed_end
-from savable_pipeline.run.loader.lane_count import with_lanes
-from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.observer import BatchStep, Observer
-from savable_pipeline.run.loader.observers import new_observers
-from savable_pipeline.run.loader.own_process import OwnProcess, warn_unloaded
-from savable_pipeline.run.loader.position import History, Position
+from savable_pipeline.run.loader.local_lanes import LocalLanes, with_lanes
+from savable_pipeline.run.loader.misuse import IterationGuard, warn_unloaded
+from savable_pipeline.run.loader.observers import Trace, new_observers, traced_rows
+from savable_pipeline.run.loader.position import BatchStep, History, Observer, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
-from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.state_dict import check_flat, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -68,7 +65,7 @@ class Run:
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
         self.agree = agree
-        self._process = OwnProcess(ranked=isinstance(settings.ranks, tuple | list | Ranks))
+        self._process = IterationGuard(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._last_repeat: BatchStep | None = None
         self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
         self._was_loaded = False
@@ -107,7 +104,7 @@ class Run:
         )
 
     def end_epoch(self) -> None:
-        """Go to where StopIteration has been raised: the next iterator continues there."""
+        """Go to where StopIteration is raised, and the next iterator continues."""
         at = self.position
         self.position = replace(at, previous=at.previous or at, iterator="ended")
 
@@ -321,7 +318,7 @@ class Run:
         return merged
 
     def return_to(self, position: Position) -> None:
-        """Return to a position where this run was: what was yielded or skipped since then is repeated."""
+        """Return to an earlier position of this run, to repeat what followed."""
         with self._process.moving():
             self.prefetcher.restart()
             self._adopt(position, None)
@@ -329,7 +326,7 @@ class Run:
             self.position = position
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
-        """Have all observers check what they are to continue from, and then adopt it."""
+        """Have all observers check a state or position, and then adopt it."""
         adopting = [observer.on_load(position, state) for observer in self.observers]
         for adopt in filter(None, adopting):
             adopt()
@@ -343,7 +340,7 @@ class Run:
             )
 
     def take_back(self, before: Position) -> None:
-        """Return to `before` if a batch was yielded since that its taker did not get."""
+        """Return to `before` if a batch was yielded since then that nobody got."""
         now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
         if now and not (then and now[0] is then[0]):
             self.return_to(before)
@@ -351,11 +348,8 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
         check_flat(state)
-        with self._process.moving(), _lanes_of(self, state):
-            bare = state
-            for observer in self.observers:
-                bare = observer.without_entries(bare)
-            loaded = self.states.loaded(bare, allow)
+        with self._process.moving(), _loading(self, state):
+            loaded = self.states.loaded(state, allow)
             self._adopt(loaded, state)
             self.prefetcher.begin_anew()
             self._ends.forget()
@@ -416,12 +410,10 @@ def _iterated(position: Position) -> Position:
 
 
 @contextmanager
-def _lanes_of(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
-    """Set the number of lanes of a state, unless loading it fails.
-
-    Does nothing if the user has set another number.
-    """
-    before, lanes = dict(vars(run)), run.local.lanes
+def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
+    """Set the number of lanes of a state, unless the user has, and undo all changes if loading fails."""
+    before, local = dict(vars(run)), run.local
+    lanes, facts, pinned = local.lanes, local.facts, dict(local.pinned)
     try:
         if run.wanted.by_default and ("position" not in before or state["lanes"] != lanes):
             for observer in before.get("observers", ()):
@@ -430,18 +422,21 @@ def _lanes_of(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
         yield
     except BaseException:
         run.__dict__ = before
-        run.local.set_lanes(lanes)
+        if local.pinned != pinned:
+            (run.states if "states" in before else local).pin(pinned)
+        local.set_lanes(lanes)
+        local.learn(facts)
         raise
 
 
 class _Asked(Exception):
-    """A rank has voted, and breaks its step off until the others have."""
+    """A rank has voted, and waits for the others."""
 
 
 def voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step, whose votes are taken together.
+    """The batch of each rank in the next step, with the votes of all.
 
-    A step that is broken off gives nothing; taken again, it goes on with what the ranks have agreed on.
+    A rank that votes breaks its step off. The step is repeated with the result of the vote.
     """
     agreed: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`SavableLoader`: yields a rank's batches in slot order, and saves and restores its position."""
+"""`SavableLoader`: yields a rank's batches in slot order, saves and restores its position."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from savable_pipeline.core.on_error import shortened
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.loader import trainer_calls
+from savable_pipeline.run.loader import misuse
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.decided import Excluded
+from savable_pipeline.run.loader.observers import Trace, source_names
 from savable_pipeline.run.loader.ranks import RanksLike
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
-from savable_pipeline.run.loader.trace import Trace, source_names
 from savable_pipeline.stages.advice import advise
 from savable_pipeline.stages.pipeline import PipelineFunction
 
@@ -46,33 +46,35 @@ _ADVICE = {  # for the options of other loaders
 
 
 class SavableLoader:
-    """Yields the batches of a pipeline, in an order set by the data, the settings, `seed` and `lanes` alone.
+    """Yields the batches of a pipeline, and resumes from a saved state with the same batches.
 
-    An epoch ends when its last batch is given. One thread iterates at a time; `state_dict()` may be called from
-    another.
+    Only the data, the settings, `seed` and `lanes` set their order. An epoch ends when its last batch is yielded. One
+    thread iterates at a time. Any thread may call `state_dict()`.
 
     Args:
         pipeline: Builds the stages of a lane.
         seed: Seed of all random numbers.
-        lanes: Logical workers: fixed for the run, a multiple of each world size that it may have. None: of a loaded
-            state; else 96, or fewer for small data.
-        num_workers: Worker processes of this rank, kept from pass to pass; 0 works in this process.
+        lanes: Logical workers, fixed for the run, a multiple of each world size that it may have. None: from a loaded
+            state, else 96, or fewer for small data.
+        num_workers: Worker processes of this rank. With 0, this process does the work.
         ranks: The data-parallel rank: (rank, world_size), a process group, a one-dimensional device mesh or
             `sp.Ranks`. None: from torch.distributed, else (0, 1).
-        pin_memory: Copy tensors to page-locked memory.
-        tail: A finite run ends with "stop" before the first round (a batch of each lane) that some lane cannot fill;
-            with "pad" after the last sample, filled up to a step of all ranks; `batch["valid"]` marks the rows that
-            count.
-        on_iter: "continue" where the loader is, or "restart", for evaluation, at epoch 0, but for the first `iter()`
-            after `load_state_dict`.
-        epoch_slots: Slots of an endless run's epochs, of all ranks, a multiple of the lanes; may differ between runs.
+        pin_memory: Copy tensors to pinned memory.
+        tail: What to do at the end of a finite run. "stop" ends before the first round (a batch of each lane) that a
+            lane cannot fill. "pad" ends after the last sample, padded to a step of all ranks. `batch["valid"]` is False
+            in padding rows.
+        on_iter: "continue", or for evaluation "restart" at epoch 0, except in the first `iter()` after
+            `load_state_dict`.
+        epoch_slots: Slots in each epoch of an endless run, on all ranks, a multiple of the lanes. A resumed run may
+            change it.
         sample_ids: Add "sample_ids" to each batch, which must be a dict: int64 (rows, 3), source (number in `sources`),
             index and part, -1 in padding rows. If a row has several samples, there is one entry for each, and its row
             is in "sample_rows", int64 (samples,).
-        acknowledge: Rows are in flight, and in the state, until `acknowledge` or `drop` has their receipts;
-            `sp.Acknowledge(max_in_flight=)` bounds them.
-        ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
-        workers: `sp.Workers`: start method, time-out, restarts and prefetch of the worker processes.
+        acknowledge: Whether rows stay in the state until `acknowledge` or `drop` gets their receipts.
+            `sp.Acknowledge(max_in_flight=)` bounds their number.
+        ledger: Folder where each rank records its batches, for `sp.Ledger`. A batch that cannot be recorded is not
+            yielded.
+        workers: `sp.Workers`, with start method, timeout, restarts and prefetch of the worker processes.
 
     Raises:
         ValueError: A setting is wrong.
@@ -114,15 +116,15 @@ class SavableLoader:
 
     @property
     def epoch(self) -> int:
-        """The number, from 0, of the epoch (pass of a finite pipeline) of the batch given last.
+        """The number of the epoch of the last batch, from 0.
 
-        Once StopIteration has been raised, or `iter()` has begun the next epoch, it is the next one's.
+        After StopIteration, or an `iter()` that starts the next epoch, it is that of the next epoch.
         """
         return self._run.epoch
 
     @property
     def sources(self) -> list[str]:
-        """The sorted names of the sources of a `Blend`, "text/web" in nested ones; [""] without one.
+        """The sorted names of the sources of a `Blend` ("text/web" if nested), or [""].
 
         Opens the shards, and indexes them on first use.
         """
@@ -131,7 +133,7 @@ class SavableLoader:
     # Iterating.
 
     def __iter__(self) -> SavableLoader:
-        trainer_calls.warn_unsaved(trainer_calls.caller(), self._run)
+        misuse.warn_unsaved(misuse.caller(), self._run.position, restarts=self._run.settings.restarts)
         iter(self._run)
         return self
 
@@ -147,11 +149,11 @@ class SavableLoader:
         It is known with `epoch_slots`, and for a finite pipeline without packing whose encoder sets `one_to_one`.
 
         Raises:
-            TypeError: It cannot be known beforehand.
+            TypeError: The number is unknown.
         """
         length = self._run.length()
         if length is None:
-            trainer_calls.refuse_samplers(trainer_calls.caller(), trainer_calls.caller(up=1))
+            misuse.refuse_samplers(misuse.caller(), misuse.caller(up=1))
             raise TypeError(
                 "the length of this loader is not known. Set epoch_slots=, or use epochs=1 without packing and "
                 "encoders with one_to_one = True."
@@ -159,7 +161,7 @@ class SavableLoader:
         return length
 
     def __getitem__(self, index: object) -> NoReturn:
-        trainer_calls.refuse_items()
+        misuse.refuse_items()
 
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
@@ -168,18 +170,17 @@ class SavableLoader:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "dataset":
-                trainer_calls.refuse_dataset()
+                misuse.refuse_dataset()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
-        """Skip slots without building their batches, as after a spike of the loss. Call it on each rank.
+        """Skip slots on each rank without building their batches, as after a spike of the loss.
 
-        It equals as many calls of `next`. Samples are not even encoded or read where none can be lost: with an encoder
-        that sets `one_to_one` (and `length_of`, if items are packed), on_error="raise", and no filter by content.
-        Workers pass over theirs side by side. An epoch ends where it would have, and the rest of `slots` is not taken
-        from the next one. Once an epoch's last batch has been given or skipped, the slots are the next epoch's, in a
-        running loader as in one that was resumed there; a `for` loop still ends, and the next `iter()` continues after
-        them.
+        The position is the same as after `next`. Samples are neither encoded nor read if none can be lost. That needs
+        an encoder that sets `one_to_one` (and `length_of` for packing), on_error="raise", and no filter by content.
+        Workers skip in parallel. An epoch ends as usual, and the rest of `slots` is not skipped in the next one. After
+        an epoch's last batch, the slots belong to the next epoch, in a running loader as in a resumed one. A `for` loop
+        still ends, and the next `iter()` continues after them.
 
         Args:
             slots: How many slots, of all ranks together.
@@ -191,12 +192,12 @@ class SavableLoader:
         self._run.skip(slots)
 
     def close(self) -> None:
-        """Stop the workers and close the shards, after a last look at them.
+        """Stop the workers and close the shards, after a last check of them.
 
-        Iterating again continues at the same place.
+        To iterate again continues at the same slot.
 
         Raises:
-            ShardError: A shard was overwritten while batches read from it were given. During another error this is
+            ShardError: A shard was overwritten while batches read from it were yielded. During another error this is
                 logged.
         """
         self._run.close()
@@ -210,26 +211,26 @@ class SavableLoader:
     # Saving and restoring.
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
-        """Return where this rank is after the batch given last: a flat dict of int and bytes, with its own lanes.
+        """Return the state of this rank's lanes after the last batch, a flat dict of int and bytes.
 
         Starts nothing and waits for nothing. After an epoch's last batch it is the start of the next epoch.
 
         Args:
-            lag: How many batches earlier, up to 16: a trainer that fetches one batch ahead always takes 1. Before the
-                first batch since the loader was made, loaded or began the epoch, it is where the loader is. What was
-                skipped since the batch taken back comes again: skip it again after loading.
+            lag: How many batches earlier, up to 16. A trainer that fetches one batch ahead always passes 1. Before the
+                first batch since the loader was created, was loaded or started the epoch, it changes nothing. Slots
+                skipped since that batch are repeated, so skip them again after loading.
 
         Returns:
             The state, which `torch.save` and torch.distributed.checkpoint take.
 
         Raises:
-            ValueError: Fewer than `lag` batches have been given since.
-            SavableError: A trainer asks that keeps rank 0's state only or fetches ahead (use
-                `savable_pipeline.trainers`), or the loader is behind an `OnDevice`.
-            ShardError: A shard was overwritten while batches read from it were given. Without workers the shards are
-                looked at; with workers it is what they have reported.
+            ValueError: Fewer than `lag` batches were yielded since then.
+            SavableError: The caller is a trainer that saves only rank 0's state or fetches ahead (use
+                `savable_pipeline.trainers`), or an `OnDevice` uses the loader.
+            ShardError: A shard was overwritten while batches read from it were yielded. Without workers the shards are
+                checked now. With workers it is what they have reported.
         """
-        trainer_calls.refuse_trainer(trainer_calls.caller(), trainer_calls.caller(up=1), self._run.ranks.world_size)
+        misuse.refuse_trainer(misuse.caller(), misuse.caller(up=1), self._run.ranks.world_size)
         self._run.check_not_ahead()
         return self._run.state_dict(lag)
 
@@ -281,10 +282,8 @@ class SavableLoader:
         )
 
     def __savable_run__(self) -> Run:
-        """What `trainers`, `verify` and `testing` move, save and look at: a protocol inside of the library."""
+        """The run behind the loader, for `trainers`, `verify` and `testing`."""
         return self._run
-
-    # What a trainer says of it while it trains.
 
     def reconfigure(
         self,
@@ -293,21 +292,21 @@ class SavableLoader:
         exclude: Iterable[Excluded] | None = None,
         max_length: int | None = None,
     ) -> int:
-        """Change the run from the next step on. Call it on each rank alike, between the same two steps.
+        """Change the run from the next step on. Call it on each rank at the same step.
 
-        It is as if the run was stopped here and resumed with other settings: batches made ahead are made anew. What
-        was decided is in the state, so that a resume needs no change of the code, and in the ledger.
+        The run continues as if it was stopped and resumed with other settings, so prefetched batches are rebuilt. The
+        decision is in the state, so a resume needs no change of the code, and in the ledger.
 
         Args:
             weights: The weight of each source of a `Blend`, named as in `sources`; instead of a `Schedule`, too.
                 Samples drawn before stay in buffers.
-            exclude: Keys of samples, or pairs of a source and a key, that are given no more: as with `exclude=` of a
-                reader, they leave buffers and open packs, too, and rows in flight, which are closed.
-            max_length: Of packs that the `OnlinePacker` begins, at most its own. Open packs keep theirs, and an item
-                that was held and is longer has a pack to itself.
+            exclude: Keys of samples, or pairs of a source and a key, to drop. As with `exclude=` of a reader, they
+                leave buffers, open packs and rows in flight, too.
+            max_length: Maximum length of new packs, at most that of the `OnlinePacker`. Open packs keep theirs, and a
+                longer item that is buffered gets its own pack.
 
         Returns:
-            The slot from which it holds; in later epochs of a finite run `epoch << 40 | slot`, as receipts have it.
+            The slot from which it applies. In later epochs of a finite run it is `epoch << 40 | slot`, as in receipts.
 
         Raises:
             ValueError: That cannot be decided in this pipeline, or other ranks, where they can communicate, decide
@@ -335,18 +334,17 @@ class SavableLoader:
         return rows
 
     def receipts(self) -> torch.Tensor:
-        """Return the receipts of the rows of the batch given last; a batch that is a dict has them as "receipts" too.
+        """Return the receipts of the last batch's rows, which a dict has as "receipts", too.
 
-        A row is an item, or a pack, of the batch. Its receipt is the same in each resume and on any rank: its slot, and
-        its number in the batch. In a finite run, whose slots begin anew in each epoch, the slot has the epoch above it:
-        `epoch << 40 | slot`. Rows that must not be trained on have -1: fillers, and rows that were acknowledged before
-        their batch came again.
+        A row is an item or a pack of the batch. Its receipt is its slot and its number in the batch, in each resume and
+        on any rank. In later epochs of a finite run the slot is `epoch << 40 | slot`. Padding rows, and rows that were
+        acknowledged before their batch was repeated, have -1 and must not be trained on.
 
         Returns:
             int64 (rows, 2); (0, 2) before the first batch.
 
         Raises:
-            ValueError: The loader was made without `acknowledge=True`.
+            ValueError: The loader has no `acknowledge=True`.
 
         Example:
             >>> class Numbers(sp.TaskEncoder):
@@ -366,24 +364,27 @@ class SavableLoader:
         return self._rows.receipts(self._run.position)
 
     def acknowledge(self, receipts: Any) -> None:
-        """Say that rows were trained on: they do not come again. In any order, from any thread.
+        """Report rows that were trained on, so that they are not repeated.
 
-        Receipts that are not in flight are counted, as `acknowledged/unknown` in `stats()`.
+        The order does not matter, and any thread may call it. Receipts that are not in flight are counted as
+        `acknowledged/unknown` in `stats()`.
 
         Args:
-            receipts: Integers (rows, 2), of any batches; -1 is passed over.
+            receipts: Integers (rows, 2) of any batches, where -1 is skipped.
 
         Raises:
-            ValueError: These are no receipts, or the loader was made without `acknowledge=True`.
+            ValueError: These are no receipts, or the loader has no `acknowledge=True`.
         """
         self._rows.table.acknowledge(receipts, "done")
 
     def drop(self, receipts: Any, reason: str) -> None:
-        """Say that rows will not be trained on, such as stale ones: they do not come again, and are counted by reason.
+        """Report rows that will not be trained on, such as stale ones, with the reason.
+
+        They are not repeated.
 
         Args:
             receipts: As for `acknowledge`.
-            reason: Why, in few words: `acknowledged/dropped/REASON` in `stats()`.
+            reason: A few words, for `acknowledged/dropped/REASON` in `stats()`.
 
         Raises:
             ValueError: As for `acknowledge`.
@@ -391,13 +392,13 @@ class SavableLoader:
         self._rows.table.acknowledge(receipts, "dropped", reason)
 
     def requeue(self, receipts: Any) -> None:
-        """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
+        """Repeat rows: the next batches of this rank are theirs, before prefetched ones.
 
-        Other rows of these batches have -1 there, and rows that are done by then. Such a batch takes no slot, so this
-        rank takes one more than the others: where ranks step together, ask for equally many batches on each.
+        Other rows of these batches, and rows that are done by then, have -1. Such a batch takes no slot, so this rank
+        gets one more than the others. If ranks step together, requeue equally many batches on each.
 
         Args:
-            receipts: As for `acknowledge`, of rows that this rank was given.
+            receipts: As for `acknowledge`, of rows that this rank got.
 
         Raises:
             ValueError: As for `acknowledge`.
@@ -405,39 +406,37 @@ class SavableLoader:
         self._rows.table.acknowledge(receipts, "again")
 
     def in_flight(self) -> InFlight:
-        """Return how many rows this rank was given and has not acknowledged, and the oldest.
+        """Return how many rows of this rank are not acknowledged, and the oldest.
 
-        Rows that will come again count, too: right after `load_state_dict` they are all that do.
+        Rows to repeat count, too, such as those of a loaded state.
 
         Returns:
-            `rows`, and `oldest`, the receipt of one; None without any.
+            `rows`, and `oldest`, a receipt, or None without any.
 
         Raises:
-            ValueError: The loader was made without `acknowledge=True`.
+            ValueError: The loader has no `acknowledge=True`.
         """
         return self._rows.table.in_flight()
 
-    # Looking at it.
-
     def stats(self) -> dict[str, int | float]:
-        """Return the counters of this rank since the loader was made, by flat names; rates since the last call.
+        """Return counters of this rank since the loader was created, and rates since the last call.
 
         `wait_s` is the trainer's time in `next`, `seconds/STAGE` the workers' (measured on some batches),
-        `STAGE/skipped/REASON` the samples left out, `source/NAME/samples` those used from a source of a `Blend`. The
-        page on operations lists all.
+        `STAGE/skipped/REASON` counts skipped samples, and `source/NAME/samples` those used from a source of a `Blend`.
+        The page on operations lists all.
         """
         return self._run.numbers()
 
     def trace(self, *, lag: int = 0) -> Trace:
-        """Return the slot and lane of the last batch given to this rank, and shard, key and ref of each of its samples.
+        """Return slot and lane of the last batch, and shard, key and ref of its samples.
 
-        The refs came with the batch; only keys are read.
+        The refs are part of the batch, and only keys are read.
 
         Args:
             lag: How many batches before the last one, up to 16.
 
         Raises:
-            ValueError: No such batch has been given since the loader was made or loaded, or began the epoch.
+            ValueError: No such batch was yielded since the loader was created, was loaded or started the epoch.
         """
         return self._run.trace(lag)
 
@@ -454,7 +453,7 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """The run that a loader shows."""
+    """The run behind a loader."""
     return loader.__savable_run__()
 
 

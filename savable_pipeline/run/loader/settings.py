@@ -1,4 +1,4 @@
-"""`LoaderSettings`: the arguments of a `SavableLoader`, checked; `Acknowledge`, one of them."""
+"""`LoaderSettings`: checked arguments of a `SavableLoader`; `Acknowledge`, one of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """`SavableLoader` says what each argument means. Raises ValueError for a wrong one."""
+    """Arguments of a `SavableLoader`. Raises ValueError for a wrong one."""
 
     pipeline: PipelineFunction
     _: KW_ONLY
@@ -118,25 +118,22 @@ class LoaderSettings:
 
     @property
     def pad(self) -> bool:
-        """Whether an epoch's last batches are filled up with rows that do not count."""
+        """Whether the last batches of an epoch are padded."""
         return self.tail == "pad"
 
     @property
     def restarts(self) -> bool:
-        """Whether each iterator begins epoch 0 again."""
+        """Whether each iterator starts epoch 0 again."""
         return self.on_iter == "restart"
 
     @property
     def max_in_flight(self) -> int | None:
-        """The most rows given here and not acknowledged here."""
+        """The maximum number of rows in flight."""
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
     def by_data(self) -> bool:
-        """Whether the data set the number of lanes.
-
-        A function of a lane may choose its data by that number.
-        """
+        """Whether the data set the number of lanes, on which the data of a function may depend."""
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 
@@ -147,7 +144,7 @@ class LoaderSettings:
         return LaneJob(self.pipeline, self.seed, lanes, self.pad, bool(self.acknowledge))
 
     def find_ranks(self) -> Ranks:
-        """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""
+        """The rank of this process. Raises ValueError if the lanes do not fit the ranks."""
         return find_ranks(self.ranks, None if self.by_data else self.lanes)
 
     def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:

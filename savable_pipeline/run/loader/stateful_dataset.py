@@ -30,7 +30,7 @@ _SEED_BITS = 40
 
 
 class StatefulDataset(IterableDataset[Any]):
-    """Yields batches for `StatefulDataLoader(dataset, batch_size=None, num_workers=N)`.
+    """Yields batches for `StatefulDataLoader(dataset, batch_size=None)`.
 
     It resumes exactly with the same number of workers and ranks (`SavableLoader` has no such limit). Each `iter()` of
     the loader begins the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
@@ -89,7 +89,7 @@ class StatefulDataset(IterableDataset[Any]):
         return next(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a new flat dict of int and bytes; StatefulDataLoader sends the entries that changed."""
+        """Return a flat dict of int and bytes, of which changed entries are sent."""
         run = self._run or self._begin(self._next_iteration())
         return {"shares": self._shares()[1], "iteration": self._iteration, **run.state_dict()}
 

@@ -63,7 +63,7 @@ _CHANGED = "settings changed within the epoch"  # an entry of a state's fingerpr
 
 
 class States:
-    """Saves and loads positions of a run with these settings, on this rank, whose pipeline `local` builds."""
+    """Saves and loads positions of a rank, whose pipeline `local` builds."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
@@ -104,27 +104,19 @@ class States:
         }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
-        """The position in a state.
-
-        `SavableLoader.load_state_dict` says what is raised; then nothing has changed.
-        """
+        """The position in a state. Raises what `SavableLoader.load_state_dict` raises."""
         check_flat(state)
         refuse_spans(state)
-        refuse_flights(state)
+        if not self._settings.acknowledge:
+            refuse_flights(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
             commits = commits_of(saved.addresses)
-        pinned = dict(self._local.pinned)
-        try:
-            if not commits.items() <= pinned.items():
-                self._pin(commits)
-            return self._loaded(state, saved, allow)
-        except BaseException:
-            if self._local.pinned != pinned:
-                self._pin(pinned)
-            raise
+        if not commits.items() <= self._local.pinned.items():
+            self.pin(commits)
+        return self._loaded(state, saved, allow)
 
-    def _pin(self, pinned: PinnedShards) -> None:
+    def pin(self, pinned: PinnedShards) -> None:
         """Have readers read these shards and commits."""
         self._local.pin(pinned)
         for made in ("fingerprint", "packed", "_packed_changed"):
@@ -170,18 +162,20 @@ class States:
 
 
 def _may_be_cut_otherwise(facts: RunFacts, last: Stage, epoch: int) -> bool:
-    """Whether an epoch, in its middle, may have been begun with another `tail`, which is in no setting, and so with
-    shares cut differently."""
+    """Whether the epoch may have been started with another `tail`, and so with other lane shares.
+
+    The tail is in no setting.
+    """
     readers = (stage for stage in upstream(last) if isinstance(stage, RecordReader))
     by_tail = any(reader.shares_of(epoch).is_cut_by_tail for reader in readers)
     return by_tail and facts.chunk_sizes != chunk_sizes(last, epoch)
 
 
 class NewShards:
-    """The shards that a pipeline's readers have here, but did not have when the fingerprint `saved` was made.
+    """Shards that the readers of a pipeline did not have when a fingerprint was saved.
 
-    `before` is that fingerprint as if it had been made here: differences other than growth, such as a shard that is
-    gone, remain. Raises `CheckpointMismatchError` for shards that cannot join.
+    `before` is the saved fingerprint with the values here, except for differences other than growth, such as a missing
+    shard. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
     def __init__(self, saved: Fingerprint, here: FingerprintHere, local: LocalLanes) -> None:
@@ -267,9 +261,9 @@ def _name_after(last: str) -> str:
 
 
 def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
-    """The field of the reader's split and subset, as it is here, if they select the same of the old shards as before.
+    """The field of the reader's split and subset here, if it selects the same of the old shards.
 
-    Raises `CheckpointMismatchError` for a subset that takes other samples of them now.
+    Raises `CheckpointMismatchError` for a subset that selects others.
     """
     field = stage_field(reader, "selection")
     part = reader.samples.first(old).selection
@@ -283,7 +277,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
 
 
 def _same_media(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
-    """The fields of what is known of the media, as they are here, if it is the same of the old shards as before."""
+    """The fields of known media here, if they are the same for the old shards."""
     known = reader.dataset.first_shards(old).known_media.settings()
     fields = {stage_field(reader, name): value for name, value in known.items()}
     return {field: here.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}

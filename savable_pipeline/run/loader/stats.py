@@ -1,7 +1,11 @@
-"""`Stats`: a loader's counters, as flat names and numbers; and a warning when the trainer waits too much for data.
+"""`Stats`, the counters of a loader, and `SourceLosses`, which notices lost sources.
 
-They are sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
-(`Slowest`).
+`Stats` has sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
+(`Slowest`). It warns when the trainer waits too much for data.
+
+`SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It ends a
+run that gets nothing from a source. That depends only on the states of the lanes (`in_vain`), so a resumed run ends at
+the same step, and not because a source that had samples before the checkpoint has none for a while after it.
 """
 
 from __future__ import annotations
@@ -10,16 +14,23 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import NamedTuple
+from contextlib import suppress
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
+from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
-from savable_pipeline.run.loader.observer import BatchStep, Observer
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.position import BatchStep, Observer, Position
+from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
+from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
+from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.item_ref import batch_rows
+from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +40,10 @@ _STARVING = 0.25  # the share of a window above which waiting for data is a warn
 
 
 class Stats(Observer):
-    """Counters of one loader, since it was made.
+    """Counters of one loader since it was created.
 
-    `find_sources` returns the name of each source ("" without a `Blend`) by its tag; it is called once a batch has been
-    given.
+    `find_sources` returns the name of each source ("" without a `Blend`) by its tag. It is called after the first
+    batch.
     """
 
     def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
@@ -74,7 +85,7 @@ class Stats(Observer):
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
-        """Count the samples of a batch; of a single source without a look at the refs."""
+        """Count the samples of a batch, for a single source without their refs."""
         samples = step.delivery.samples
         if len(self._sources()) != 1:
             tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
@@ -99,10 +110,6 @@ class Stats(Observer):
             if name.endswith("/ns"):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
 
-    def on_counts(self, counts: Mapping[str, int | float]) -> None:
-        """Add counters of stages."""
-        self._counts.update(counts)
-
     def _warn_starving(self, seconds: float, waited: float) -> None:
         if waited < _STARVING * seconds:
             return
@@ -117,7 +124,7 @@ class Stats(Observer):
         )
 
     def _stage_shares(self) -> dict[str, float]:
-        """The share of each stage in the time that batches take to make, measured on some of them."""
+        """The fraction of each stage in the build time of batches, measured on some of them."""
         spent = {name[:-3]: number for name, number in self._counts.items() if name.endswith("/ns")}
         total = sum(spent.values())
         return {name: number / total for name, number in spent.items()} if total else {}
@@ -157,15 +164,12 @@ class Stats(Observer):
         }
 
     def _bytes_read(self) -> int:
-        """The bytes that were read, as those of the batches that were watched are of their items."""
+        """The bytes that were read, estimated from the batches that were watched."""
         seen, items = self._seen
         return int(seen * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
-        """Counts by source of a `Blend`: samples in batches.
-
-        Drawn and skipped ones, from the stages' counters.
-        """
+        """Counts by source of a `Blend`: samples in batches, and the counters of stages."""
         if not any(self._sources().values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
@@ -188,7 +192,7 @@ class Stats(Observer):
         return {name: which for name, (_, which) in self._slow().items()}
 
     def _slow(self) -> dict[str, tuple[float, str]]:
-        """The seconds of the slowest sample and shard, as far as they are known, and which they are."""
+        """The slowest sample and shard, if known: seconds and name."""
         found, sample, shard = {}, self._slowest.sample, self._slowest.shard
         if sample is not None:
             found["slowest_sample_s"] = sample.nanoseconds / 1e9, f"{sample.shard}, sample {untagged(sample.number)}"
@@ -198,7 +202,7 @@ class Stats(Observer):
 
 
 def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:
-    """The share of each packer's packs that holds tokens."""
+    """The packing efficiency of each packer."""
     fills = {}
     for name, tokens in counts.items():
         stage = name.removesuffix("/tokens")
@@ -212,17 +216,14 @@ _PERCENTS = (50, 90, 99)
 
 
 class Recent:
-    """Keeps the last `kept` numbers that were added."""
+    """The last `kept` numbers that were added."""
 
     def __init__(self, kept: int = 1024) -> None:
         self._numbers: deque[float] = deque(maxlen=kept)
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
-        """`NAME/p50`, `/p90` and `/p99`.
-
-        The least number that 50, 90 or 99 % do not exceed. None without numbers.
-        """
+        """`NAME/p50`, `/p90` and `/p99`, which so many percent do not exceed."""
         ordered = sorted(self._numbers)
         if ordered:
             for percent in _PERCENTS:
@@ -234,10 +235,7 @@ _MOST = 4096  # shards that are kept
 
 
 class SlowSample(NamedTuple):
-    """A sample.
-
-    Its shard, its number with the tag of its source, and the nanoseconds that its encoder took.
-    """
+    """A sample: its shard, tagged index, and the time of its encoder."""
 
     shard: str
     number: int
@@ -245,7 +243,7 @@ class SlowSample(NamedTuple):
 
 
 class Slowest:
-    """Sums up the times of samples by shard, reading included."""
+    """Sums of the times of samples by shard, including reads."""
 
     def __init__(self) -> None:
         self.sample: SlowSample | None = None
@@ -268,9 +266,152 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """The shard whose samples took longest on average, and that mean in s.
-
-        None while few have been timed.
-        """
+        """The shard with the longest mean time of a sample, in s; None at first."""
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
+
+
+log = logging.getLogger(__name__)
+
+_ENOUGH = 1000  # samples of a source before its share is looked at
+_MUCH = 0.1  # of a source's samples, or tokens
+_IN_VAIN = 10_000  # samples of a source of which none is given end the run, or all of its first epoch
+_EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
+_SHOWN = 5  # reasons in a message
+_MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skipped ones are "no ..."
+_CURES = {
+    "Encode": "Change the encoder or its settings, or the data",
+    "OnlinePacker": "Pass too_long='split', 'truncate' or 'skip'",
+    "BucketBatcher": "Raise the last bound",
+}
+
+
+class SourceLosses(Observer):
+    """What each stage uses and skips of each source, on the lanes of this rank.
+
+    Samples that `exclude=`, a decision, a filter or another setting drops do not count.
+    """
+
+    def __init__(self, local: LocalLanes) -> None:
+        self._local = local
+        self._kept: Counter[tuple[str, str]] = Counter()  # by stage and source: items, tokens and skipped tokens
+        self._left: dict[str, Counter[str]] = {}  # by stage and source: by reason
+        self._warned: set[str] = set()
+        self._due: Counter[str] = Counter()  # how many must have been left out when the states are looked at again
+
+    @cached_property
+    def _sources(self) -> dict[str, tuple[str, int]]:
+        """The name of each source ("" without a `Blend`) and its number of samples, 0 if it is off, by tag."""
+        stages = list(upstream(self._local.last_stage))
+        readers = [stage.info for stage in stages if not stage.sources]
+        off = frozenset[int]().union(*(stage.off_tags for stage in stages if isinstance(stage, Blend)))
+        return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
+
+    def _source(self, key: str) -> tuple[str, int]:
+        """The name and the number of samples of a stage's source; 0 for a removed one."""
+        return self._sources.get(key.rpartition("/")[2], ("", 0))
+
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Start again at a state, where lanes of other ranks may have used a source, too."""
+        return None if state is None else partial(self._load, state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._kept, self._left, self._due = Counter(), {}, Counter()
+        for number in lane_numbers(state):
+            with suppress(SavableError):  # of a lane that this rank does not need
+                in_vain = read_lanes(state, [number])[number].in_vain or {}
+                self._kept.update((key, "items") for key, found in in_vain.items() if not found)
+
+    def _count(self, counts: Mapping[str, int | float]) -> set[str]:
+        """Add the counters of a batch; return the stages and sources with a skipped sample."""
+        touched = set()
+        for name, number in counts.items():
+            of = OfSource.of(name) if "/source/" in name else None
+            if of is not None and of.reason:
+                self._left.setdefault(of.key, Counter())[of.reason] += int(number)
+                touched.add(of.key)
+            elif of is not None:
+                self._kept[of.key, of.what] += int(number)
+        return touched
+
+    def on_batch(self, step: BatchStep) -> None:
+        """Count a batch. Raises `EncodeError` for a source without a usable sample."""
+        if step.repeated is not None:
+            return
+        after = step.after
+        for key in self._count(step.delivery.counts):
+            population, left = self._source(key)[1], self._left[key].total()
+            own = population * len(after.lanes) // after.lane_count  # of an epoch, on the lanes of this rank
+            if population and not self._kept[key, "items"] and left >= self._due[key]:
+                found = self._in_vain(key, after)
+                total = reasons_of(found).total()
+                missing = min(_IN_VAIN, _EPOCHS * population) - total
+                if own == population:
+                    missing = min(missing, population - found[FIRST])
+                if found and missing <= 0:
+                    raise self._error(key, found, len(after.lanes))
+                self._due[key] = left + max(1, missing)
+            self._warn_of_share(key, min(_ENOUGH, own))
+
+    def on_epoch_end(self, over: Position) -> None:
+        """The same at the end of an epoch, when lanes have seen enough."""
+        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in over.lanes.items()]
+        for key in dict.fromkeys(key for state in states for key in state.in_vain or {}):
+            population, found = self._source(key)[1], self._in_vain(key, over)
+            enough = (population + 1) // 2 if len(over.lanes) == over.lane_count else _ENOUGH
+            if population and found and reasons_of(found).total() >= enough:
+                raise self._error(key, found, len(over.lanes))
+        for key in self._left:
+            self._warn_of_share(key, 1)
+
+    def _in_vain(self, key: str, at: Position) -> Counter[str]:
+        """What was skipped of a stage's source on all lanes; nothing once it has had a usable sample."""
+        found: Counter[str] = Counter()
+        for number, lane in at.lanes.items():
+            saved = unpack_state(lane.state, LaneState, f"lane {number}")
+            of_lane = (saved.in_vain or {}).get(key)
+            if of_lane == {} or (saved.batches and not saved.in_vain):  # else all have
+                self._kept[key, "items"] += 1
+                return Counter()
+            found.update(of_lane or {})
+        return found
+
+    def _error(self, key: str, in_vain: Counter[str], lanes: int) -> EncodeError:
+        stage, source = key.rpartition("/")[0], self._source(key)[0]
+        reasons = reasons_of(in_vain)
+        named, cure = f"the source {source!r}" if source else "the data", _cure(stage, reasons)
+        return EncodeError(
+            f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {cure}."
+            f"\n  on {lanes} lanes of this rank"
+        )
+
+    def _warn_of_share(self, key: str, enough: int) -> None:
+        """Warn once if more than a tenth of at least `enough` samples, or of tokens, is skipped."""
+        left, items = self._left[key].total(), self._kept[key, "items"]
+        lost, tokens = self._kept[key, "skipped_tokens"], self._kept[key, "tokens"]
+        share, share_of_tokens = left / max(1, left + items), lost / max(1, lost + tokens)
+        if key in self._warned or left + items < enough or max(share, share_of_tokens) <= _MUCH:
+            return
+        self._warned.add(key)
+        stage, source = key.rpartition("/")[0], self._source(key)[0]
+        log.warning(
+            "%s skips %.0f %% of %s%s: %s. %s.",
+            stage,
+            100 * share,
+            f"the source {source!r}" if source else "the samples",
+            f", {share_of_tokens:.0%} of its tokens" if lost else "",
+            _listed(self._left[key]),
+            _cure(stage, self._left[key]),
+        )
+
+
+def _cure(stage: str, reasons: Counter[str]) -> str:
+    """What to do about a stage that skips samples, by the most frequent reason."""
+    lacks_part = stage == "Encode" and reasons.most_common(1)[0][0].startswith("no ")
+    return _MISSING if lacks_part else _CURES.get(stage, "See loader.stats()")
+
+
+def _listed(reasons: Counter[str]) -> str:
+    """`'no txt' 990, 'empty' 10`."""
+    shown = ", ".join(f"{reason!r} {number:,}" for reason, number in reasons.most_common(_SHOWN))
+    return f"{shown} and {len(reasons) - _SHOWN} more reasons" if len(reasons) > _SHOWN else shown

@@ -72,7 +72,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of some descriptors. Raises OSError if the other end is closed."""
+        """Send a message with duplicates of some descriptors.
+
+        Raises OSError if the other end is closed.
+        """
         raw = memoryview(_HEAD.pack(len(message), len(descriptors)) + message)
         copies = [os.dup(descriptor) for descriptor in descriptors]
         self._unsent.append((raw, copies))

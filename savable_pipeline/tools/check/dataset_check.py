@@ -1,4 +1,4 @@
-"""Checking a dataset before a run: every byte is read, in several processes, and faults are listed."""
+"""Check a dataset before a run: read every byte in several processes and list errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from savable_pipeline.data.stores.opening import Source, find_source, with_setti
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check import file_check
-from savable_pipeline.tools.check.file_check import NOT_DECODED, ONE_KEYFRAME, Checking, Problem, ShardReport
+from savable_pipeline.tools.check.file_check import NOT_DECODED, ONE_KEYFRAME, CheckSettings, Problem, ShardReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Dataset:
     problems: list[Problem] = field(default_factory=list)  # found so far
 
 
-def check(
+def check_dataset(
     shards: Shards,
     *,
     processes: int | None = None,
@@ -67,11 +67,19 @@ def check(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
 ) -> CheckReport:
-    """Read every byte of a dataset, in `processes` processes (None: one per core); `progress` counts shards.
+    """Read every byte of a dataset and list its problems. Changes nothing.
 
-    Of audio and video a share is decoded, `decode`; `settings` are those of the store. Changes nothing. Raises
-    `ShardError` if there is no dataset to check, `RemoteError` if its server cannot be reached, ValueError for no share
-    and a setting that files of this kind do not have.
+    Args:
+        shards: The dataset.
+        processes: The number of processes. None (default): one per core.
+        decode: The fraction of audio and video parts to decode (default 1.0: all).
+        progress: Is called with the numbers of checked and of all shards.
+        settings: Settings of the store.
+
+    Raises:
+        ShardError: There is no dataset to check.
+        RemoteError: Its server cannot be reached.
+        ValueError: `decode` is not a fraction, or files of this format do not have a setting.
     """
     if not 0 <= decode <= 1:
         raise ValueError(f"decode must be a share of the audio and video, 0.0 to 1.0, not {decode}")
@@ -79,7 +87,7 @@ def check(
     source = find_source(shards, settings=chosen)
     form = with_settings(source, chosen)
     dataset = _find(source, form)
-    how = Checking(form, decode, {**source.settings, **chosen})
+    how = CheckSettings(form, decode, {**source.settings, **chosen})
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
@@ -154,7 +162,7 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
         yield f"{parts} not decoded: pip install 'savable_pipeline[media]'"
 
 
-def _answers(dataset: _Dataset, names: list[str], processes: int, how: Checking) -> Iterator[Answer]:
+def _answers(dataset: _Dataset, names: list[str], processes: int, how: CheckSettings) -> Iterator[Answer]:
     if not is_remote(dataset.root):
         yield from each_shard(partial(file_check.check_file, how=how), Path(dataset.root), names, processes)
         return

@@ -1,4 +1,4 @@
-"""Checking one file of a dataset: its scan, what lies beside it for others, then every part of every sample."""
+"""Check one file of a dataset: its scan, its sidecar files, then every part of every sample."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
-LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
-ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts: of long videos, and where PyAV is not installed
-_ZEROS = 64  # bytes at least: fewer may be meant
+LARGEST = 1 << 30  # bytes of a part that is read whole: no image or text is larger, but a video may be
+ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counted for long videos, and if PyAV is not installed
+_ZEROS = 64  # A part of fewer zero bytes may be intended.
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A fault of a dataset, of one of its shards, or of a part of a sample."""
+    """An error of a dataset, of one of its shards, or of a part of a sample."""
 
     reason: str
     detail: str
@@ -75,20 +75,26 @@ class ShardReport(msgspec.Struct):
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
     links: Links = Links(0)
-    counts: dict[str, int] = {}  # images and media of which there is something to say
+    counts: dict[str, int] = {}  # doubtful images and media, by reason
 
 
 @dataclass(frozen=True, slots=True)
-class Checking:
-    """How files are checked: their format, the share of audio and video to decode, and the settings of their store."""
+class CheckSettings:
+    """How to check files.
+
+    Args:
+        form: Their format.
+        share: The fraction of audio and video parts to decode.
+        settings: Settings of their store.
+    """
 
     form: Format = TARS
     share: float = 1.0
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def check_file(root: Path, name: str, how: Checking) -> ShardReport:
-    """Read all of a file. Its content is dropped; faults become problems."""
+def check_file(root: Path, name: str, how: CheckSettings) -> ShardReport:
+    """Read all of a file and turn its errors into problems."""
     form = how.form
     table = form.scan(root, name)
     entry, found = table.entry, _Found(how.share)
@@ -118,8 +124,8 @@ def check_file(root: Path, name: str, how: Checking) -> ShardReport:
     return report
 
 
-def _store(how: Checking, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
-    """The store of these files, with an index aside: nothing is changed beside them."""
+def _store(how: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
+    """Open the store of these files with an index in another folder, so that their own folder is not changed."""
     write_index(path, tables, how.form)
     files = IndexedFiles(how.form, how.form.index_at(path), path, None, root, tolerant=True)
     return store_of(files, inspect=True, **how.settings)
@@ -148,19 +154,19 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
 
 
 def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:
-    """A problem for each video of an episode that has fewer frames than its row lists; nothing is decoded."""
+    """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
     times: dict[str, NDArray[np.float64]] = {}  # of the frames of each file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
             try:
-                said = msgspec.json.decode(store.read(0, row, part), type=EpisodeRange)
-                if said.path not in times:
-                    if not is_inside(said.path):
-                        raise ShardError(f"the path {said.path!r} leads out of the folder: put the file below it")
-                    with (root / said.path).open("rb") as file, Video(file, said.path) as video:
-                        times[said.path] = video.frame_times()
-                count = round((said.end_s - said.begin_s) * said.fps)
-                if lacking := frames_lacking(times[said.path], said.begin_s, count, said.fps):
+                episode = msgspec.json.decode(store.read(0, row, part), type=EpisodeRange)
+                if episode.path not in times:
+                    if not is_inside(episode.path):
+                        raise ShardError(f"the path {episode.path!r} leads out of the folder: put the file below it")
+                    with (root / episode.path).open("rb") as file, Video(file, episode.path) as video:
+                        times[episode.path] = video.frame_times()
+                count = round((episode.end_s - episode.begin_s) * episode.fps)
+                if lacking := frames_lacking(times[episode.path], episode.begin_s, count, episode.fps):
                     fault = f"missing frames: the video has {count - lacking} of the {count} that the metadata lists"
                     yield _problem(store, name, row, part, fault)
             except ImportError:
@@ -170,7 +176,7 @@ def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) ->
 
 
 class _Found:
-    """What is counted in a file, by part or column."""
+    """Counts of a file, by part or column."""
 
     def __init__(self, share: float) -> None:
         self.share = share  # of audio and video to decode
@@ -182,20 +188,20 @@ class _Found:
 
 
 def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[Problem]:
-    """A problem for each column whose rows name files without their bytes."""
+    """Yield a problem for each column whose rows name files without their bytes."""
     for column, count in sorted(found.named.items()):
         detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
-def check_remote_file(folder: Path, name: str, url: str, how: Checking) -> ShardReport:
-    """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    beside = {each for form in FORMATS for each in form.names_beside(name)}
+def check_remote_file(folder: Path, name: str, url: str, how: CheckSettings) -> ShardReport:
+    """Check a remote file: download it to an empty folder, and remove it afterwards."""
+    sidecars = {each for form in FORMATS for each in form.names_beside(name)}
     session = Session.of()
-    with tempfile.TemporaryDirectory(dir=folder) as aside:  # what lies beside it lies beside those of others too
+    with tempfile.TemporaryDirectory(dir=folder) as aside:  # two files may have one sidecar
         own = Path(aside)
         try:
-            names = [name, *sorted(beside)]
+            names = [name, *sorted(sidecars)]
             for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
                 if stat is not None:
                     session.call("whole", url, each, stat[0], str(own / each))
@@ -224,7 +230,7 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
 
 
 def _media_fault(store: RecordStore, name: str, row: int, extension: str, found: _Found) -> str:
-    """Why a part that is audio or video cannot be right, if it is among those that are decoded; else ""."""
+    """Return why an audio or video part cannot be decoded, or "" if it can or is not chosen for decoding."""
     if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= found.share * 2.0**64:
         return ""
     try:
@@ -238,7 +244,7 @@ def _media_fault(store: RecordStore, name: str, row: int, extension: str, found:
 
 
 def _after_damage(store: RecordStore, row: int, reason: str) -> int:
-    """The next row to read: where rows are decoded in groups, the first of the next group."""
+    """Return the next row to read. Where rows are decoded in groups, it is the first of the next group."""
     whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
     if not isinstance(store, GroupedStore) or not whole:
         return row + 1
@@ -253,7 +259,10 @@ def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str
 
 
 def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    """Why a part cannot be right, as `reason: detail`; empty if it can. What its header says beside is counted."""
+    """Return why a part cannot be right, as `reason: detail`, or "" if it can.
+
+    Doubts about the header of an image are added to `counts`.
+    """
     if len(data) >= _ZEROS and not data.strip(b"\0"):
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = decode_error(extension, data) or utf8_error(extension, data)

@@ -1,4 +1,4 @@
-"""Helpers of commands: consoles, printable text, errors as lines, progress."""
+"""Helpers of commands: consoles, escape_markup text, errors as lines, progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ out = console()  # results
 err = console(stderr=True)  # progress and errors
 
 
-def printable(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Escape any text for a console: markup, and characters that a terminal obeys.
 
     An example is `\\x1b`.
@@ -55,13 +55,13 @@ def print_counts(console: Console, word: str, counts: Mapping[str, int], some: s
     """Print in how many samples each part is `word`, in one line, if lines are any."""
     lines = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
     if lines:
-        console.print(printable(f"{word}: {', '.join(lines)}{some}"))
+        console.print(escape_markup(f"{word}: {', '.join(lines)}{some}"))
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:
     """Print each warning on a line."""
     for warning in warnings:
-        console.print(printable(f"warning: {warning}"))
+        console.print(escape_markup(f"warning: {warning}"))
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def errors_as_lines() -> Iterator[None]:
         yield
     except (SavableError, ValueError, OSError, ImportError) as error:
         line = clean_address(" ".join(str(error).split()))
-        err.print(f"[bold red]error:[/] {printable(line)}")
+        err.print(f"[bold red]error:[/] {escape_markup(line)}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         err.print("stopped")
@@ -81,7 +81,7 @@ def errors_as_lines() -> Iterator[None]:
 def exit_failed(words: str, *, as_json: bool = False) -> NoReturn:
     """Exit with 1 after a last line that says why."""
     if not as_json:
-        out.print(f"[bold red]FAILED:[/] {printable(words)}")
+        out.print(f"[bold red]FAILED:[/] {escape_markup(words)}")
     raise typer.Exit(1)
 
 
@@ -189,5 +189,5 @@ class _Lines:
     def __call__(self, done: int, total: int, size: int = 0) -> None:
         rate, now = self._rate.text(done, size), time.monotonic()
         if now >= self._next:
-            self._console.print(printable(self._line.format(done, total) + (f" ({rate})" if rate else "")))
+            self._console.print(escape_markup(self._line.format(done, total) + (f" ({rate})" if rate else "")))
             self._next = now + _LINE_EVERY_S

@@ -23,6 +23,7 @@ from savable_pipeline.tools.cli.console import (
     WorkersOption,
     err,
     errors_as_lines,
+    escape_markup,
     exit_failed,
     input_option,
     out,
@@ -30,7 +31,6 @@ from savable_pipeline.tools.cli.console import (
     parallel_option,
     print_counts,
     print_warnings,
-    printable,
     progress_of,
 )
 
@@ -100,7 +100,7 @@ def convert(
             unpacked_bytes=unpacked_bytes,
         )
         found = find_files(source, format)
-        err.print(printable(f"reading {source}: {found.words}"))
+        err.print(escape_markup(f"reading {source}: {found.words}"))
         check_reshard(found, reshard)
         with (
             engine_named(engine, workers) as cluster,
@@ -197,10 +197,10 @@ def print_report(console: Console, report: Report, path: str) -> None:
         return
     console.print(f"{len(report.rejected):,} rejected:")
     for reason, count in Counter(reject.reason for reject in report.rejected).most_common():
-        console.print(f"  {count:>7,} × {printable(reason)}")
+        console.print(f"  {count:>7,} × {escape_markup(reason)}")
     for reject in report.rejected[:_SHOWN]:
         detail = f" ({reject.detail})" if reject.detail else ""
-        console.print(printable(f"  {reject.file}: {reject.reason}{detail}"))
+        console.print(escape_markup(f"  {reject.file}: {reject.reason}{detail}"))
     if len(report.rejected) > _SHOWN:
         console.print(f"  … {len(report.rejected) - _SHOWN:,} more")
-    console.print(printable(f"all of them: {path}"))
+    console.print(escape_markup(f"all of them: {path}"))

@@ -25,13 +25,13 @@ from savable_pipeline.tools.cli.console import (
     check_output,
     err,
     errors_as_lines,
+    escape_markup,
     exit_failed,
     input_option,
     out,
     output_option,
     print_counts,
     print_warnings,
-    printable,
     progress_of,
 )
 from savable_pipeline.tools.cli.convert_command import EngineOption, engine_named
@@ -100,27 +100,27 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     if as_json:
         out.print(json.dumps(_info_object(info), indent=2), markup=False)
         return
-    out.print(printable(f"{clean_address(path)}: {_size_text(len(info.shards), info.samples, info.size)}"))
+    out.print(escape_markup(f"{clean_address(path)}: {_size_text(len(info.shards), info.samples, info.size)}"))
     facts = Table("", "", show_header=False, box=None)
     if len(info.shards) > 1:
         smallest, largest = _extremes(info)
         facts.add_row("smallest shard", _shard_text(smallest))
         facts.add_row("largest shard", _shard_text(largest))
     for split, count in info.splits.items():
-        facts.add_row(f"split {printable(split)}", f"{counted(count, 'sample')}")
+        facts.add_row(f"split {escape_markup(split)}", f"{counted(count, 'sample')}")
     first = ", ".join(f"{extension} {human_bytes(size)}" for extension, size in info.first_parts.items())
-    facts.add_row("first sample", printable(f"{info.first_key}: {first}"))
+    facts.add_row("first sample", escape_markup(f"{info.first_key}: {first}"))
     out.print(facts)
     some = "" if info.looked_at == info.samples else f" (of {info.looked_at:,} looked at)"
     parts = Table("part", f"samples{some}", "mean size")
     for extension, part in info.parts.items():
-        parts.add_row(printable(extension), f"{part.samples:,}", human_bytes(part.mean))
+        parts.add_row(escape_markup(extension), f"{part.samples:,}", human_bytes(part.mean))
     out.print(parts)
     if info.media:
         media = Table("media", "parts", "hours", "size", "fps", "rate", "cannot be read")
-        for extension, found in info.media.items():
-            hours, broken = f"{found.hours:,.2f}" if found.hours else "", f"{found.broken:,}" if found.broken else ""
-            media.add_row(printable(extension), f"{found.parts:,}", hours, found.size, found.fps, found.rate, broken)
+        for extension, kind in info.media.items():
+            hours, broken = f"{kind.hours:,.2f}" if kind.hours else "", f"{kind.broken:,}" if kind.broken else ""
+            media.add_row(escape_markup(extension), f"{kind.parts:,}", hours, kind.size, kind.fps, kind.rate, broken)
         out.print(media)
     print_counts(out, "null", info.nulls, some)
     print_counts(out, "empty", {extension: part.empty for extension, part in info.parts.items()}, some)
@@ -137,7 +137,7 @@ def _extremes(info: Info) -> tuple[ShardEntry, ShardEntry]:
 
 
 def _shard_text(entry: ShardEntry) -> str:
-    return printable(f"{entry.name}: {counted(entry.samples, 'sample')}, {human_bytes(entry.size)}")
+    return escape_markup(f"{entry.name}: {counted(entry.samples, 'sample')}, {human_bytes(entry.size)}")
 
 
 def _info_object(info: Info) -> dict[str, object]:
@@ -185,7 +185,7 @@ def index(
                 describe_indexed(Path(path), index_path)
         _print_index(index_path, faults)
         if text := unfinished(Path(path)):
-            err.print(printable(f"warning: {text}"))
+            err.print(escape_markup(f"warning: {text}"))
         broken = _index_media(path, workers) if media else 0
     if faults or broken:
         reasons = [counted(len(faults), "damaged shard")] * bool(faults) + [counted(broken, "unreadable header")] * (
@@ -206,16 +206,16 @@ def _index_media(path: str, workers: int | None) -> int:
 
 def _print_index(index_path: Path, entries: list[ShardEntry]) -> None:
     """Where the index is, and the shards that could not be read to the end."""
-    out.print(printable(f"index: {index_path}"))
+    out.print(escape_markup(f"index: {index_path}"))
     for entry in entries:
-        out.print(printable(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
+        out.print(escape_markup(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
 
 
 def _print_media_table(index_path: Path, faults: MediaFaults) -> None:
     """Where the table of media is, and the parts whose headers cannot be read."""
-    out.print(printable(f"media table: {index_path}"))
+    out.print(escape_markup(f"media table: {index_path}"))
     for message in faults.messages:
-        out.print(printable(message))
+        out.print(escape_markup(message))
     if faults.count > len(faults.messages):
         out.print(f"and {faults.count - len(faults.messages):,} more that cannot be read")
 
@@ -236,7 +236,7 @@ def check(
 
     Nothing is changed. Audio and video are decoded to their end. The exit code is 1 if there is a problem.
     """
-    from savable_pipeline.tools.check.dataset_check import check as check_dataset
+    from savable_pipeline.tools.check.dataset_check import check_dataset
 
     with errors_as_lines():
         settings = _settings(key_end, classes, key_field, columns, file_field, files_from)
@@ -266,7 +266,7 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
     print_warnings(out, report.warnings)
     reasons = Counter(problem.reason for problem in report.problems).most_common()
     for reason, count in reasons if len(reasons) > 1 else ():
-        out.print(f"  {count:>7,} × {printable(reason)}")
+        out.print(f"  {count:>7,} × {escape_markup(reason)}")
     for alike in _alike(report.problems):
         about = f"{where}: " if (where := _where(alike[0])) else ""  # else of the dataset
         more = ", ".join(_where(problem) for problem in alike[1 : 1 + _NAMED])
@@ -274,7 +274,7 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
         more = f" ({len(alike):,} times; also {more})" if more else ""
         text = alike[0].detail  # the error of a table has the reason in it
         text = text if f"{alike[0].reason}:" in text else f"{alike[0].reason}: {text}"
-        out.print(printable(f"{about}{text}{more}"))
+        out.print(escape_markup(f"{about}{text}{more}"))
 
 
 def _alike(problems: list[Problem]) -> list[list[Problem]]:
@@ -331,9 +331,9 @@ def preview(
             replace_file(output.with_name(name), [page])
             sizes.append(len(page))
     more = f" and {counted(len(sizes) - 1, 'page')} more" if len(sizes) > 1 else ""
-    out.print(printable(f"{output}{more}: {human_bytes(sum(sizes))}"))
+    out.print(escape_markup(f"{output}{more}: {human_bytes(sum(sizes))}"))
     if fault:
-        err.print(f"[bold red]error:[/] a batch could not be built: {printable(fault)}")
+        err.print(f"[bold red]error:[/] a batch could not be built: {escape_markup(fault)}")
         raise typer.Exit(1)
 
 

@@ -11,10 +11,10 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.tools.cli.console import (
     check_output,
     errors_as_lines,
+    escape_markup,
     input_option,
     out,
     output_option,
-    printable,
 )
 
 ledger_app = typer.Typer(help="Look up what a run received, in its ledger.", no_args_is_help=True)
@@ -41,13 +41,13 @@ def find(
         for key, found in Ledger(folder).find(keys, source=source, data=data).items():
             missing |= not found
             if not found:
-                out.print(printable(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
+                out.print(escape_markup(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
             for each in found or ():
                 of = f" of {each.source}" if each.source else ""
                 lost = ", lost: the run was resumed from a place before it" if each.lost else ""
                 where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
                 became = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
-                out.print(printable(f"{key}{of}: epoch {each.epoch}, {where}{became}{lost}"))
+                out.print(escape_markup(f"{key}{of}: epoch {each.epoch}, {where}{became}{lost}"))
     if missing:
         raise typer.Exit(1)
 
@@ -65,7 +65,7 @@ def batch(
 ) -> None:
     """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
-    from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
+    from savable_pipeline.run.loader.ledger import make_again  # with torch, which takes seconds
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 
@@ -78,12 +78,12 @@ def batch(
         if output is not None:
             number = slot // rebuilt.given.start.lanes
             replace_file(output, [batch_page(rebuilt.stage, rebuilt.stage.lane, title, number, rebuilt.batch)])
-            out.print(printable(str(output)))
+            out.print(escape_markup(str(output)))
         if save is not None:
             import torch
 
             torch.save(rebuilt.batch, save)
-            out.print(printable(str(save)))
+            out.print(escape_markup(str(save)))
 
 
 @ledger_app.command(epilog="Example: `savable ledger report runs/ledger -o report.html`")
@@ -98,4 +98,4 @@ def report(
     with errors_as_lines():
         check_output(output)
         replace_file(output, [report_page(LedgerFiles(folder))])
-        out.print(printable(str(output)))
+        out.print(escape_markup(str(output)))

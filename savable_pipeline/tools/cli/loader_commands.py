@@ -20,11 +20,11 @@ from savable_pipeline.tools.cli.console import (
     TargetArgument,
     err,
     errors_as_lines,
+    escape_markup,
     input_option,
     out,
     output_option,
     parallel_option,
-    printable,
     progress_of,
 )
 
@@ -73,20 +73,20 @@ def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
             json.dumps({**asdict(plan), "verdict": verdict(plan), "advice": advice(plan)}, indent=2), markup=False
         )
         return
-    out.print(printable(verdict(plan)))
+    out.print(escape_markup(verdict(plan)))
     facts = Table("", "", "known from", box=None)
     for section in sections(plan):
         facts.add_row(f"[bold]{section.title}[/]")
         for name, *rest in section.facts:
-            facts.add_row(printable(f"  {name}"), *map(printable, rest))
+            facts.add_row(escape_markup(f"  {name}"), *map(escape_markup, rest))
     out.print(facts)
     names, *rows = lanes_rows(plan)
     lanes = Table(*names, box=None)
     for row in rows:
-        lanes.add_row(*map(printable, row))
+        lanes.add_row(*map(escape_markup, row))
     out.print(lanes)
     for tip in advice(plan):
-        out.print(printable(f"tip: {tip}"))
+        out.print(escape_markup(f"tip: {tip}"))
 
 
 def verify_resume(
@@ -124,7 +124,7 @@ def verify_resume(
             lanes=lanes,
             pictures=pictures,
         )
-        err.print(printable(f"each segment of {target} starts a new Python process, which can take seconds"))
+        err.print(escape_markup(f"each segment of {target} starts a new Python process, which can take seconds"))
         with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
             verdict = verify(plan, progress)
         _print_verdict(plan, verdict)
@@ -140,7 +140,7 @@ def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
     legs = verdict.legs
     cuts = _listed([str(leg.start) for leg in legs[1:]])
     out.print(
-        printable(
+        escape_markup(
             f"OK: {plan.target} resumes exactly. {_batches(verdict)} are equal in every byte, interrupted after "
             f"{cuts} of them."
         )
@@ -165,12 +165,12 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     where = (
         f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
     )
-    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {printable(ran)}")
+    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {escape_markup(ran)}")
     for name, value in lines.items():
-        out.print(f"  {name:<9} " + "\n".join(map(printable, value.splitlines())))
+        out.print(f"  {name:<9} " + "\n".join(map(escape_markup, value.splitlines())))
     out.print(f"  {_hint(mismatch)}")
     out.print(
-        printable(
+        escape_markup(
             f"  {_batches(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
             f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1."
         )
@@ -246,10 +246,10 @@ def _print_state(state: StateSummary) -> None:
     settings = Table("setting", "value", title="the run", title_justify="left")
     for name, value in state.settings.items():
         if value is not None:
-            settings.add_row(printable(name), printable(_setting(name, value)))
+            settings.add_row(escape_markup(name), escape_markup(_setting(name, value)))
     out.print(settings)
     versions = [f"{name} {version}" for name, version in state.environment.items()]
-    out.print(printable(f"written with {', '.join(versions)}"), soft_wrap=False)
+    out.print(escape_markup(f"written with {', '.join(versions)}"), soft_wrap=False)
     if begun:
         out.print(_lanes_table(begun, state.lane_bytes))
 
@@ -275,7 +275,7 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
                 saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
         about = f"{counted(row['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
         for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
-            names = "" if number else str(lane), printable(stage), printable(", ".join(fields))
+            names = "" if number else str(lane), escape_markup(stage), escape_markup(", ".join(fields))
             table.add_row(*names, end_section=number == len(saved))
     return table
 
@@ -318,7 +318,7 @@ def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
     width = max(map(len, rows), default=0)
     for name, (one, other) in rows.items():
         between = " against " if len(one) + len(other) < 60 - width else f"\n  {'against':>{width}} "
-        out.print(f"  {printable(name):<{width}} {printable(one)}{between}{printable(other)}")
+        out.print(f"  {escape_markup(name):<{width}} {escape_markup(one)}{between}{escape_markup(other)}")
 
 
 def serve(

@@ -48,8 +48,20 @@ from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.tools.convert import WORDS
 
+WORDS = {
+    "folder": "a folder of files",
+    "jsonl": "JSONL",
+    "json": "JSON arrays",
+    "csv": "tables (CSV or TSV)",
+    "mds": "MDS of Mosaic Streaming",
+    "litdata": "LitData",
+    "tar": "tars",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "lerobot": "LeRobot",
+    "tokens": "token files",
+}
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 _MANY = 4096  # files whose first bytes are read: more are seldom compressed under the names of plain ones

@@ -69,8 +69,8 @@ def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     yours = " (default)" if plan.by_default else " (yours)"
     for each in plan.choices:
         mark = yours if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
-        known = each.steps is not None and each.left_share is not None and plan.steps.how != "unknown"
-        numbers = (f"{each.steps:,.0f}", f"{each.left_share:.2%}" * bool(each.left_share)) if known else ("", "")
+        known = each.steps is not None and each.unused_share is not None and plan.steps.how != "unknown"
+        numbers = (f"{each.steps:,.0f}", f"{each.unused_share:.2%}" * bool(each.unused_share)) if known else ("", "")
         shown = ", ".join(map(str, each.worlds[-_WORLDS:]))
         ranks = f"{'… ' if len(each.worlds) > _WORLDS else ''}{shown}" + f"; not {plan.ranks}" * (not each.fits)
         rows.append((f"{each.lanes}{mark}", ranks, str(each.workers) if each.fits else "", *numbers))
@@ -87,8 +87,8 @@ def _better(plan: RunPlan) -> str:
     reasons = []
     if more := sorted(set(better.worlds) - set(ours.worlds)):
         reasons.append(f"also serves {', '.join(map(str, more))} ranks")
-    if (better.left_share or 0.0) < (ours.left_share or 0.0):
-        reasons.append(f"leaves {better.left_share or 0.0:.2%} of an epoch over instead of {ours.left_share:.2%}")
+    if (better.unused_share or 0.0) < (ours.unused_share or 0.0):
+        reasons.append(f"leaves {better.unused_share or 0.0:.2%} of an epoch over instead of {ours.unused_share:.2%}")
     if better.workers > ours.workers:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
     fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
@@ -116,9 +116,9 @@ def _steps(plan: RunPlan) -> Iterator[Fact]:
     yield Fact(_per_epoch(plan), f"{steps.steps:,.0f}", how)
     if steps.filler_rows:
         yield Fact("padding rows", f"{steps.filler_rows:,.0f}", how)
-    if steps.left_samples:
-        share = steps.left_samples / max(1, plan.population)
-        unused = f"{counted(round(steps.left_samples), 'sample')} ({share:.2%})"
+    if steps.unused_samples:
+        share = steps.unused_samples / max(1, plan.population)
+        unused = f"{counted(round(steps.unused_samples), 'sample')} ({share:.2%})"
         yield Fact('left over by tail="stop"', unused, how)
 
 

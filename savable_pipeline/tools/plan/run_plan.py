@@ -94,9 +94,9 @@ class Steps:
     how: How
     endless: bool
     steps: float
-    left_batches: float
+    unused_batches: float
     """That no rank receives: of lanes that have more than the others (`tail="stop"`)."""
-    left_samples: float
+    unused_samples: float
     filler_rows: float
     """Rows that only fill up the last steps (`tail="pad"`)."""
     epoch_slots: int | None = None
@@ -116,7 +116,7 @@ class LanesChoice:
     workers: int
     """That a rank can have at most."""
     steps: float | None
-    left_share: float | None
+    unused_share: float | None
 
 
 def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
@@ -161,7 +161,7 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
             continue
         parts = builder.build(0, lanes)
         steps = count_steps(settings, parts, ranks=ranks)
-        unused = None if steps.how == "unknown" else steps.left_samples / population
+        unused = None if steps.how == "unknown" else steps.unused_samples / population
         choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused))
     return choices
 
@@ -173,8 +173,8 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     """
     fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
     fitting = fitting or [each for each in choices if each.fits]
-    least = min(each.left_share or 0.0 for each in fitting)
-    good = [each for each in fitting if (each.left_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
+    least = min(each.unused_share or 0.0 for each in fitting)
+    good = [each for each in fitting if (each.unused_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
     most = max(len(each.worlds) for each in good)
     best = [each.lanes for each in good if len(each.worlds) == most]
     return planned if planned in best else best[0]

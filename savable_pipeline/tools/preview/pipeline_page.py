@@ -13,7 +13,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
-from savable_pipeline.run.loader.trace import traced_rows
+from savable_pipeline.run.loader.observers import traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import PipelineFunction, upstream
 from savable_pipeline.stages.stage import Stage

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.observers import TracedSample
 from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.trace import TracedSample
 from savable_pipeline.stages.batch_difference import Difference, digest, find_difference
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.tools.verify.target import load_target
@@ -268,7 +268,7 @@ def _first_number(path: str) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-def serve(orders: TextIO, answers: TextIO) -> None:
+def serve_orders(orders: TextIO, answers: TextIO) -> None:
     """Carry out orders until there are no more."""
     leg = LegProcess()
     for line in orders:
@@ -295,7 +295,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     try:
-        serve(orders, answers)
+        serve_orders(orders, answers)
     except (KeyboardInterrupt, BrokenPipeError):  # the command receives Ctrl-C too, and reports it
         sys.exit(130)
 

@@ -163,7 +163,9 @@ class EnergonLoader(SavableLoader):
             self.load_state_dict(state)
 
     def save_state_global(self, global_dst_rank: int) -> dict[str, Any] | None:
-        """Return the state of all ranks on one of them, and None on the others. Collective.
+        """Gather the state of all ranks on one of them; the others get None.
+
+        Collective.
 
         Args:
             global_dst_rank: The rank that gets it.

@@ -21,7 +21,7 @@ from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from tests.conftest import write_tar
 
 
@@ -199,7 +199,7 @@ def test_a_shard_of_zeros_is_an_error_and_counted_where_it_is_skipped(make_shard
         file.truncate(size)
     with pytest.raises(ShardError, match=r"0001\.tar: zeros at byte (0|21504), .* zero-filled"):
         open_any(root)
-    (problem,) = check(root, processes=1).problems
+    (problem,) = check_dataset(root, processes=1).problems
     assert (problem.shard, problem.reason) == ("0001.tar", "damaged shard")
     reader = sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == (100 if filled == "wholly" else 120)  # the last before the zeros may go on behind them
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
     reader = sp.TarShardReader(shards, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 3
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
-    assert "unlistable folder" in {problem.reason for problem in check(shards, processes=1).problems}
+    assert "unlistable folder" in {problem.reason for problem in check_dataset(shards, processes=1).problems}
     with pytest.raises(ShardError, match="cannot be listed"):
         sp.TarShardReader(shards, sp.Lane(), on_error=lambda error: False)
 

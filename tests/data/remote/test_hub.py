@@ -24,7 +24,7 @@ from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.paths import HubAddress, without_commit
 from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_hub import ToyHub, hub_here
 
@@ -285,7 +285,7 @@ def test_the_commands_and_mixtures_take_an_address_of_the_hub(
     commit = hub.commit(repository(tmp_path / "repo"))
     info = dataset_info(NAME)
     assert (info.root, info.samples) == (f"{NAME}@{commit}", 2 * ROWS)
-    assert check(NAME, processes=1).problems == []
+    assert check_dataset(NAME, processes=1).problems == []
     report = run_conversion(NAME, tmp_path / "shards", Options(), workers=1)
     assert report.samples == 2 * ROWS and any(is_tar(path.name) for path in (tmp_path / "shards").iterdir())
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: '{NAME}/data', weight: 1}}}}")

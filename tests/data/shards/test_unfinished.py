@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.toy_files import SMALL, fill
@@ -48,11 +48,11 @@ def test_what_a_stopped_conversion_left_is_read_with_a_warning_until_it_has_ende
     stopped_conversion(source, target)
     (warning,) = warned(target, caplog)
     assert warning.startswith(f"{target}: samples are missing") and "same command again" in warning
-    assert [problem.reason for problem in check(target, processes=1).problems] == ["unfinished"]
+    assert [problem.reason for problem in check_dataset(target, processes=1).problems] == ["unfinished"]
     assert "\nunfinished: " in CliRunner().invoke(app, ["check", str(target)]).stdout
     run_conversion(source, target, SMALL)
     assert warned(target, caplog) == []
-    assert check(target, processes=1).problems == []
+    assert check_dataset(target, processes=1).problems == []
 
 
 def test_what_a_stopped_writer_left_is_read_with_a_warning_until_it_has_ended(
@@ -62,7 +62,7 @@ def test_what_a_stopped_writer_left_is_read_with_a_warning_until_it_has_ended(
         write(tmp_path, 5, fail=True)
     (warning,) = warned(tmp_path, caplog)
     assert "sp.ShardWriter" in warning
-    assert [problem.reason for problem in check(tmp_path, processes=1).problems] == ["unfinished"]
+    assert [problem.reason for problem in check_dataset(tmp_path, processes=1).problems] == ["unfinished"]
     write(tmp_path, 5)
     assert warned(tmp_path, caplog) == []
 

@@ -25,7 +25,7 @@ from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from savable_pipeline.data.stores.opening import open_store
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from tests.support.draws import draws
 from tests.support.processes import run_forked
 from tests.support.toy_samples import plain_png
@@ -455,7 +455,7 @@ def test_a_file_that_aborts_pyarrow_is_an_error_that_names_it_and_the_others_are
         sp.open_dataset(tmp_path)
     reader = custom.ParquetReader(tmp_path, sp.Lane(), epochs=1, shuffle=False, on_error="skip")
     assert [sample["b"] for sample in reader] == [b"x", b"y"]
-    assert [fault in problem.detail for problem in check(tmp_path, processes=1).problems] == [True]
+    assert [fault in problem.detail for problem in check_dataset(tmp_path, processes=1).problems] == [True]
 
 
 def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.opening import find_source, index_any
 from savable_pipeline.testing import assert_exact_resume
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from tests.project.pages import ROOT, blocks_of
 
 PAGE = ROOT / "docs/own-format.md"
@@ -52,7 +52,7 @@ def test_files_are_recognized_and_read_and_a_cut_one_is_an_error(tmp_path: Path)
     samples = sp.open_dataset(folder)
     assert [sample.key for sample in samples] == ["0.fvecs:0", "0.fvecs:1", "0.fvecs:2", "1.fvecs:0", "1.fvecs:1"]
     assert np.frombuffer(samples[3]["vector"], np.float32).tolist() == [9, 10, 11]
-    report = check(folder, processes=1)
+    report = check_dataset(folder, processes=1)
     assert (report.samples, report.problems) == (5, [])
     with (folder / "1.fvecs").open("ab") as file:
         file.write(b"x")

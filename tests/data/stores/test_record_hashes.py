@@ -13,7 +13,7 @@ import xxhash
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.tools.check.dataset_check import check
+from savable_pipeline.tools.check.dataset_check import check_dataset
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
 
 HASHES = {"sha1": lambda data: hashlib.sha1(data).hexdigest(), "xxh3_64": lambda data: xxhash.xxh3_64(data).hexdigest()}
@@ -49,11 +49,11 @@ def test_a_changed_value_is_found_by_check_and_convert_and_by_a_reader_that_vali
     tmp_path: Path, algorithm: str
 ) -> None:
     right = hashed(write_captioned_mds(tmp_path / "right"), algorithm)
-    assert not check(str(right)).problems
+    assert not check_dataset(str(right)).problems
     assert len(list(custom.MdsReader(right, sp.Lane(), epochs=1, validate_hash=algorithm))) == 10
     folder = hashed(write_captioned_mds(tmp_path / "mds"), algorithm)
     change_caption(folder, "shard.00001.mds")  # before it is indexed
-    (problem,) = check(str(folder)).problems
+    (problem,) = check_dataset(str(folder)).problems
     assert (problem.reason, problem.shard) == ("wrong hash", "shard.00001.mds")
     assert f"its {algorithm} is " in problem.detail
     with pytest.raises(ValueError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is .*, index\.json says "):
@@ -72,17 +72,17 @@ def test_a_compressed_shard_has_the_hash_of_the_compressed_file(tmp_path: Path) 
     folder = hashed(write_captioned_mds(tmp_path / "mds", packed="zstd"), "sha1")
     assert sp.convert(folder, tmp_path / "right").samples == 10
     assert len(list(custom.MdsReader(folder, sp.Lane(), epochs=1, validate_hash="sha1"))) == 10
-    assert not check(str(folder)).problems
+    assert not check_dataset(str(folder)).problems
     index = (folder / "index.json").read_text()
     said = json.loads(index)["shards"][2]["zip_data"]["hashes"]["sha1"]
     (folder / "index.json").write_text(index.replace(said, "0" * 40))
-    (problem,) = check(str(folder)).problems
+    (problem,) = check_dataset(str(folder)).problems
     assert problem.shard == "shard.00002.mds.zstd" and "0" * 40 in problem.detail
 
 
 def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_an_error(tmp_path: Path) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds"))
-    assert not check(str(folder)).problems
+    assert not check_dataset(str(folder)).problems
     with pytest.raises(ValueError, match="validate_hash must be an algorithm of hashlib or xxhash, not 'ours'"):
         custom.MdsReader(folder, sp.Lane(), validate_hash="ours")
     with pytest.raises(sp.ShardError, match=r"index\.json has no sha256 of it, but ours"):
@@ -91,5 +91,5 @@ def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_a
 
 def test_what_has_no_hashes_is_read_as_before(tmp_path: Path) -> None:
     folder = write_captioned_litdata(tmp_path / "litdata")
-    assert not check(str(folder)).problems
+    assert not check_dataset(str(folder)).problems
     assert open_any(folder).count == 10

@@ -413,7 +413,7 @@ OURS = tuple(
     for name in (
         "loader/savable_loader",
         "loader/run",
-        "loader/own_process",
+        "loader/misuse",
         "loader/states",
         "loader/local_lanes",
         "loader/epoch_end",

@@ -28,7 +28,7 @@ from savable_pipeline import custom
 from savable_pipeline.run.ledger import records
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
-from savable_pipeline.run.loader.made_again import make_again
+from savable_pipeline.run.loader.ledger import make_again
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.stages.batch_difference import digest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.loader import observer
+from savable_pipeline.run.loader import observers
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
@@ -117,12 +117,12 @@ def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_ta
 
 def votes_of_step(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the ranks vote in a step that fails at first; taken again, they do not vote."""
-    monkeypatch.setattr(observer, "in_pinned_memory", fails)
+    monkeypatch.setattr(observers, "in_pinned_memory", fails)
     sent, votes = None, 0
     while asked := [vote for one in runs if (vote := asked_by(one, sent)) is not None]:
         assert len(asked) == len(runs), "all ranks vote or none"
         sent, votes = min(asked), votes + 1
-    monkeypatch.setattr(observer, "in_pinned_memory", lambda batch: batch)
+    monkeypatch.setattr(observers, "in_pinned_memory", lambda batch: batch)
     for one in runs:
         assert asked_by(one, None) is None, "the ranks would not be in step"
     return votes
@@ -174,7 +174,7 @@ def test_a_batch_that_came_and_was_not_given_is_the_next_one(
         return batch
 
     calls: list[int] = []
-    monkeypatch.setattr(observer, "in_pinned_memory", fails_at_the_fourth)
+    monkeypatch.setattr(observers, "in_pinned_memory", fails_at_the_fourth)
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=3), 9)
     with sp.SavableLoader(pipeline, seed=3, lanes=3, num_workers=num_workers, pin_memory=True) as loader:

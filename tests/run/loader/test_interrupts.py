@@ -10,7 +10,7 @@ from numpy._core import _internal
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
+from savable_pipeline.run.loader import epoch_end, misuse, run, savable_loader
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.signals import SignalAt, got
@@ -45,7 +45,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     for at in range(1, 100_000):
         own = made()
         assert not before or got(own, before) == before
-        signal = SignalAt(at, [run, savable_loader, epoch_end, own_process])
+        signal = SignalAt(at, [run, savable_loader, epoch_end, misuse])
         count = got(own, batches, signal)
         if signal.left > 0:
             break

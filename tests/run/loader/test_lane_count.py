@@ -16,7 +16,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.errors import StateError
-from savable_pipeline.run.loader.lane_count import lanes_for
+from savable_pipeline.run.loader.local_lanes import lanes_for
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.savable_loader import run_of
 from savable_pipeline.testing import steps_of_ranks

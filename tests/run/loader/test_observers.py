@@ -11,12 +11,12 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader import run as run_module
-from savable_pipeline.run.loader.observer import BatchStep, Observer
-from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.savable_loader import run_of
 from tests.support.fake_backend import FakeBackend, fake_run
 
-BOOKS = {"acknowledgements", "ledger_keeper", "receipts", "rows_in_flight", "source_losses", "stats"}
+BOOKS = {"acknowledgements", "ledger_keeper", "rows_in_flight", "stats"}
 
 
 class Count(Observer):
@@ -25,7 +25,6 @@ class Count(Observer):
     def __init__(self) -> None:
         self.batches, self.told = 0, list[str]()
         self.refuses: set[int] = set()  # the numbers of batches that it refuses once
-        self._loading = 0
 
     def on_batch(self, step: BatchStep) -> None:
         if step.number in self.refuses:
@@ -43,14 +42,10 @@ class Count(Observer):
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         state["counted"] = at.history.total - lag
 
-    def without_entries(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "counted" not in state:
-            raise sp.CheckpointMismatchError("the state has no count. Load one that was saved with it.")
-        self._loading = state["counted"]
-        return {name: value for name, value in state.items() if name != "counted"}
-
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        return None if state is None else lambda: setattr(self, "batches", self._loading)
+        if state is not None and "counted" not in state:
+            raise sp.CheckpointMismatchError("the state has no count. Load one that was saved with it.")
+        return None if state is None else lambda: setattr(self, "batches", state["counted"])
 
     def close(self) -> None:
         self.told.append("close")
@@ -105,6 +100,25 @@ def test_what_an_observer_adds_to_a_state_is_its_own_entry_and_refused_by_its_ow
     with pytest.raises(sp.CheckpointMismatchError, match="the state has no count"):
         resumed.load_state_dict(state)
     assert resumed.state_dict() == before and count.batches == 3
+
+
+def test_a_state_that_an_observer_rejects_changes_nothing(make_shards: Any) -> None:
+    shards = str(make_shards([12, 12]))
+    pipeline = sp.read(shards).map(_key).batch(2)
+    with sp.SavableLoader(pipeline, seed=1, lanes=2) as loader:
+        next(loader)
+        loader.reconfigure(exclude=[sample.key for sample in sp.open_dataset(shards)][:3])
+        state = loader.state_dict()
+    with sp.SavableLoader(pipeline, seed=1, lanes=2, acknowledge=True) as other:
+        next(other)
+        run, before = run_of(other), other.state_dict()
+        facts, fingerprint = run.local.facts, run.states.packed
+        run.observers.append(Count())
+        with pytest.raises(sp.CheckpointMismatchError, match="the state has no count"):
+            other.load_state_dict(state)
+        assert run.local.facts == facts and run.states.packed == fingerprint
+        run.observers.pop()
+        assert other.state_dict() == before
 
 
 def test_an_entry_of_rows_in_flight_that_is_missing_is_refused_by_its_sentence(shards: str) -> None:

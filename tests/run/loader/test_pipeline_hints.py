@@ -16,7 +16,8 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.run.loader import pipeline_hints
+from savable_pipeline.run.loader import local_lanes
+from task_encoders import LanguageModelingEncoder
 from tests.support.toy_faults import NumberEncoder
 
 
@@ -24,13 +25,17 @@ def said_of(pipeline: Callable[[sp.Lane], Any], caplog: pytest.LogCaptureFixture
     """What is said of a pipeline in the log, from its loader's first batch on."""
     caplog.clear()
     with (
-        caplog.at_level(logging.INFO, "savable_pipeline.run.loader.pipeline_hints"),
+        caplog.at_level(logging.INFO, "savable_pipeline.run.loader.local_lanes"),
         sp.SavableLoader(pipeline, seed=0, lanes=1, **settings) as own,
     ):
         next(own)
         own.close()
         next(own)
-    return [f"{record.levelname} {record.message}" for record in caplog.records if "hints" in record.name]
+    return [
+        f"{record.levelname} {record.message}"
+        for record in caplog.records
+        if record.funcName in ("log_hints", "_warn_of_blocks")
+    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -85,6 +90,19 @@ def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytes
     with sp.SavableLoader(lambda lane: pipeline(lane, 1), seed=0, lanes=1) as own:
         next(own)
     assert "so no batch is full" in caplog.text
+
+
+@pytest.mark.parametrize(("pack", "warned"), [(16, True), (32, False)])
+def test_packs_shorter_than_the_rows_of_the_encoder_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pack: int, warned: bool
+) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": "some words"}\n' * 20)
+    encoder = LanguageModelingEncoder(part="text", max_length=32)
+    pipeline = sp.read(str(tmp_path / "docs.jsonl")).shuffle(20).encode(encoder).pack(pack, too_long="skip").batch(2)
+    found = said_of(pipeline, caplog)
+    expected = "packs of 16 tokens may be padded to the 32 tokens of LanguageModelingEncoder(max_length=32)"
+    assert [message for message in found if expected in message] == found
+    assert len(found) == warned
 
 
 class Ids(sp.TaskEncoder):
@@ -154,7 +172,7 @@ class Reordered(custom.SampleStage):
 @pytest.fixture
 def unsaid() -> None:
     """A process in which nothing was said of blocks yet."""
-    pipeline_hints._warn_of_blocks.cache_clear()
+    local_lanes._warn_of_blocks.cache_clear()
 
 
 @pytest.mark.parametrize("name", LEFT_IN_BLOCKS)
@@ -163,7 +181,7 @@ def test_a_shuffle_that_leaves_neighbours_together_is_warned_of_with_the_cure(
 ) -> None:
     pipeline = partial(LEFT_IN_BLOCKS[name], str(make_shards([400, 400])))
     assert neighbours(pipeline) > 0.3
-    pipeline_hints._warn_of_blocks.cache_clear()
+    local_lanes._warn_of_blocks.cache_clear()
     (told,) = said_of(pipeline, caplog)
     assert told.startswith("WARNING only blocks of 8 consecutive samples are shuffled")
     assert "Add .shuffle(size), or set block_size=8" in told and "block_size" in told

@@ -19,7 +19,7 @@ from savable_pipeline.data.shards import processes as processes_of_shards
 from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.check.dataset_check import CheckReport, check
+from savable_pipeline.tools.check.dataset_check import CheckReport, check_dataset
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 from tests.support.toy_check import die_over_one
@@ -146,7 +146,7 @@ def test_each_kind_of_damage_is_found_where_it_is_and_nothing_else(dataset: Path
     damage, expected = DAMAGES[what]
     damage(dataset)
     before = snapshot(dataset)
-    report = check(dataset)
+    report = check_dataset(dataset)
     assert found(report) == expected
     assert snapshot(dataset) == before
     if not expected:
@@ -156,7 +156,7 @@ def test_each_kind_of_damage_is_found_where_it_is_and_nothing_else(dataset: Path
 @pytest.mark.usefixtures("here")
 def test_a_fault_of_a_sample_says_which_and_where(dataset: Path) -> None:
     DAMAGES["malformed JSON"][0](dataset)
-    (problem,) = check(dataset).problems
+    (problem,) = check_dataset(dataset).problems
     assert (problem.shard, problem.key, problem.part, problem.index) == ("1.tar", "k1", "json", 1)
     assert problem.offset is not None
     raw = (dataset / "1.tar").read_bytes()
@@ -210,14 +210,14 @@ def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkey
         return processes_of_shards.each_shard(die_over_one, root, names, processes)
 
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
-    report = check(dataset, processes=1)
+    report = check_dataset(dataset, processes=1)
     assert found(report) == {("1.tar", "cannot be checked")}
     assert report.samples == 6
 
 
 def test_samples_whose_files_do_not_lie_side_by_side_are_a_problem_of_their_shard(dataset: Path) -> None:
     write_tar(dataset / "3.tar", [(f"k{i}.{part}", b"x" * 90) for part in ("txt", "bin") for i in range(3)])
-    (problem,) = (each for each in check(dataset, processes=1).problems if each.reason == "torn samples")
+    (problem,) = (each for each in check_dataset(dataset, processes=1).problems if each.reason == "torn samples")
     assert (problem.shard, "3 samples" in problem.detail) == ("3.tar", True)
 
 
@@ -228,7 +228,7 @@ def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
     shown = CliRunner().invoke(app, ["check", str(dataset / "new")])
     assert shown.exit_code == 0 and shown.stdout.startswith("no problem found")
     assert "warning: 2 images have alpha: sample.image() lays them over white, or over its background=" in shown.stdout
-    assert check(dataset / "0.tar").with_alpha == 0 and check(dataset / "new").with_alpha == 2
+    assert check_dataset(dataset / "0.tar").with_alpha == 0 and check_dataset(dataset / "new").with_alpha == 2
 
 
 def test_images_of_which_others_are_shown_than_meant_are_warnings(dataset: Path) -> None:
@@ -238,10 +238,10 @@ def test_images_of_which_others_are_shown_than_meant_are_warnings(dataset: Path)
     exif[0x0112] = 6  # to be turned to the right
     Image.new("RGB", (4, 6)).save(turned, "JPEG", exif=exif)
     write_tar(dataset / "new" / "3.tar", [("a.png", deep.getvalue()), ("b.jpg", turned.getvalue())])
-    more_bits, to_turn = check(dataset / "new").warnings
+    more_bits, to_turn = check_dataset(dataset / "new").warnings
     assert more_bits.startswith("1 image has more than 8 bits") and "image(bits=8)" in more_bits
     assert to_turn.startswith("1 image is to be turned") and "fit sample.image(exif=False)" in to_turn
     sample, other = sp.open_dataset(dataset / "new")
     assert sample.image(mode="I").getextrema() == (30_000, 30_000)
     assert other.image().size == (6, 4) and other.image(exif=False).size == (4, 6)
-    assert check(dataset / "0.tar").warnings == []
+    assert check_dataset(dataset / "0.tar").warnings == []

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from savable_pipeline.tools.check.dataset_check import CheckReport, check
+from savable_pipeline.tools.check.dataset_check import CheckReport, check_dataset
 from savable_pipeline.tools.cli.main import app
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
@@ -77,7 +77,7 @@ def checked(root: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Che
 
     with monkeypatch.context() as patched:
         patched.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
-        return check(root, **settings)
+        return check_dataset(root, **settings)
 
 
 def found(report: CheckReport) -> dict[str, str]:
@@ -113,7 +113,7 @@ def test_a_share_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> N
     some, more = (found(checked(dataset, monkeypatch, decode=share)) for share in (0.3, 0.8))
     assert some.keys() < more.keys() < WRONG.keys()
     with pytest.raises(ValueError, match="decode must be a share"):
-        check(dataset, decode=1.5)
+        check_dataset(dataset, decode=1.5)
 
 
 def test_without_pyav_all_else_is_checked(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

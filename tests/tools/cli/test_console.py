@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from savable_pipeline.tools.cli.console import console, printable, progress_of
+from savable_pipeline.tools.cli.console import console, escape_markup, progress_of
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 
@@ -49,7 +49,7 @@ def test_an_error_shows_a_name_as_text(tmp_path: Path) -> None:
 
 
 def test_a_word_between_colons_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
-    console().print(f"{printable('train.py:train: equal')}")
+    console().print(f"{escape_markup('train.py:train: equal')}")
     assert capsys.readouterr().out == "train.py:train: equal\n"
 
 
@@ -64,7 +64,7 @@ def test_progress_shows_a_target_as_it_was_given(terminal: bool, monkeypatch: py
 
 
 def test_lone_surrogates_and_ends_of_lines_are_escapes() -> None:
-    assert printable("a\udcff\n\u2028b é 猫") == "a\\udcff\\n\\u2028b é 猫"
+    assert escape_markup("a\udcff\n\u2028b é 猫") == "a\\udcff\\n\\u2028b é 猫"
 
 
 def test_a_preview_names_its_page_as_text(tmp_path: Path) -> None:

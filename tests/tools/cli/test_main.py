@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import conversion, run_conversion
+from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import MakeShards
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 from tests.support.toy_pipelines import toy_pipeline
@@ -189,7 +189,7 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "run_conversion", interrupted)
+    monkeypatch.setattr("savable_pipeline.tools.convert.run_conversion", interrupted)
     result = run("convert", fill(tmp_path / "in", 1), tmp_path / "out")
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 

@@ -65,7 +65,7 @@ def test_json_holds_the_same_numbers(train: str) -> None:
     result = CliRunner().invoke(app, ["plan", f"{train}:pipeline", "--ranks=3", "--lanes=3", "--json"])
     found = json.loads(result.stdout)
     assert found["steps"]["how"] == "counted" and found["steps"]["steps"] == 9 and found["planned_lanes"] == 3
-    assert found["steps"]["left_samples"] == 0  # 27 batches, the last of 3 samples
+    assert found["steps"]["unused_samples"] == 0  # 27 batches, the last of 3 samples
 
 
 def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from savable_pipeline.data.stores.formats import FORMATS
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import WORDS, Options, find_files, run_conversion
+from savable_pipeline.tools.convert import Options, find_files, run_conversion
+from savable_pipeline.tools.convert.source import WORDS
 from tests.conftest import write_tar
 from tests.data.test_layouts import LAYOUTS, Layout
 from tests.support.toy_files import SMALL, fill, tar_files

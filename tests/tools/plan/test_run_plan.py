@@ -72,7 +72,7 @@ def test_counted_steps_and_tail_are_those_of_a_real_epoch(
     assert plan.steps.how == "counted"
     valid = [batch.get("valid", np.ones(len(batch["id"]), bool)) for batches in given for batch in batches]
     rows, real = sum(map(len, valid)), sum(int(each.sum()) for each in valid)
-    assert plan.steps.left_samples == 238 - real
+    assert plan.steps.unused_samples == 238 - real
     assert plan.steps.filler_rows == rows - real
 
 
@@ -89,7 +89,7 @@ def test_steps_of_an_encoder_that_may_leave_samples_out_are_those_of_one_item_a_
     assert plan.steps.how == "one item a sample"
     counted = plan_run(LoaderSettings(_numbered(folder, 3), seed=5, lanes=8), ranks=4).steps
     assert plan.steps.steps == (238 / 3 / 4 if epochs is None else counted.steps)
-    assert plan.steps.left_samples == (0 if epochs is None else counted.left_samples)
+    assert plan.steps.unused_samples == (0 if epochs is None else counted.unused_samples)
     slots = plan_run(LoaderSettings(pipeline, seed=5, lanes=8, epoch_slots=40), ranks=4) if epochs is None else None
     assert slots is None or (slots.steps.steps, slots.steps.how) == (10, "counted")
 
@@ -127,7 +127,7 @@ def test_lanes_that_the_ranks_do_not_divide_are_named_and_the_next_are_planned(m
 def test_better_lanes_do_not_leave_more_of_an_epoch(make_shards: MakeShards) -> None:
     settings = LoaderSettings(_numbered(make_shards([200]), 2), seed=5, lanes=32)
     plan = plan_run(settings, ranks=4)
-    left = {each.lanes: each.left_share for each in plan.choices}
+    left = {each.lanes: each.unused_share for each in plan.choices}
     assert left[32] == pytest.approx(8 / 200)  # 3 rounds of 32 batches of 2
     assert (left[plan.better_lanes] or 0) <= min(share or 0 for share in left.values()) + 0.01
     assert plan.better_lanes != 32

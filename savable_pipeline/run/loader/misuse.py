@@ -1,0 +1,235 @@
+"""Wrong uses of a loader: in another process, or by a trainer that loses its state.
+
+If a loader were used in each of N workers, or in a forked process and its parent, each would yield the same batches.
+
+Trainers are detected by the module that calls. A trainer that saves only rank 0's state, or that fetches ahead, gets an
+error instead of the state. Its checkpoints would look complete, but lack lanes or be a batch late. A trainer that saves
+no state at all causes a warning when it starts, because a callback of the user may save it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import NoReturn
+from weakref import WeakSet
+
+from savable_pipeline.core.named_object import imported
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.position import Position
+
+log = logging.getLogger(__name__)
+
+
+class IterationGuard:
+    """Checks that one thread of the process that created a loader uses it.
+
+    `ranked`: whether rank and world size were passed as numbers. `thread` has the "id" of the thread that moves the
+    loader. `checked`: whether the loader has checked that it may iterate here, which it does once in each process.
+    """
+
+    def __init__(self, *, ranked: bool) -> None:
+        self._pid = os.getpid()
+        self._ranked = ranked
+        self.checked = False
+        self.thread: dict[str, int] = {}
+        _guards.add(self)
+
+    def claim(self) -> None:
+        """Reserve the loader for this thread. Raises `SavableError` if another one has it."""
+        this = get_ident()
+        if self.thread.setdefault("id", this) != this:
+            raise SavableError(
+                "two threads use one loader. Use one thread, or a lock. Only state_dict() may be called from any "
+                "thread."
+            )
+
+    def release(self) -> None:
+        """Let other threads use the loader, if this one has it."""
+        if self.thread.get("id") == get_ident():
+            self.thread.clear()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Reserve the loader, and release it at the end."""
+        try:
+            self.claim()
+            yield
+        finally:
+            self.release()
+
+    def check(self) -> None:
+        """Raise `SavableError` in another process, and in a worker without own rank."""
+        worker = _torch_worker()
+        if os.getpid() == self._pid:
+            if worker and not self._ranked:
+                raise SavableError(
+                    f"this loader was created in {worker}, each of which would yield every batch. {_INSTEAD}, or "
+                    "pass ranks=(get_worker_info().id, get_worker_info().num_workers)."
+                )
+            return
+        if worker:
+            raise SavableError(
+                f"this loader was created outside of {worker}, each of which would yield every batch. {_INSTEAD}."
+            )
+        raise SavableError(
+            f"this loader was created in process {self._pid} but is used in its fork {os.getpid()}. Create it in "
+            "the process that uses it, and call load_state_dict."
+        )
+
+
+_guards: WeakSet[IterationGuard] = WeakSet()
+
+
+def _check_again() -> None:
+    for each in _guards:
+        each.checked = False
+
+
+os.register_at_fork(after_in_child=_check_again)
+
+_INSTEAD = (
+    "Iterate over the loader in the trainer's process, or use sp.StatefulDataset with torchdata's StatefulDataLoader"
+)
+
+
+def _torch_worker() -> str:
+    """The worker of torch's DataLoader that this process is, in words; "" for other processes."""
+    module = imported("torch.utils.data._utils.worker")
+    info = module and module.get_worker_info()
+    return f"worker {info.id} of the {info.num_workers} of torch's DataLoader" if info else ""
+
+
+def warn_unloaded() -> None:
+    """Warn if a restarted job uses a loader that has loaded no state."""
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        if (count := os.environ.get(name, "0")) not in ("", "0"):
+            log.warning(
+                "%s=%s: this job was restarted, but the loader starts at the first batch. If a state was saved, "
+                "call load_state_dict first.",
+                name,
+                count,
+            )
+
+
+log = logging.getLogger(__name__)
+
+_LIGHTNING = "lightning.pytorch"
+_KEEPS_ONE = "saves the state of rank 0 only"
+_CURES = {  # by the calling module: whether a single rank is rejected, too, what is wrong, and the solution
+    "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
+    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
+    _LIGHTNING: (
+        True,
+        f"Lightning may have fetched a batch ahead and {_KEEPS_ONE}",
+        "savable_pipeline.trainers.lightning.SavableDataModule",
+    ),
+}
+_COMPOSER = (f"Composer {_KEEPS_ONE}", "savable_pipeline.trainers.composer.SavableData")
+
+
+def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
+    """Raise `SavableError` if the module `caller` is of a trainer that loses states.
+
+    `behind` is the module that called `caller`. Composer calls a callback of the user, which calls the loader.
+    """
+    if world_size > 1 and (caller.startswith("composer.core.") or behind.startswith("composer.core.")):
+        raise _refusal(*_COMPOSER)
+    if not caller.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")):
+        return
+    for module, (always, why, cure) in _CURES.items():
+        if _modern_name(caller).startswith(module) and (always or world_size > 1):
+            raise _refusal(why, cure)
+
+
+def refuse_fetching_ahead(caller: str) -> None:
+    """Raise `SavableError` for a module of Lightning's Trainer, which fetches ahead.
+
+    It also drops the saved state when it resumes from a checkpoint of an epoch's end.
+    """
+    if _modern_name(caller).startswith(_LIGHTNING):
+        _, why, cure = _CURES[_LIGHTNING]
+        raise _refusal(why, cure)
+
+
+def refuse_fit(caller: str) -> None:
+    """Raise `SavableError` if Lightning's `fit` iterates, whose first save would fail."""
+    frame = inspect.currentframe() if _modern_name(caller).startswith(_LIGHTNING) else None
+    while frame is not None:
+        module = _modern_name(frame.f_globals.get("__name__", ""))
+        if module.startswith(f"{_LIGHTNING}.loops.") and module.endswith("_loop"):  # else one for evaluation
+            return refuse_fetching_ahead(caller) if module.endswith((".fit_loop", ".training_epoch_loop")) else None
+        frame = frame.f_back
+    return None
+
+
+def _modern_name(module: str) -> str:
+    """The name in the package `lightning` of a module of an older package."""
+    return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
+
+
+def _refusal(why: str, cure: str) -> SavableError:
+    return SavableError(f"{why}. Pass the result of {cure} instead of the loader.")
+
+
+def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
+    """Warn if a trainer that saves no state, known by its module, starts to iterate.
+
+    Raises `SavableError` for Lightning's `fit`. A loader that restarts, for evaluation, needs no state. If a state was
+    loaded, something saves it.
+    """
+    refuse_fit(caller)
+    is_resumed = at.iterator == "loaded" or at.epoch or at.slot
+    if is_resumed or restarts or caller.startswith("savable_pipeline."):
+        return
+    if caller.startswith("transformers."):
+        _warn("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
+    elif (state := imported("accelerate.state")) and state.is_initialized():
+        _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
+
+
+def _warn(what: str, cure: str) -> None:
+    log.warning(
+        "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
+        "state yourself.",
+        *(what, cure),
+    )
+
+
+def refuse_dataset() -> NoReturn:
+    """Raise AttributeError: a caller wants the dataset to skip batches on resume."""
+    raise AttributeError(
+        "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
+        "Face: ignore_data_skip=True)."
+    )
+
+
+def refuse_items() -> NoReturn:
+    """Raise TypeError: a caller uses the loader as a dataset."""
+    raise TypeError(
+        "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
+        "torchdata."
+    )
+
+
+def refuse_samplers(*callers: str) -> None:
+    """Raise TypeError if one of these modules, which call `len`, is of torch."""
+    if any(caller.startswith("torch.utils.data.") for caller in callers):
+        refuse_items()
+
+
+def caller(up: int = 0) -> str:
+    """The module that called the calling function, or one `up` frames higher, or "".
+
+    Trainers use the protocol that all loaders share, which does not show what they save. Without a look at the caller,
+    a checkpoint that lacks most lanes would only be noticed when it is loaded, perhaps days later. The look takes a
+    microsecond for each state and decides only whether to raise.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2 + up):
+        frame = frame and frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
