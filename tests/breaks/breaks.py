@@ -646,14 +646,14 @@ DATA = [
         caught_by="tests/data/dataset/test_exclude_file.py::test_a_file_that_changes_and_looks_as_old_as_before_is_an_error",
     ),
     Break(
-        "files-written-since-converted-once",
+        "file-with-an-old-date-converted-once",
         "conversion",
-        "Files of a folder that were written since, at equal sizes, are the same conversion.",
+        "A file that was overwritten and dated back since its shard was written is not compared again.",
         "savable_pipeline/tools/convert/source.py",
-        '        versions = bytes(cast("Any", table).times)\n',
-        '        versions = b""\n',
+        "        newest_ns = max(newest_ns, version.newest_ns)\n",
+        "        newest_ns = max(newest_ns, version.written_ns)\n",
         ("tests/tools/convert/test_changed.py", "tests/tools/convert/test_resume.py", "tests/tools/convert"),
-        caught_by="tests/tools/convert/test_changed.py::test_files_that_were_written_since_are_another_conversion",
+        caught_by="tests/tools/convert/test_changed.py::test_a_file_that_is_overwritten_and_dated_back_is_a_change",
     ),
 ]
 

@@ -211,7 +211,8 @@ def _publish(
         texts = frozenset(statistics.texts or ())
         if options.only and "json" not in {name.lower() for name in options.only}:
             texts = frozenset()
-        describe_tables(output.folder, output.work, tables(), counts, texts, tuple(splits) if options.split else ())
+        layouts, parts = map(frozenset, statistics.layouts), tuple(splits) if options.split else ()
+        describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
 
 
 def _warnings(

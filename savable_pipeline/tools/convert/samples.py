@@ -51,6 +51,7 @@ class Statistics(msgspec.Struct):
 
     parts: dict[str, int] = {}  # samples with each part
     nulls: dict[str, int] = {}  # by column
+    layouts: list[tuple[str, ...]] = []  # the sets of parts that samples have
     most_parts: int = 0
     texts: list[str] | None = None  # JSON fields that are strings in every sample; None: no sample
     renamed: int = 0  # keys with dots, which a tar cannot have
@@ -75,7 +76,7 @@ class Statistics(msgspec.Struct):
         self.most_parts, self.example = max(self.most_parts, other.most_parts), self.example or other.example
         for name in ("parts", "nulls"):
             setattr(self, name, dict(Counter(getattr(self, name)) + Counter(getattr(other, name))))
-        for name in ("folders", "found", "dropped", "repeated"):
+        for name in ("layouts", "folders", "found", "dropped", "repeated"):
             setattr(self, name, sorted({*getattr(self, name), *getattr(other, name)}))
         for name in ("renamed", "uses", "used_bytes", "files", "file_bytes", "named", "repeats"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -117,7 +118,7 @@ class SampleReader:
         self._used: set[int] = set()  # hashes of the names of files that records use
         self._folders, self._found, self._dropped = set[str](), set[str](), set[str]()
         self._parsed: PartData = b""
-        self._counts, self._nulls = Counter[str](), Counter[str]()
+        self._layouts, self._nulls = Counter[tuple[str, ...]](), Counter[str]()
         self._may_name_files = source.form.name in ("parquet", "arrow")
         self._media: list[str] = self._store.media_named(self._only) if self._may_name_files and self._only else []
 
@@ -152,9 +153,13 @@ class SampleReader:
     def finish(self) -> Statistics:
         """Return the statistics of all samples."""
         found = self.statistics
-        found.parts, found.nulls, found.folders = dict(self._counts), dict(self._nulls), sorted(self._folders)
+        parts = Counter[str]()
+        for layout, count in self._layouts.items():
+            parts.update(dict.fromkeys(layout, count))
+        found.parts, found.nulls, found.folders = dict(parts), dict(self._nulls), sorted(self._folders)
+        found.layouts = sorted({tuple(sorted(layout)) for layout in self._layouts})
         found.found, found.dropped = sorted(self._found), sorted(self._dropped)
-        found.texts = sorted(self._texts) if self._counts and self._source.form in TABLES else None
+        found.texts = sorted(self._texts) if parts and self._source.form in TABLES else None
         return found
 
     def _check(self, sample: TarSample) -> None:
@@ -165,7 +170,7 @@ class SampleReader:
             ):
                 raise RejectedError(part.file, sample.key, fault)
         found, names = self.statistics, [part.extension for part in sample.parts]
-        self._counts.update(names)
+        self._layouts[tuple(names)] += 1
         found.most_parts = max(found.most_parts, len(names))
         if found.only_media:
             folder = class_of(sample.key)

@@ -183,7 +183,7 @@ def _packed_source(address: str, found: Source, root: str, names: list[str]) -> 
         plain = {_plain_name(name): name for name in files}
         heads = {}
         for name in wanted([*plain]):
-            with decompressed(f"{root}/{plain[name]}") as file:
+            with open_content(f"{root}/{plain[name]}") as file:
                 heads[name] = file.read(_PEEK)
         form = recognize([*plain], heads).format
     return ConversionSource(address, found, form, tuple(PackedFile.of(root, name) for name in files))
@@ -210,7 +210,7 @@ def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
 
 
 @contextlib.contextmanager
-def decompressed(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
+def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
     """Open the content of a file that may be compressed; `line_bytes` is the most of a line.
 
     Raises `DamagedError` in the block, and as `open_file`.
@@ -327,7 +327,7 @@ class SourceFiles:
         plain, fault = folder / (base if base.endswith(self.form.suffixes) else base + self.form.suffixes[0]), ""
         most = self.settings.get("unpacked_bytes") if self.form in TABLES else None
         try:
-            with decompressed(packed.path, most) as content, plain.open("wb") as file:
+            with open_content(packed.path, most) as content, plain.open("wb") as file:
                 shutil.copyfileobj(content, file, _CHUNK)
         except ValueError as error:
             fault = str(error)

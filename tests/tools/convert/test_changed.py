@@ -46,6 +46,17 @@ def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: P
     assert snapshot(tmp_path / "out") == before
 
 
+def test_a_file_that_is_overwritten_and_dated_back_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in")
+    for path in source.iterdir():
+        os.utime(path, (1, 1))
+    run_conversion(source, tmp_path / "out", TEXTS)
+    (source / "003.txt").write_text("text X")
+    os.utime(source / "003.txt", (1, 1))
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\n003\.txt"):
+        run_conversion(source, tmp_path / "out", TEXTS)
+
+
 @pytest.mark.parametrize("way", ["of another name", "put in its place", "a folder in it put in its place"])
 def test_another_source_of_equal_names_and_sizes_is_another_conversion(tmp_path: Path, way: str) -> None:
     source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
