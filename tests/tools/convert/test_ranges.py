@@ -195,9 +195,9 @@ import re, sys
 from pathlib import Path
 from savable_pipeline.tools.convert import Options, ranges, run_conversion
 
-ranges.LEAST_BYTES = 1_000_000
+ranges.LEAST_BYTES = 4_000_000
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
-run_conversion(source, target, Options(shard_bytes=1_000_000), workers=1)
+run_conversion(source, target, Options(shard_bytes=4_000_000), workers=1)
 print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
