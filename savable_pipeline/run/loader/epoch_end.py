@@ -27,6 +27,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
 from savable_pipeline.run.loader.position import History, LanePosition, Observer, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.chunked_stage import count_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class EpochEnds:
         """Where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:
             stage = self._local.last_stage
-            counts = [stage.count_of(lane, epoch) for lane in range(self._settings.lanes)]
+            counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
             known = [count for count in counts if count is not None]
             countable = len(known) == len(counts) and not stage.info.endless
             self._ends = {epoch: counted_end(known, pad=self._settings.pad) if countable else None}

@@ -12,7 +12,6 @@ of its items. The price: what the function wrote into an item would be lost, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,15 +20,14 @@ import msgspec
 from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
-from savable_pipeline.data.dataset.ref import skip_counters
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.cost import Size
+from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.chunked_stage import make_elements, take_from
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
-from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
@@ -44,7 +42,7 @@ class _ItemPackerState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class ItemPacker(ChunkedStage, ItemStage):
+class ItemPacker(PackStage):
     """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
 
     When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
@@ -77,10 +75,6 @@ class ItemPacker(ChunkedStage, ItemStage):
         ('picture 2|picture 3', 2)
     """
 
-    source: ItemStage
-    ref: ItemRef = ()
-    """The last pack's number in the lane, then the refs of its items."""
-
     def __init__(
         self,
         source: ItemStage,
@@ -97,28 +91,23 @@ class ItemPacker(ChunkedStage, ItemStage):
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
-        self._held = ItemBuffer(
-            self, max_bytes=max_buffer_bytes
-        )  # of pending packs, or of a round before they are chosen
+        # Of pending packs, or of a round before they are chosen.
+        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)
         self._groups: list[int] = []  # how many of them are in each pending pack
         # rounds chosen; packs given, or skipped; items in a row that came into no pack
         self._rounds, self._count, self._in_vain = 0, 0, 0
 
-    def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `pack` is used."""
-        return replace(super().describe(), encoder=self._calls.encoder)
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """The ref of a first pack that holds this item alone."""
-        return (0, ref)
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
-            packed, refs, sizes = self._pack(self._held.copies(self._groups[0]), self._count)
+            items, refs = _left(self._held.copies(self._groups[0]))
+            sizes = self._calls.sizes(items) if items else None
+            packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
+                if refs:  # else each item was counted where it was found to be lost
+                    self._count_skip(packed.reason, refs[0])
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
                 self._in_vain = 0
@@ -134,11 +123,11 @@ class ItemPacker(ChunkedStage, ItemStage):
         while not self._groups:
             made = self._held.copies(len(self._held))
             while len(self._held) < self.size:
-                more = self.source.take(self.size - len(self._held))
+                more = take_from(self.source, self.size - len(self._held))
                 if not more:
                     break
                 self._held.add([Element(element.ref) for element in more])
-                self.source.make([element for element in more if not element.is_made])
+                make_elements(self.source, [element for element in more if not element.is_made])
                 made += more
             if not self._held:
                 return False
@@ -151,7 +140,7 @@ class ItemPacker(ChunkedStage, ItemStage):
             self._held.drop(len(self._held))
             self._held.add([Element(refs[position], items[position]) for position in chosen])
             for position in set(range(len(refs))).difference(chosen):
-                self.counts.update(skip_counters("not selected", next(sample_indices(refs[position]))))
+                self._count_skip("not selected", refs[position])
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
@@ -162,33 +151,10 @@ class ItemPacker(ChunkedStage, ItemStage):
         if self._in_vain >= max_empty_samples(self.info.population):
             raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
 
-    def _pack(self, made: list[Element], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
-        """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
-        items, refs = _left(made)
-        if not items:  # each was counted where it was found to be lost
-            return Skip("a pack of nothing"), [], None
-        sizes = self._calls.sizes(items)
-        packed = self._calls.combined(items, number, self.info)
-        if type(packed) is Skip:
-            self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
-        return packed, refs, sizes
-
-    def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
-        return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
-
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs; these stay beside a `Skip`."""
-        for element in elements:
-            number, *parts = as_ref(element.ref)
-            if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
-                raise CheckpointMismatchError(f"ItemPacker: {element.ref} is no pack. Use another copy of the state.")
-            items = [Element(part) for part in parts]
-            self.source.make(items)
-            element.value, refs, _ = self._pack(items, number)
-            if type(element.value) is not Skip:
-                element.sizes = left_sizes(element.sizes, element.ref, left := (number, *refs))
-                element.ref = left
+    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        items = [Element(ref) for ref in refs]
+        make_elements(self.source, items)
+        return items
 
     def save_state(self) -> State:
         """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""

@@ -13,7 +13,8 @@ from savable_pipeline.stages.advice import check_choice, check_count
 from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
-from savable_pipeline.stages.item_ref import Element, ItemRef, left_sizes
+from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -24,14 +25,12 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)
-
-_NOTHING = Skip("a pack of nothing")
 
 
 def check_packing(
@@ -62,7 +61,7 @@ def check_packing(
         check_cost("OnlinePacker", cost)
 
 
-class OnlinePacker(ChunkedStage, ItemStage):
+class OnlinePacker(PackStage):
     """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
     Args:
@@ -106,10 +105,6 @@ class OnlinePacker(ChunkedStage, ItemStage):
         >>> next(packs), next(packs)
         ('a|ab', 'abc|a')
     """
-
-    source: ItemStage
-    ref: ItemRef = ()
-    """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
 
     def __init__(
         self,
@@ -163,22 +158,12 @@ class OnlinePacker(ChunkedStage, ItemStage):
         Where the encoder upstream declares sizes, and is ours, items are placed and packs given before they are made.
         """
         source = self.source.info
-        declared = source.declared and source.encoder is self._calls.encoder
-        return replace(super().describe(), encoder=self._calls.encoder, declared=declared)
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """The ref of a first pack that holds this item alone."""
-        return (0, ref)
-
-    @property
-    def held_items(self) -> int:
-        """Made items in open packs, and the made item that is not placed yet."""
-        return self._pieces.made
+        return replace(super().describe(), declared=source.declared and source.encoder is self._calls.encoder)
 
     def take(self, n: int) -> list[Element]:
         """The next pack, unmade where the encoder declares sizes; none only at the end."""
         while (pack := self._fill()) is not None:
-            skips = self.lane.skips and self._is_certain([piece.ref for piece in pack.pieces])
+            skips = self.lane.skips and self.are_certain([piece.ref for piece in pack.pieces])
             if skips or self.info.declared:
                 self._counts_when_made |= not skips
                 element = self._element(pack.pieces)
@@ -203,7 +188,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
         """The pack, made; None if nothing is left of it or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
-        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else _NOTHING
+        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
         pieces = [piece for piece, _ in left]
         if type(packed) is Skip:
             self._release(pack)
@@ -247,7 +232,7 @@ class OnlinePacker(ChunkedStage, ItemStage):
         """
         if pieces:
             self._count += 1
-            self._pieces.count_skip(skip.reason, pieces[0].ref)
+            self._count_skip(skip.reason, pieces[0].ref)
             self._row_of_skipped_packs += 1
         if self._row_of_skipped_packs >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -255,29 +240,13 @@ class OnlinePacker(ChunkedStage, ItemStage):
                 f"one with {skip.reason!r}. Change `pack`."
             )
 
-    def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
-        return self._is_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
+    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        return self._pieces.rebuilt(refs)
 
-    def _is_certain(self, items: list[ItemRef]) -> bool:
-        return self._calls.packs_all and all(map(self.source.is_certain, items))
-
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs and sizes; these stay beside a `Skip`."""
-        for element in elements:
-            number, *parts = element.ref
-            items = self._pieces.fetched(parts)
-            left = [part for part, item in zip(parts, items, strict=True) if type(item) is not Skip]
-            items = [item for item in items if type(item) is not Skip]
-            element.value = self._calls.combined(items, number, self.info) if left else _NOTHING
-            if type(element.value) is Skip:
-                if left:
-                    self._pieces.count_skip(element.value.reason, left[0])
-                continue
-            element.sizes, element.ref = left_sizes(element.sizes, element.ref, (number, *left)), (number, *left)
-            if self._counts_when_made:
-                known = element.sizes if len(element.sizes or ()) == len(items) else None  # else of the whole pack
-                self._count_pack(known or [self._pieces.measured(item) for item in items])
+    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+        if self._counts_when_made:
+            known = pack.sizes if len(pack.sizes or ()) == len(items) else None  # else of the whole pack
+            self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
@@ -75,6 +76,22 @@ def test_epochs_end_alike_on_two_machines(make_shards: MakeShards, monkeypatch: 
         assert on_machines(found, epochs, [0, 1, 1], monkeypatch) == [expected] * 3
 
 
+def test_the_first_rank_does_not_wait_for_the_network(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machine takes nothing while the first rank takes batches that no socket has room for."""
+
+    def encode(encoder: Any, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"], "row": torch.full((2_000_000,), rng.random())}
+
+    monkeypatch.setattr("tests.support.peer_threads.Rows.encode", encode)
+    shards = make_shards([40])
+    expected = take(alone(shards), 4)
+    with closing(loaders(shards, 2, workers=sp.Workers(timeout=20))) as found:
+        assert on_machines(found, partial(take_some, 1), [0, 1], monkeypatch) == [expected[:1]] * 2
+        assert take(found[0], 2) == expected[1:3]
+        rest = [partial(take, found[0], 1), partial(take, found[1], 3)]
+        assert side_by_side(rest) == [expected[3:], expected[1:]]
+
+
 def test_the_bytes_pass_once_a_machine(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = make_shards([40, 40, 40])
     with closing(loaders(shards, 4)) as found:
@@ -99,7 +116,7 @@ def test_positions_that_differ_on_two_machines_are_an_error_on_all(
         assert all("share batches, but not their steps" in str(error) for error in errors)
 
 
-def test_a_process_without_the_secret_is_refused(make_shards: MakeShards) -> None:
+def test_a_process_without_the_secret_is_rejected(make_shards: MakeShards) -> None:
     """It connects to the first rank while that waits; the peers meet all the same."""
     shards = make_shards([40, 40, 40])
     with closing(loaders(shards, 2)) as found:
@@ -124,7 +141,7 @@ def test_a_process_without_the_secret_is_refused(make_shards: MakeShards) -> Non
         stranger.close()
 
 
-def test_peers_of_two_users_are_refused(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_two_users_are_rejected(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.os, "geteuid", lambda: 4711)
     with closing(loaders(make_shards([40]), 2)) as found:
         errors = side_by_side([partial(next, loader) for loader in found])

@@ -45,7 +45,7 @@ def changed_at(source: Path, target: Path, change: bytes, moment: int) -> Report
 @pytest.mark.parametrize(
     ("kind", "way"), [*READERS, *(pytest.param(*change, marks=pytest.mark.long) for change in OTHERS)]
 )
-def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Path, kind: str, way: str) -> None:
+def test_changed_source_is_an_error_and_resumes_once_restored(tmp_path: Path, kind: str, way: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 12)
     convert_in_halves(source, tmp_path / "calm", workers=1)
     file = last_file(source)

@@ -88,7 +88,7 @@ def test_every_format_has_words_for_people() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+def test_records_that_name_urls_are_rejected_before_anything_is_written(tmp_path: Path, name: str) -> None:
     files(tmp_path, **{"a.jsonl": b'{"image": "https://x/a.jpg"}\n', "a.csv": HTTP})
     with pytest.raises(ValueError, match=r"URLs, not files.* with img2dataset"):
         run_conversion(tmp_path / name, tmp_path / "out", SMALL)
@@ -99,13 +99,13 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
         find_files(Path("s3://bucket/data"))
 
 
-def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
+def test_source_url_is_recognized(tmp_path: Path) -> None:
     files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
     with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'. Download"):
         run_conversion(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
 
 
-def test_tars_are_read_as_they_are_and_said_to_be(tmp_path: Path) -> None:
+def test_tars_are_read_unchanged_with_a_message(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
     with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.TarShardReader.* --reshard"):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
