@@ -132,7 +132,7 @@ def test_compressed_tar_changed_at_equal_size_is_another_conversion(tmp_path: Pa
         run_conversion(source, tmp_path / "out", Options())
 
 
-def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path) -> None:
+def test_another_compressed_tar_of_equal_name_and_size_is_detected(tmp_path: Path) -> None:
     for name, content in (("in", b"1"), ("other", b"2")):
         write_tar(tmp_path / "plain.tar", [("k.txt", content)])
         (tmp_path / name).mkdir()

@@ -123,7 +123,7 @@ def test_path_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictures: Pa
     assert list(reasons(tmp_path / "out").values()) == expected
 
 
-def test_a_link_that_leads_out_later_is_a_reject(
+def test_link_changed_to_lead_out_is_rejected_when_read(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from savable_pipeline.tools.convert import conversion
@@ -142,9 +142,7 @@ def test_a_link_that_leads_out_later_is_a_reject(
     assert reject.reason == "outside the folder of the files"
 
 
-def test_a_folder_that_was_exchanged_since_is_not_taken_for_the_one_that_was_converted(
-    tmp_path: Path, pictures: Path
-) -> None:
+def test_exchanged_folder_is_detected(tmp_path: Path, pictures: Path) -> None:
     source = write(tmp_path / "a.parquet", named("cats/0.png", "cats/1.png"))
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside/0.png").write_bytes(png(0))

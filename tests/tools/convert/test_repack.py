@@ -109,7 +109,7 @@ def test_settings_apply_to_them_as_to_plain_tars(packed: Path, tmp_path: Path) -
         run_conversion(packed, tmp_path / "wrong", Options(key_field="id"))
 
 
-def test_one_that_changes_meanwhile_is_an_error(packed: Path, tmp_path: Path) -> None:
+def test_compressed_tar_that_changes_during_conversion_is_an_error(packed: Path, tmp_path: Path) -> None:
     raw, later = (packed / "f.tar").read_bytes(), packed / "f.tar"
     with pytest.raises(SavableError, match=r"f\.tar: another file than at the start: it changed during the conversion"):
         run_conversion(packed, tmp_path / "out", Options(), progress=lambda *_: later.write_bytes(raw[::-1]))
@@ -128,7 +128,7 @@ def test_damaged_tars_are_skipped_and_reported(packed: Path, tmp_path: Path) -> 
     assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
 
 
-def test_other_tars_into_the_same_folder_are_refused(packed: Path, tmp_path: Path) -> None:
+def test_other_tars_in_the_same_folder_are_rejected(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
     with pytest.raises(SavableError, match="has another conversion"):
         run_conversion(packed / "a.tar.gz", tmp_path / "out", Options())

@@ -45,7 +45,7 @@ def files(folder: Path, *names: str, **contents: bytes) -> Path:
         ("a.arrow", b"", "arrow", 0),
     ],
 )
-def test_a_file_is_known_by_its_name_and_how_it_begins(
+def test_file_is_recognized_by_name_and_first_bytes(
     tmp_path: Path, name: str, content: bytes, format: str, packed: int
 ) -> None:
     files(tmp_path, **{name: content})
@@ -54,7 +54,7 @@ def test_a_file_is_known_by_its_name_and_how_it_begins(
 
 
 @pytest.mark.parametrize("layout", [pytest.param(each, id=each.name) for each in LAYOUTS])
-def test_a_layout_is_taken_for_what_it_is_read_as(tmp_path: Path, layout: Layout) -> None:
+def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layout) -> None:
     root = tmp_path / "data"
     root.mkdir()
     layout.write(root)
@@ -72,7 +72,7 @@ def test_tars_beside_compressed_ones_are_all_taken(tmp_path: Path) -> None:
     assert [each.name for each in found.packed] == ["a.tar.gz", "b/c.tar", "d.TAR"]
 
 
-def test_what_a_source_is_taken_for_is_printed_and_can_be_named(tmp_path: Path) -> None:
+def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
     source = files(tmp_path / "in", "a.jpg", **{"metadata.parquet": b""})
     arguments = ["convert", str(source), str(tmp_path / "out"), "--no-check-images"]
     refused = CliRunner().invoke(app, arguments)

@@ -45,7 +45,7 @@ def test_unsupported_remote_source_is_one_line_with_a_fix(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_compressed_tar_behind_a_url_under_the_name_of_a_plain_one_is_noticed(server: ToyServer) -> None:
+def test_remote_compressed_tar_named_like_a_plain_one_is_detected(server: ToyServer) -> None:
     (server.folder / "b").mkdir()
     (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
     (found,) = find_files("s3://b/a.tar").packed
