@@ -148,8 +148,8 @@ class NamingStore(FileStore):
     """Rows that name files: their parts are the row, as JSON, and the files.
 
     `file_fields` name files, as "field" or "field=part"; None: the usual ones. They are relative to `files_from`, or to
-    the folder of the table, and must be as old as the index, unless `pinned` is False. A class that derives from it
-    has `row_of`, and its base that reads the rows behind this one.
+    the folder of the table, and must be as old as the index, or as `pinned` (in ns since 1970), unless that is False. A
+    class that derives from it has `row_of`, and its base that reads the rows behind this one.
     """
 
     def __init__(
@@ -159,13 +159,14 @@ class NamingStore(FileStore):
         file_fields: Iterable[str] | None = None,
         files_from: str | os.PathLike[str] | None = None,
         allow_outside: bool = False,
-        pinned: bool = True,
+        pinned: bool | int = True,
         **settings: Any,
     ) -> None:
         super().__init__(found, **settings)
         self._allow_outside = allow_outside
         self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
-        self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
+        index_ns = found.index_path.stat().st_mtime_ns if pinned is True and found.remote is None else None
+        self._newest_ns = index_ns if isinstance(pinned, bool) else pinned
         self._roots: dict[int, str] = {}
         self._last_row: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)
