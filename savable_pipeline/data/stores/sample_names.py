@@ -17,11 +17,8 @@ from savable_pipeline.data.shards.part_types import (
     part_type,
 )
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
-from savable_pipeline.data.shards.paths import is_hidden as is_hidden
 from savable_pipeline.data.shards.tar import split_name
 
-PACKED = PACKED_TARS
-TAR_ENDINGS = (TARS_END, *PACKED)
 Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
 
 
@@ -47,7 +44,7 @@ class Reject(msgspec.Struct, frozen=True):
 
 def is_tar(name: str) -> bool:
     """Whether a name is that of a tar, compressed or not, in letters of any case."""
-    return name.lower().endswith(TAR_ENDINGS)
+    return name.lower().endswith((TARS_END, *PACKED_TARS))
 
 
 def name_fault(key: str, extension: str) -> str:
@@ -129,7 +126,8 @@ def stem_of(name: str) -> str:
 def no_samples(names: Iterable[str]) -> set[str]:
     """Of the names in a folder of raw files, those that are no parts of samples.
 
-    They are what is for people, and beside media tables that share their stem with nothing.
+    They are what is for people, and beside media tables that share their stem with nothing, and img2dataset's
+    statistics of a folder: 00000_stats.json beside 00000.parquet.
     """
     names = [*names]
     stems: dict[str, int] = {}
@@ -137,8 +135,13 @@ def no_samples(names: Iterable[str]) -> set[str]:
         stem = stem_of(name)
         stems[stem] = stems.get(stem, 0) + 1
     has_media = any(map(is_media_file, names))
+    known = {*names} if has_media else set()
     return {
         name
         for name in names
-        if stems[stem_of(name)] == 1 and (is_for_people(name) or (has_media and suffix_of(name) in _ROWS))
+        if stems[stem_of(name)] == 1
+        and (
+            is_for_people(name)
+            or (has_media and (suffix_of(name) in _ROWS or f"{name.removesuffix('_stats.json')}.parquet" in known))
+        )
     }

@@ -102,7 +102,7 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif fault := file_format.fault_beside(root / name, table):
+    elif file_format.fault_beside and (fault := file_format.fault_beside(root / name, table)):
         problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.for_others}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
