@@ -19,6 +19,7 @@ every rank before the first batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fe
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
+
+_SHARE = "Pass ranks=sp.Ranks.of(accelerator.torch_device_mesh, share=accelerator.parallelism_config.non_dp_dim_names)."
 
 
 class TrainerLoader:
@@ -372,15 +375,33 @@ def refuse_acknowledging(loader: Any) -> None:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
 
 
+def sharing_batches(loader: SavableLoader, accelerator: Any) -> SavableLoader:
+    """Check that tensor- and context-parallel processes of Accelerate get the same batches.
+
+    Args:
+        loader: The loader to train on.
+        accelerator: The accelerator of the run.
+
+    Returns:
+        The loader.
+
+    Raises:
+        ValueError: It has more ranks than there are data-parallel ranks.
+    """
+    config, found = accelerator.parallelism_config, run_of(loader).ranks.world_size
+    if config and found * config.non_data_parallel_size > accelerator.num_processes:
+        raise ValueError(f"processes of {' and '.join(config.non_dp_dim_names)} need the same batches. {_SHARE}")
+    return loader
+
+
 def each(loaders: Any) -> list[Any]:
     """Return the loaders in a dict, list or tuple, or a single one, as a list.
 
     Args:
         loaders: A loader, or a container of loaders.
     """
-    if isinstance(loaders, dict):
-        return list(loaders.values())
-    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    found = list(loaders.values()) if isinstance(loaders, dict) else loaders
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def length_of(batches: Any) -> int | None:
@@ -389,10 +410,9 @@ def length_of(batches: Any) -> int | None:
     Args:
         batches: A loader, or an object in its place.
     """
-    try:
+    with suppress(TypeError):
         return len(batches)
-    except TypeError:
-        return None
+    return None
 
 
 def restarting(loaders: Any) -> Any:

@@ -99,7 +99,7 @@ class LoaderSettings:
         if self.acknowledge and self.restarts:
             raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and isinstance(self.ranks, Ranks) and self.ranks.sharing:
-            raise ValueError("acknowledge= does not apply to ranks that share batches. Remove share= of Ranks.of.")
+            raise ValueError("peers would acknowledge at different times. Remove share= of Ranks.of or acknowledge=.")
 
     def _check_workers(self) -> None:
         """One number of workers, that of `num_workers`."""
