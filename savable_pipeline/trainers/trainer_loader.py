@@ -87,9 +87,8 @@ class TrainerLoader:
         self._loader = loader
         self._run = run_of(loader)
         self._trained, self._begun = trained, begun or trained
-        self._most_ahead = most_ahead
+        self._most_ahead, self._carries = most_ahead, carries
         self._to_device = to_device
-        self._carries = carries
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
         self._to_skip: list[SlotSpan] = []  # where the loader comes to them
@@ -337,9 +336,8 @@ class _YieldedBatch(NamedTuple):
 class _Pass:
     """Iterator that starts at its first batch, and that an error does not end."""
 
-    def __init__(self, begin: Callable[[], None], take: Callable[[], Any]) -> None:
-        self._begin: Callable[[], None] | None = begin
-        self._take: Callable[[], Any] | None = take
+    def __init__(self, begin: Callable[[], None] | None, take: Callable[[], Any] | None) -> None:
+        self._begin, self._take = begin, take
 
     def __iter__(self) -> _Pass:
         return self
@@ -376,10 +374,10 @@ def refuse_acknowledging(loader: Any) -> None:
 
 
 def sharing_batches(loader: SavableLoader, accelerator: Any) -> SavableLoader:
-    """Check that tensor- and context-parallel processes of Accelerate get the same batches.
+    """Check that tensor-parallel processes of Accelerate get the same batches.
 
     Args:
-        loader: The loader to train on.
+        loader: The loader to train on. Anything else passes.
         accelerator: The accelerator of the run.
 
     Returns:
@@ -388,8 +386,9 @@ def sharing_batches(loader: SavableLoader, accelerator: Any) -> SavableLoader:
     Raises:
         ValueError: It has more ranks than there are data-parallel ranks.
     """
-    config, found = accelerator.parallelism_config, run_of(loader).ranks.world_size
-    if config and found * config.non_data_parallel_size > accelerator.num_processes:
+    config = accelerator.parallelism_config
+    most = accelerator.num_processes // (config.non_data_parallel_size if config else 1)
+    if config and isinstance(loader, SavableLoader) and run_of(loader).ranks.world_size > most:
         raise ValueError(f"processes of {' and '.join(config.non_dp_dim_names)} need the same batches. {_SHARE}")
     return loader
 
