@@ -329,7 +329,8 @@ def test_an_error_of_the_encoder_is_raised_on_all_and_may_be_repeated(
 
 
 def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 3, workers=sp.Workers(timeout=1.5))) as found:
+    with closing(loaders(shards, 3, workers=sp.Workers(timeout=6))) as found:
+        on_each(found, lambda loader: loader.state_dict())  # so that both come in time
         errors = on_each(found[:2], next)
         assert all(isinstance(error, SavableError) and "rank 2" in str(error) for error in errors)
 
