@@ -80,14 +80,14 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     cannot share.
     """
     meeting = _Meeting(sharing, timeout)
-    try:
-        with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
+        try:
             return meeting.connect(listener, public)
-    except SavableError as error:
-        meeting.write("failed", str(error))
-        for peer in meeting.accepted.values():
-            peer.send(("failed", str(error)))
-        raise
+        except SavableError as error:  # before the sockets close, which others would report
+            meeting.write("failed", str(error))
+            for peer in meeting.accepted.values():
+                peer.send(("failed", str(error)))
+            raise
 
 
 class _Meeting:
