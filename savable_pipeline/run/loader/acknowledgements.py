@@ -26,7 +26,17 @@ from numpy.typing import NDArray
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.run.state.flights import (
+    EPOCH_SHIFT,
+    MOST_ROWS,
+    SLOTS,
+    EpochFlights,
+    Flight,
+    columns_of,
+    flights_name,
+    packed_acks,
+    packed_flights,
+)
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
 
@@ -64,11 +74,33 @@ class Outstanding(Flight, gc=False):
 
 
 class _Lane:
-    """A lane's batches in flight, ascending, and the same packed unless they have changed since."""
+    """A lane's batches in flight, ascending, and the same packed unless they have changed since.
+
+    `columns`: the first of them, as they were yielded. A state after thousands of batches then reads no batch again.
+    """
 
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
         self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
+        self.columns: EpochFlights | None = None
+
+    def add_to_columns(self, flight: Outstanding, number: int) -> None:
+        """Add the batch of a round to the columns if they have all batches before it, and none has changed."""
+        if flight.batch == next(iter(self.flights), None):
+            self.columns = EpochFlights(flight.batch >> EPOCH_SHIFT, [], [], [])
+        columns = self.columns
+        if columns is None or flight.done or flight.size:
+            self.columns = None
+        elif not columns.rounds or number > columns.rounds[-1]:  # else of a later epoch, or added before Ctrl-C
+            columns.rounds.append(number)
+            columns.refs.append(flight.ref)  # type: ignore[arg-type]
+
+    def in_columns(self, lanes: int) -> list[EpochFlights]:
+        """All batches in columns, in a run with this many lanes."""
+        columns = self.columns
+        if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
+            return [columns]
+        return columns_of(list(self.flights.values()), lanes)
 
 
 class Acknowledgements:
@@ -125,7 +157,7 @@ class Acknowledgements:
         key = 0 if handed is None else id(handed.tensor)
         leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
         # Make no calls below: Ctrl-C comes before, or after.
-        flight.done, flight.to_come, lane.packed, self._out = done, to_come, None, self._out + out
+        flight.done, flight.to_come, lane.packed, lane.columns, self._out = done, to_come, None, None, self._out + out
         if leaves:
             del lane.flights[batch]
             if key in self._handed:
@@ -184,7 +216,8 @@ class Acknowledgements:
         else:
             if batch not in self._issued or len(self._issued[batch].memory) != rows:
                 self._issued = next_receipts(batch, rows, self._ranks.world_size)
-                self._pack_young()
+                with self._lock:
+                    self._pack_young()
             handed = self._issued.pop(batch)
         flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
@@ -199,6 +232,8 @@ class Acknowledgements:
         for flight in self._young:
             if flight.open:
                 flight.pack()
+                slot = flight.batch & SLOTS
+                self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
@@ -288,6 +323,7 @@ class Acknowledgements:
         `next_batch`: the next slot, with its epoch. `saved`: the lanes' states, by name.
         """
         with self._lock:
+            self._pack_young()
             found = {
                 flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
@@ -299,10 +335,9 @@ class Acknowledgements:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, given, self._lane_count, saved_with)
+            return packed_flights(number, columns_of(given, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
-            packed = packed_flights(number, list(lane.flights.values()), self._lane_count, saved_with)
-            lane.packed = saved_with, packed
+            lane.packed = saved_with, packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
