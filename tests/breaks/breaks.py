@@ -42,7 +42,7 @@ STAGES = [
         "        self._slots = known_refs(stage, saved_refs(stage, saved)).copy()\n",
         "        self._slots = np.roll(known_refs(stage, saved_refs(stage, saved)), 1)\n",
         ("tests/stages/test_shuffle_buffer.py", "tests/system/test_exact_resume.py"),
-        caught_by="tests/stages/test_shuffle_buffer.py::test_restored_at_any_position_it_goes_on_exactly",
+        caught_by="tests/stages/test_shuffle_buffer.py::test_shuffle_buffer_resumes_exactly_from_any_position",
     ),
     Break(
         "shares-cut-anew-in-mid-epoch",
@@ -52,7 +52,7 @@ STAGES = [
         "        self._shares = self._shares.cut_by(saved.cut)\n        self._move_to(saved.epoch, saved.position)\n",
         "        self._move_to(saved.epoch, saved.position)\n",
         ("tests/stages/readers", "tests/run/loader/test_fresh_lanes.py", "tests/run/loader/test_loader_state.py"),
-        caught_by="tests/stages/readers/test_reader.py::test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes",
+        caught_by="tests/stages/readers/test_reader.py::test_spans_of_an_epoch_stay_when_the_batch_size_changes",
     ),
     Break(
         "skip-not-in-the-state",
@@ -62,7 +62,7 @@ STAGES = [
         "            self.avoid(sample.index, sample.epoch, reason_of(error))\n            self._forget_before",
         "            self._forget_before",
         ("tests/stages/test_on_error.py", "tests/stages/test_encode.py", "tests/run/engine/test_avoided_samples.py"),
-        caught_by="tests/stages/test_on_error.py::test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered[missing shard]",
+        caught_by="tests/stages/test_on_error.py::test_shards_deleted_or_changed_during_a_run_are_skipped_and_remembered[missing shard]",
     ),
     Break(
         "fan-out-seed-of-the-first",
@@ -82,7 +82,7 @@ STAGES = [
         "            self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None\n",
         "            self._fan = None\n",
         ("tests/stages/test_encode.py", "tests/stages/test_on_error.py"),
-        caught_by="tests/stages/test_encode.py::test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_twice[False-1-1]",
+        caught_by="tests/stages/test_encode.py::test_sample_is_retried_after_an_error_without_loss_or_repetition[False-1-1]",
     ),
     Break(
         "filter-passes-over-a-failed-sample",
@@ -92,7 +92,7 @@ STAGES = [
         "                    raise\n                # those before it",
         "                    raise\n                kept.append(None)\n                ahead.next += 1\n                # those before it",
         ("tests/stages/test_filters.py",),
-        caught_by="tests/stages/test_filters.py::test_an_error_of_the_function_is_raised_or_skipped_and_tried_again[False]",
+        caught_by="tests/stages/test_filters.py::test_error_of_a_filter_is_raised_or_skipped_and_retried[False]",
     ),
     Break(
         "rest-of-a-cut-item-lost",
@@ -102,7 +102,7 @@ STAGES = [
         '            "taken": None if taken is None else taken.ref,\n',
         '            "taken": None if taken is None or taken.start else taken.ref,\n',
         ("tests/stages/packing",),
-        caught_by="tests/stages/packing/test_packer.py::test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut",
+        caught_by="tests/stages/packing/test_packer.py::test_tokens_in_equal_tokens_out_and_counted_after_any_interruption",
     ),
     Break(
         "decided-length-of-open-packs-forgotten",
@@ -122,7 +122,7 @@ STAGES = [
         "    if piece.rounds:\n",
         "    if piece.rounds > 1:\n",
         ("tests/stages/packing",),
-        caught_by="tests/stages/packing/test_packer.py::test_how_often_an_item_was_held_back_is_in_the_state",
+        caught_by="tests/stages/packing/test_packer.py::test_state_counts_how_often_an_item_was_postponed",
     ),
     Break(
         "restored-pieces-cost-nothing",
@@ -142,7 +142,7 @@ STAGES = [
         "            if budget.used + size > self._max_bytes:\n",
         "            if self._bytes + size > self._max_bytes:\n",
         ("tests/stages/test_item_buffer.py", "tests/stages"),
-        caught_by="tests/stages/packing/test_packer.py::test_lanes_of_a_process_share_the_budget",
+        caught_by="tests/stages/packing/test_packer.py::test_lanes_of_a_process_share_one_budget",
     ),
     Break(
         "unchosen-round-becomes-a-pack",
@@ -152,7 +152,7 @@ STAGES = [
         "        self._groups = [len(group) for group in left[:-1] if group]\n",
         "        self._groups = [len(group) for group in left if group]\n",
         ("tests/stages/packing",),
-        caught_by="tests/stages/packing/test_item_packer.py::test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost[<lambda>-group 1 is empty]",
+        caught_by="tests/stages/packing/test_item_packer.py::test_wrong_result_raises_each_time_and_nothing_is_lost[<lambda>-group 1 is empty]",
     ),
     Break(
         "balance-forgets-other-costs",
@@ -162,7 +162,7 @@ STAGES = [
         '        self.past = array("q", past)\n',
         '        self.past = array("q", sorted(past))\n',
         ("tests/stages/packing", "tests/system/test_exact_resume.py"),
-        caught_by="tests/stages/packing/test_balance.py::test_restored_the_rest_is_the_same[3]",
+        caught_by="tests/stages/packing/test_balance.py::test_restored_stage_yields_the_rest[3]",
     ),
     Break(
         "lost-pack-takes-its-slot",
@@ -182,7 +182,7 @@ STAGES = [
         "        kept = [left for left in map(excluded.left_of, kept) if left is not None]\n",
         "        kept = [ref for ref in kept if excluded.left_of(ref) == ref]\n",
         ("tests/stages/test_excluded_samples.py", "tests/run/loader/test_deciding.py", "tests/stages/packing"),
-        caught_by="tests/stages/test_excluded_samples.py::test_nothing_else_that_a_state_holds_is_lost[best_fit-4]",
+        caught_by="tests/stages/test_excluded_samples.py::test_other_samples_in_a_state_are_not_lost[best_fit-4]",
     ),
     Break(
         "item-before-its-bucket-lost",
@@ -192,7 +192,7 @@ STAGES = [
         "        self._taken.restore(saved.taken)\n",
         "        self._taken.restore([])\n",
         ("tests/stages/test_bucket_batcher.py",),
-        caught_by="tests/stages/test_bucket_batcher.py::test_after_an_error_the_same_is_tried_again_and_nothing_is_lost[True]",
+        caught_by="tests/stages/test_bucket_batcher.py::test_step_is_retried_after_an_error_and_nothing_is_lost[True]",
     ),
     Break(
         "short-last-batch-announced",
@@ -202,7 +202,7 @@ STAGES = [
         "        needed = self.size if self.drop_last else 1\n        return len(self._fill(needed)) >= needed\n",
         "        return len(self._fill(1)) >= 1\n",
         ("tests/stages/test_batcher.py", "tests/run/loader/test_epoch_end.py", "tests/run/loader/test_epochs.py"),
-        caught_by="tests/stages/test_batcher.py::test_more_says_whether_another_batch_will_come[4-True-expected3]",
+        caught_by="tests/stages/test_batcher.py::test_more_returns_whether_another_batch_follows[4-True-expected3]",
     ),
     Break(
         "new-weights-go-on-with-old-counts",
@@ -212,7 +212,7 @@ STAGES = [
         "        if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:\n",
         "        if self._active and saved.turns.names == self._active:\n",
         ("tests/stages/blending", "tests/run/loader/test_deciding.py"),
-        caught_by="tests/stages/blending/test_blend.py::test_other_weights_keep_every_position_and_every_samples_randomness",
+        caught_by="tests/stages/blending/test_blend.py::test_new_weights_change_no_position_and_no_random_number",
     ),
     Break(
         "unit-of-token-lags-forgotten",
@@ -222,7 +222,7 @@ STAGES = [
         "        (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit\n",
         "        (self.counts,), self.taken = saved.counts, saved.taken\n",
         ("tests/stages/blending", "tests/system/test_mixing.py", "tests/system/test_exact_resume.py"),
-        caught_by="tests/stages/blending/test_schedule.py::test_it_resumes_exactly_before_in_and_after_a_change[tokens-step]",
+        caught_by="tests/stages/blending/test_schedule.py::test_schedule_resumes_exactly_before_during_and_after_a_change[tokens-step]",
     ),
     Break(
         "schedule-begins-its-piece-anew",
@@ -232,7 +232,7 @@ STAGES = [
         "        self.taken, self._piece, self._counts = saved.taken, piece, saved.counts\n",
         "        self.taken, self._piece, self._counts = piece * self._draws.stride, piece, saved.counts\n",
         ("tests/stages/blending", "tests/system/test_mixing.py"),
-        caught_by="tests/stages/blending/test_schedule.py::test_it_goes_on_when_a_source_has_ended",
+        caught_by="tests/stages/blending/test_schedule.py::test_schedule_continues_after_a_source_has_ended",
     ),
     Break(
         "join-gives-samples-of-other-refs",
@@ -242,7 +242,7 @@ STAGES = [
         "        samples = list(kept) if refs.tobytes() == known else self._joined(",
         "        samples = list(kept) if len(refs) == len(kept) else self._joined(",
         ("tests/stages/readers/test_join.py", "tests/system/test_exact_resume.py", "tests/system/test_stores.py"),
-        caught_by="tests/stages/readers/test_join.py::test_a_buffer_after_it_gives_each_sample_once_under_its_own_ref[skip]",
+        caught_by="tests/stages/readers/test_join.py::test_buffer_after_a_join_yields_each_sample_once_under_its_ref[skip]",
     ),
     Break(
         "filler-forgotten",
@@ -252,7 +252,7 @@ STAGES = [
         "        self._restore_first(saved.first)\n",
         "",
         ("tests/stages/test_batcher.py", "tests/run/loader/test_epoch_end.py", "tests/run/loader/test_evaluation.py"),
-        caught_by="tests/stages/test_batcher.py::test_a_filler_after_a_resume_is_the_one_of_a_run_that_never_stopped",
+        caught_by="tests/stages/test_batcher.py::test_padding_batch_after_a_resume_equals_the_uninterrupted_one",
     ),
 ]
 

@@ -96,7 +96,7 @@ def test_an_error_about_items_that_cannot_be_stacked_names_field_and_shape(items
     assert str(again) == str(caught.value) and again.items == caught.value.items
 
 
-def test_a_stacked_tensor_lies_in_shared_memory_in_a_worker_only(memory: SegmentWriter | None) -> None:
+def test_stacked_tensor_is_in_shared_memory_only_in_a_worker(memory: SegmentWriter | None) -> None:
     made = sp.stack([torch.full((100,), number) for number in range(5)])
     assert torch.equal(made, torch.arange(5).view(5, 1).expand(5, 100))
     if memory is not None:
@@ -105,7 +105,7 @@ def test_a_stacked_tensor_lies_in_shared_memory_in_a_worker_only(memory: Segment
 
 
 @pytest.mark.parametrize("length", [64, 100])
-def test_tensors_that_lie_side_by_side_are_stacked_without_a_copy(length: int, memory: SegmentWriter | None) -> None:
+def test_adjacent_tensors_are_stacked_without_a_copy(length: int, memory: SegmentWriter | None) -> None:
     items = [sp.empty((length,), torch.uint8).fill_(number) for number in range(5)]
     other = torch.zeros(length, dtype=torch.uint8)
     made = sp.stack(items)
@@ -122,7 +122,7 @@ def test_tensors_that_lie_side_by_side_are_stacked_without_a_copy(length: int, m
         assert torch.equal(sp.stack(chosen), torch.stack(chosen))
 
 
-def test_tensors_kept_from_an_earlier_batch_are_copied(memory: SegmentWriter | None) -> None:
+def test_tensors_of_an_earlier_batch_are_copied(memory: SegmentWriter | None) -> None:
     items = [sp.empty((64,), torch.uint8).fill_(number) for number in range(2)]
     if memory is not None:
         memory.write([memoryview(items[0].numpy())])
@@ -133,7 +133,7 @@ def test_tensors_with_gradients_are_stacked_as_torch_does(memory: Any) -> None:
     assert sp.stack([torch.ones(2, requires_grad=True), torch.ones(2)]).requires_grad
 
 
-def test_empty_has_the_shape_and_dtype_that_are_asked_for(memory: Any) -> None:
+def test_empty_has_the_requested_shape_and_dtype(memory: Any) -> None:
     for shape in [(), (0,), (3, 0, 2), (4, 5)]:
         for dtype in (torch.uint8, torch.float64, torch.bfloat16):
             made = sp.empty(shape, dtype)
@@ -160,7 +160,7 @@ def varying(shards: str, epochs: int | None, lane: sp.Lane) -> custom.Stage:
 
 
 @pytest.mark.parametrize(("hold", "epochs"), [(0, 1), (20, None)])
-def test_batches_of_any_size_are_the_same_from_workers_as_without(
+def test_batches_of_any_size_are_equal_with_and_without_workers(
     make_shards: Any, epochs: int | None, hold: int
 ) -> None:
     pipeline = partial(varying, str(make_shards([120, 100])), epochs)
@@ -196,7 +196,7 @@ def raw_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
 
 
 @pytest.mark.parametrize("sizes", [[6400], [0, 1, 64, 30_000, 200_000]])
-def test_arrays_read_in_place_are_the_same_from_workers_as_without(tmp_path: Path, sizes: list[int]) -> None:
+def test_arrays_read_in_place_are_equal_with_and_without_workers(tmp_path: Path, sizes: list[int]) -> None:
     payloads = [bytes([number % 251]) * sizes[number % len(sizes)] for number in range(90)]
     write_tar(tmp_path / "0.tar", [(f"{number:03}.bin", payload) for number, payload in enumerate(payloads)])
     pipeline = partial(raw_pipeline, str(tmp_path))

@@ -20,7 +20,7 @@ from tests.support.processes import wait_until_gone
 pytestmark = pytest.mark.usefixtures("own_interpreters")
 
 
-def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -> None:
+def test_dead_child_raises_eof_error_and_closing_kills_a_live_one() -> None:
     child = ChildProcess("os:_exit")  # which takes no connection: it dies of a TypeError
     with pytest.raises(EOFError):
         child.connection.recv()
@@ -33,7 +33,7 @@ def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -
     assert child.process.returncode == -signal.SIGKILL
 
 
-def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed() -> None:
+def test_child_in_a_reference_cycle_is_killed_and_its_descriptor_closed() -> None:
     child = ChildProcess("tests.core.test_child_process:echo")
     process, ours = child.process, Path(f"/proc/self/fd/{child.connection.fileno()}").readlink()
     circle: list[object] = [child]
@@ -59,7 +59,7 @@ def echo(connection: Connection, messages: Iterator[object], *arguments: object)
         connection.send((message, *arguments))
 
 
-def test_a_child_ends_with_its_parent_though_a_fork_of_the_parent_holds_the_connection() -> None:
+def test_child_ends_with_its_parent_although_a_fork_inherited_the_connection() -> None:
     program = (
         "import os, time; from savable_pipeline.core.child_process import ChildProcess\n"
         "child = ChildProcess('tests.core.test_child_process:echo'); fork = os.fork() or time.sleep(60)\n"

@@ -35,7 +35,7 @@ class Struct(msgspec.Struct, frozen=True):
 @pytest.mark.parametrize(
     "value", [{"a": 1, "b": 2}, Pair(1, 2), Data(1, 2), Struct(1, 2)], ids=lambda v: type(v).__name__
 )
-def test_named_parts_and_the_same_container_with_others(value: Any) -> None:
+def test_named_parts_of_a_container_can_be_changed(value: Any) -> None:
     assert named_parts(value) == {"a": 1, "b": 2}
     changed = with_parts_changed(value, lambda part: part * 10)
     assert type(changed) is type(value)
@@ -44,7 +44,7 @@ def test_named_parts_and_the_same_container_with_others(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2], (1, 2)], ids=lambda v: type(v).__name__)
-def test_listed_parts_and_the_same_container_with_others(value: Any) -> None:
+def test_listed_parts_of_a_container_can_be_changed(value: Any) -> None:
     assert named_parts(value) is None
     assert listed_parts(value) == [1, 2]
     assert with_parts_changed(value, lambda part: part * 10) == type(value)([10, 20])
@@ -56,7 +56,7 @@ def test_a_leaf_has_no_parts(value: Any) -> None:
     assert with_parts_changed(value, lambda part: 0) is value
 
 
-def test_a_mapping_that_is_no_dict_has_parts_and_stays_as_it_is() -> None:
+def test_mapping_that_is_not_a_dict_has_parts_and_is_not_changed() -> None:
     value = MappingProxyType({"a": 1})
     assert named_parts(value) == {"a": 1}
     assert with_parts_changed(value, lambda part: 0) is value

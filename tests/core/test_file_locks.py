@@ -33,7 +33,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_without_flock_one_at_a_time_is_in_the_block(tmp_path: Path, descriptor: int) -> None:
+def test_without_flock_only_one_process_is_in_the_locked_block(tmp_path: Path, descriptor: int) -> None:
     inside, most, alone = 0, 0, threading.Lock()
 
     def enter(_: int) -> None:
@@ -53,7 +53,7 @@ def test_without_flock_one_at_a_time_is_in_the_block(tmp_path: Path, descriptor:
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_a_file_that_a_killed_process_left_is_taken_away(
+def test_lock_file_of_a_killed_process_is_removed(
     tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(file_locks, "_DEAD_S", 0.3)
@@ -65,9 +65,7 @@ def test_a_file_that_a_killed_process_left_is_taken_away(
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_the_file_of_a_process_that_lives_stays(
-    tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_of_a_live_process_stays(tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_locks, "_TOUCH_S", 0.01)
     owner = tmp_path / "lock.owner"
     with file_lock(tmp_path / "lock", descriptor):
@@ -78,7 +76,7 @@ def test_the_file_of_a_process_that_lives_stays(
         assert owner.stat().st_ino == first.st_ino
 
 
-def test_with_flock_there_is_no_other_file(tmp_path: Path, descriptor: int) -> None:
+def test_with_flock_no_extra_file_is_created(tmp_path: Path, descriptor: int) -> None:
     with file_lock(tmp_path / "lock", descriptor):
         assert sorted(tmp_path.iterdir()) == [tmp_path / "lock"]
         with (tmp_path / "lock").open("ab") as other, pytest.raises(BlockingIOError):
@@ -86,12 +84,12 @@ def test_with_flock_there_is_no_other_file(tmp_path: Path, descriptor: int) -> N
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_where_a_lock_is_needed_the_error_says_what_to_do() -> None:
+def test_error_of_an_unsupported_lock_says_what_to_do() -> None:
     said = r"^/scratch: its file system has no file locks \(.*\). Move it."
     with pytest.raises(sp.SavableError, match=said), needs_locks("/scratch", "Move it."):
         fcntl.flock(0, fcntl.LOCK_EX)
 
 
-def test_other_errors_of_a_lock_stay_as_they_are() -> None:
+def test_other_errors_of_a_lock_are_raised_unchanged() -> None:
     with pytest.raises(BlockingIOError), needs_locks("/scratch", "Move it."):
         raise BlockingIOError(errno.EAGAIN, "busy")

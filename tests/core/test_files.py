@@ -21,7 +21,7 @@ def full_disk() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_file_that_could_not_be_written_leaves_the_old_one_and_nothing_aside(tmp_path: Path, sync: bool) -> None:
+def test_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path: Path, sync: bool) -> None:
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(OSError, match="No space left"):
         replace_file(tmp_path / "file", full_disk(), sync=sync)
@@ -29,7 +29,7 @@ def test_a_file_that_could_not_be_written_leaves_the_old_one_and_nothing_aside(t
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_user_without_a_home_folder_gets_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "SAVABLE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as where the list of users has no such number
@@ -39,7 +39,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert cache_folder(tmp_path) == tmp_path / str(os.geteuid())
 
 
-def test_a_line_that_a_full_disk_has_cut_is_a_warning_and_tears_no_other(
+def test_line_cut_by_a_full_disk_warns_and_damages_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     quarantine = Quarantine(tmp_path / "bad.jsonl")

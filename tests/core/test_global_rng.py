@@ -33,7 +33,7 @@ def seed_all(seed: int = 1234) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (2, 1)])
-def test_a_trainers_own_draws_are_those_it_makes_without_a_loader(
+def test_loader_does_not_change_the_trainers_random_numbers(
     make_shards: Any, num_workers: int, epochs: int | None
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
@@ -50,7 +50,7 @@ def test_a_trainers_own_draws_are_those_it_makes_without_a_loader(
     assert found == expected[: len(found)]
 
 
-def test_a_trainers_draws_are_its_own_when_an_encoder_fails(make_shards: Any) -> None:
+def test_failing_encoder_does_not_change_the_trainers_random_numbers(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([40])), encoder=DrawsThenFails())
     seed_all()
     expected = trainers_draws()
@@ -70,7 +70,9 @@ class DrawsThenFails(NumberEncoder):
 
 
 @pytest.mark.parametrize("global_rng", [None, True, False])
-def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool | None) -> None:
+def test_drawing_pipeline_function_does_not_change_the_trainers_random_numbers(
+    make_shards: Any, global_rng: bool | None
+) -> None:
     shards = str(make_shards([40]))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -88,7 +90,7 @@ def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards
     assert trainers_draws() == expected
 
 
-def test_what_the_trainer_draws_between_batches_changes_no_batch(make_shards: Any) -> None:
+def test_draws_of_the_trainer_between_batches_change_no_batch(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=6), 9)
     loader = sp.SavableLoader(pipeline, seed=3, lanes=6)
@@ -136,7 +138,7 @@ def test_a_sum_of_floats_has_the_same_bits_in_this_process_and_in_a_worker(
     assert found[0] == found[1]
 
 
-def test_the_trainers_number_of_threads_is_as_it_was(make_shards: Any, four_threads: None) -> None:
+def test_trainers_number_of_threads_is_unchanged(make_shards: Any, four_threads: None) -> None:
     shards = str(make_shards([20]))
     loader = sp.SavableLoader(partial(number_pipeline, shards, encoder=Reduction()), seed=3, lanes=2)
     loader.state_dict()
@@ -154,7 +156,7 @@ def test_the_trainers_number_of_threads_is_as_it_was(make_shards: Any, four_thre
 
 
 @pytest.mark.parametrize("named", [("python",), ("numpy",), ("torch",), ("torch", "python")])
-def test_only_the_generators_that_an_encoder_names_are_seeded_and_put_back(named: tuple[str, ...]) -> None:
+def test_only_generators_named_by_the_encoder_are_seeded_and_restored(named: tuple[str, ...]) -> None:
     seed = seeder(named)
     assert seed is not None
 
@@ -194,7 +196,7 @@ def test_global_rng_names_all_none_or_some() -> None:
 
 
 @pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
-def test_a_global_rng_that_names_something_else_is_an_error(setting: Any) -> None:
+def test_unknown_name_in_global_rng_is_an_error(setting: Any) -> None:
     with pytest.raises(ValueError, match=r"global_rng=.*: expected None, True, False or a tuple of some of"):
         kinds(setting)
 
@@ -217,7 +219,7 @@ def test_the_library_itself_draws_from_no_global_generator() -> None:
 
 
 @pytest.mark.parametrize("normals", [0, 1, 2, 3])
-def test_numpys_state_is_restored_whole_with_its_cached_normal(normals: int) -> None:
+def test_numpys_state_is_restored_with_its_cached_normal(normals: int) -> None:
     for work in (np.random.rand, np.random.standard_normal, lambda: np.random.seed(3), lambda: None):
         np.random.seed(7)
         np.random.standard_normal(normals)

@@ -34,11 +34,11 @@ def test_words_are_those_of_the_published_splitmix64() -> None:
 
 
 @given(KEYS, st.integers(0, 2**40), st.integers(0, 50))
-def test_words_are_found_at_any_offset_and_equal_the_single_ones(key: int, start: int, count: int) -> None:
+def test_words_from_any_offset_equal_single_words(key: int, start: int, count: int) -> None:
     assert words(key, start, count).tolist() == [word(key, start + i) for i in range(count)]
 
 
-def test_a_key_depends_on_every_part_its_type_and_its_place() -> None:
+def test_key_depends_on_value_type_and_position_of_every_part() -> None:
     different = [(), (0,), ("0",), (0, 0), ("00",), ("0", "0"), (1, "a"), ("a", 1), (-1,), (2**64,), ("ä",)]
     assert len({derive_key(*parts) for parts in different}) == len(different)
 
@@ -49,7 +49,7 @@ def test_keys_equal_the_golden_values() -> None:
 
 
 @given(KEYS, st.integers(1, 2**31 - 1))
-def test_below_keeps_within_its_limit_and_reaches_both_ends(key: int, limit: int) -> None:
+def test_below_covers_its_whole_range_and_nothing_else(key: int, limit: int) -> None:
     drawn = below(words(key, 0, 20), limit)
     assert drawn.min() >= 0 and drawn.max() < limit
     assert below(np.array([0, 2**64 - 1], np.uint64), limit).tolist() == [0, limit - 1]
@@ -66,7 +66,7 @@ def test_permutations_equal_the_golden_values() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2, keys._MANY - 1, keys._MANY, keys._MANY + 1, 100_003])
 @pytest.mark.parametrize("alike", [0, 1, 30, 48, 64])
-def test_words_are_sorted_in_the_one_right_order(n: int, alike: int) -> None:
+def test_words_are_sorted_stably(n: int, alike: int) -> None:
     """Also words that are equal in their highest or lowest bits, or at all."""
     drawn = words(3, 0, n)
     for left in (drawn >> np.uint64(alike), drawn << np.uint64(alike)) if alike < 64 else (drawn * np.uint64(0),):
@@ -95,7 +95,7 @@ def test_a_computed_bijection_has_every_number_once_too(key: int, n: int) -> Non
 
 
 @given(KEYS, st.integers(LIMIT + 1, 2**62), st.data())
-def test_any_part_of_a_large_bijection_is_had_without_the_rest(key: int, n: int, data: st.DataObject) -> None:
+def test_any_part_of_a_large_bijection_is_computed_alone(key: int, n: int, data: st.DataObject) -> None:
     bijection = Bijection(key, n)
     asked = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
     images = bijection(np.array(asked)).tolist()
@@ -124,7 +124,7 @@ def test_each_block_has_every_step_once_in_an_order_of_its_own() -> None:
     assert blocks[0] != blocks[1] != blocks[2]
 
 
-def test_a_rank_lies_in_its_step_and_anywhere_in_it() -> None:
+def test_rank_is_uniform_within_its_step() -> None:
     ranks = SharedRanks(key=1, steps=4)
     found = [ranks.rank(n) for n in range(4000)]
     assert [rank * 4 // RANKS for rank in found] == [ranks.step(n) for n in range(4000)]
@@ -132,7 +132,7 @@ def test_a_rank_lies_in_its_step_and_anywhere_in_it() -> None:
     assert all(150 < sixteenths.count(each) < 350 for each in range(16))
 
 
-def test_ranks_are_those_of_every_release() -> None:
+def test_ranks_equal_the_golden_values() -> None:
     ranks = SharedRanks(key=7, steps=32)
     found = [ranks.rank(n) for n in (*range(100), 5, 10**9)]
     assert found[100] == found[5]

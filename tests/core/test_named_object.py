@@ -52,7 +52,7 @@ def write(tmp_path: Path, shards: Path, name: str, how: str, called: str) -> Pat
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_file_that_trains_when_it_is_imported_is_an_error_that_shows_the_guard(
+def test_file_that_trains_on_import_is_an_error_that_shows_the_guard(
     tmp_path: Path, make_shards: object, how: str
 ) -> None:
     file = write(tmp_path, make_shards([9, 9]), f"unguarded_{how}", how, "train()")  # type: ignore[operator]
@@ -62,7 +62,7 @@ def test_a_file_that_trains_when_it_is_imported_is_an_error_that_shows_the_guard
 
 
 @pytest.mark.parametrize("command", ["preview", "verify-resume", "plan"])
-def test_no_command_trains(
+def test_no_command_starts_a_training(
     tmp_path: Path, make_shards: object, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"trains_{command.replace('-', '_')}"

@@ -75,7 +75,7 @@ def test_many_datasets_together_keep_half_of_the_descriptor_limit_open(make_shar
         assert open_files() - before <= limit // 2 + 5  # and the indexes
 
 
-def test_a_process_without_a_descriptor_closes_those_of_datasets_and_tries_again(make_shards: Any) -> None:
+def test_process_out_of_descriptors_closes_those_of_datasets_and_retries(make_shards: Any) -> None:
     root = make_shards([1] * 20)
     dataset = open_any(root, on_error="skip")
     samples = dataset.open_samples(np.array([(i, 0) for i in range(20)], REF))
@@ -86,7 +86,7 @@ def test_a_process_without_a_descriptor_closes_those_of_datasets_and_tries_again
             assert open_any(root).count == 20
 
 
-def test_no_descriptor_at_all_is_an_error_that_no_policy_skips(make_shards: Any) -> None:
+def test_running_out_of_descriptors_is_never_skipped(make_shards: Any) -> None:
     root = make_shards([4, 4])
     new = make_shards([3], folder="new")
     encode = sp.Encode(sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip"), Ids(), on_error="skip")
@@ -107,7 +107,7 @@ def test_an_encoder_that_runs_out_of_descriptors_is_not_skipped(make_shards: Any
         next(encode)
 
 
-def test_a_read_has_the_bytes_of_its_shard_though_another_thread_closes_the_shard_before(
+def test_read_is_right_although_another_thread_closes_the_shard(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, other = make_shards([9]), make_shards([50, 9], folder="other") / "0001.tar"
@@ -145,7 +145,7 @@ def in_threads(call: Callable[[int], None]) -> None:
         sys.setswitchinterval(interval)
 
 
-def test_threads_that_have_few_descriptors_read_each_sample_right(make_shards: Any) -> None:
+def test_threads_with_few_descriptors_read_each_sample_correctly(make_shards: Any) -> None:
     root, found = make_shards([2] * 60), dict[int, list[int]]()
 
     def read(number: int) -> None:

@@ -75,7 +75,7 @@ def test_a_rekeyed_rng_starts_at_the_first_number_of_the_new_key() -> None:
     assert torch.equal(torch.rand(3, generator=rng.torch), torch.rand(3, generator=fresh.torch))
 
 
-def test_draws_counts_words_and_puts_a_generator_where_it_stood() -> None:
+def test_draws_counts_words_and_restores_a_position() -> None:
     rng = Rng(7, PARTS)
     for _ in range(5):
         rng.random()
@@ -83,7 +83,7 @@ def test_draws_counts_words_and_puts_a_generator_where_it_stood() -> None:
     assert Rng(7, PARTS, draws=5).random() == rng.random()
 
 
-def test_a_generator_of_another_kind_is_made_once() -> None:
+def test_generator_of_another_library_is_built_once() -> None:
     rng = Rng(7, PARTS)
     assert rng.numpy is rng.numpy and rng.torch is rng.torch and rng.python is rng.python
     assert rng.draws == 0  # and takes none of the words
@@ -111,12 +111,12 @@ def test_integers_stay_below_n(base: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**64 + 1])
-def test_integers_refuses_an_n_that_is_out_of_range(n: int) -> None:
+def test_integers_rejects_an_n_that_is_out_of_range(n: int) -> None:
     with pytest.raises(ValueError, match="1 ≤ n ≤ 2\\*\\*64"):
         Rng(0).integers(n)
 
 
-def test_integers_takes_numpys_integers_and_refuses_floats() -> None:
+def test_integers_accepts_numpy_integers_and_rejects_floats() -> None:
     assert Rng(7, PARTS).integers(np.int64(10)) == Rng(7, PARTS).integers(10)
     assert Rng(7, PARTS).permutation(np.int32(5)) == Rng(7, PARTS).permutation(5)
     with pytest.raises(TypeError):
@@ -138,7 +138,7 @@ def test_the_quantile_is_that_of_the_normal_distribution(p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [2.0**-53, 0.075, 0.0750001, 0.5 - 1e-9, 0.5, 0.5 + 1e-9, 0.925, 0.9250001, 1 - 2.0**-53])
-def test_the_quantile_is_right_where_its_formulas_meet(p: float) -> None:
+def test_quantile_is_right_at_the_borders_of_its_formulas(p: float) -> None:
     assert _normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=1e-12, abs=1e-12)
 
 

@@ -73,7 +73,7 @@ def decorated(value: Any) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("refer", [closing_over, with_default, with_keyword_default, decorated])
 @pytest.mark.parametrize("unsafe", UNSAFE)
-def test_a_function_that_refers_to_an_object_threads_must_not_share_is_rejected(unsafe: str, refer: Any) -> None:
+def test_function_with_an_object_that_threads_must_not_share_is_rejected(unsafe: str, refer: Any) -> None:
     value = UNSAFE[unsafe]()
     kind = type(value).__name__
     for each in (value, [value], {"a": value}):
@@ -178,11 +178,11 @@ def recursive(depth: int) -> Callable[[int], int]:
 @pytest.mark.parametrize(
     "function", [of_a_sum, recursive(3), Bound([1]), partial(of_a_sum, {"a": [1]}), print, dict.get]
 )
-def test_all_else_is_shared_or_copied_without_a_word(function: Any) -> None:
+def test_other_objects_are_shared_or_copied_silently(function: Any) -> None:
     thread_copy(function)
 
 
-def test_an_attribute_of_the_name_of_a_global_is_not_taken_for_it() -> None:
+def test_attribute_named_like_a_global_is_not_mistaken_for_it() -> None:
     class Named:
         DRAWS = 3
 

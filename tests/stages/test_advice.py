@@ -100,7 +100,7 @@ def test_an_option_of_another_loader_says_what_to_write(options: dict[str, Any],
         sp.SavableLoader(samples().batch(4), seed=0, **options)
 
 
-def test_advice_leaves_the_signatures_as_they_are() -> None:
+def test_advice_does_not_change_signatures() -> None:
     assert list(inspect.signature(sp.SavableLoader).parameters)[:3] == ["pipeline", "seed", "lanes"]
     assert "epochs" in inspect.signature(sp.read).parameters
 
@@ -130,7 +130,7 @@ def test_a_wrong_path_has_a_short_traceback(use: Callable[[Any], Any], tmp_path:
     assert ours in (["__next__"], ["take", "__iter__"], ["__iter__"])
 
 
-def test_a_mistake_of_a_pipeline_function_keeps_its_line(tmp_path: Path) -> None:
+def test_error_in_a_pipeline_function_shows_its_line(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [("0.json", b"{}")])
 
     def pipeline(lane: sp.Lane) -> Any:

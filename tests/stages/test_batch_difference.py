@@ -43,18 +43,18 @@ def test_equal_batches_have_no_difference_and_one_digest() -> None:
         ({"image": torch.zeros(2, 3)}, "batch['image']: torch.float32 (2, 3, 4) expected, torch.float32 (2, 3) found"),
     ],
 )
-def test_the_first_difference_is_told_with_both_values(change: dict[str, Any], told: str) -> None:
+def test_first_difference_is_reported_with_both_values(change: dict[str, Any], told: str) -> None:
     other = {**BATCH, **change}
     assert (first_difference(BATCH, other) or "").startswith(told)
     assert digest(BATCH) != digest(other)
 
 
-def test_a_tensor_that_differs_in_a_sign_of_zero_or_a_nan_only_differs() -> None:
+def test_tensors_that_differ_only_in_signed_zero_or_nan_differ() -> None:
     assert find_difference(torch.tensor([0.0]), torch.tensor([-0.0])) is not None
     assert find_difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) is None
 
 
-def test_the_order_in_which_a_set_gives_its_members_is_no_difference() -> None:
+def test_order_of_a_set_is_not_a_difference() -> None:
     one, other = {"ids": {0, 8}, "names": frozenset([1, 9])}, {"ids": {8, 0}, "names": frozenset([9, 1])}
     assert list(one["ids"]) != list(other["ids"])
     assert digest(one) == digest(other)

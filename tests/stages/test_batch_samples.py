@@ -37,7 +37,7 @@ def test_the_refs_of_a_batch_in_order_with_their_rows(ref: ItemRef, refs: list[A
     assert BatchSamples.of(found) is found
 
 
-def test_by_row_gives_the_refs_as_they_were() -> None:
+def test_by_row_returns_the_original_refs() -> None:
     assert BatchSamples.of(PACKS).by_row() == [[(12, 0, 0), (15, 0, 0)], [(9, 0, 1)]]
     assert BatchSamples.of((7, (12, 0, 0))).by_row() == [[(12, 0, 0)]]
     assert BatchSamples.of(()).by_row() == []

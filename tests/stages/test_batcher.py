@@ -37,7 +37,7 @@ def numbers(batches: list[Any]) -> list[list[int]]:
     return [batch[1:] for batch in batches]
 
 
-def test_the_last_smaller_batch_is_given_unless_dropped() -> None:
+def test_last_smaller_batch_is_yielded_unless_dropped() -> None:
     assert numbers(list(batcher(7))) == [[0, 1, 2], [3, 4, 5], [6]]
     assert numbers(list(batcher(7, drop_last=True))) == [[0, 1, 2], [3, 4, 5]]
     assert numbers(list(batcher(6, drop_last=True))) == numbers(list(batcher(6))) == [[0, 1, 2], [3, 4, 5]]
@@ -48,7 +48,7 @@ def test_the_last_smaller_batch_is_given_unless_dropped() -> None:
     ("count", "drop_last", "expected"),
     [(0, False, []), (3, False, [1]), (4, False, [1, 1]), (4, True, [1]), (6, True, [1, 1]), (2, True, [])],
 )
-def test_more_says_whether_another_batch_will_come(count: int, drop_last: bool, expected: list[int]) -> None:
+def test_more_returns_whether_another_batch_follows(count: int, drop_last: bool, expected: list[int]) -> None:
     stage = batcher(count, drop_last=drop_last)
     for _ in expected:
         assert stage.more() and stage.more()
@@ -77,7 +77,7 @@ class Falsy(sp.TaskEncoder):
         return ["of Falsy", *items]
 
 
-def test_an_encoder_that_is_false_is_not_replaced(make_shards: Any) -> None:
+def test_falsy_encoder_is_not_replaced(make_shards: Any) -> None:
     samples = sp.TarShardReader(str(make_shards([9])), sp.Lane(), shuffle=False)
     packs = sp.OnlinePacker(sp.Encode(samples, Ids()), max_length=2, encoder=Falsy())
     batch = next(sp.Batcher(packs, size=1))
@@ -85,7 +85,7 @@ def test_an_encoder_that_is_false_is_not_replaced(make_shards: Any) -> None:
     assert next(sp.Batcher(sp.Encode(samples, Falsy()), size=1, encoder=Falsy()))[0] == "of Falsy"
 
 
-def test_more_holds_no_more_items_than_it_needs() -> None:
+def test_more_buffers_only_the_items_it_needs() -> None:
     stage = batcher(9)
     stage.more()
     assert stage.save_state()["held"] == [((0, 0, 0), None)]
@@ -100,7 +100,7 @@ def test_more_holds_no_more_items_than_it_needs() -> None:
     st.booleans(),
     st.lists(st.sampled_from(["more", "next", "cut"]), max_size=40),
 )
-def test_cut_anywhere_with_items_held_or_not_the_batches_are_the_same(
+def test_resume_anywhere_is_exact_with_and_without_buffered_items(
     count: int, size: int, drop_last: bool, steps: list[str]
 ) -> None:
     expected = list(batcher(count, size=size, drop_last=drop_last))
@@ -118,7 +118,7 @@ def test_cut_anywhere_with_items_held_or_not_the_batches_are_the_same(
     assert batches + list(stage) == expected
 
 
-def test_a_batch_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
+def test_batch_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     stage = batcher(7)
     for number, batch in enumerate(stage):
         refs = tuple((i, 0, 0) for i in range(3 * number, min(3 * number + 3, 7)))
@@ -127,7 +127,7 @@ def test_a_batch_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_after_an_error_the_same_batch_is_tried_again_and_nothing_is_lost(restore: bool) -> None:
+def test_batch_is_retried_after_an_error_and_nothing_is_lost(restore: bool) -> None:
     encoder = Lists(failures=3)
     stage, batches, errors = batcher(7, encoder=encoder), [], 0
     while len(batches) < 3:
@@ -154,7 +154,7 @@ def test_without_any_encoder_a_batch_is_the_list_of_its_samples(make_shards: Any
     assert [sample.json()["id"] for sample in stage.fetch((0, (3, 0, 0), (1, 0, 0)))] == [3, 1]
 
 
-def test_samples_held_for_the_next_batch_are_restored(make_shards: Any) -> None:
+def test_samples_buffered_for_the_next_batch_are_restored(make_shards: Any) -> None:
     folder = make_shards([5])
 
     def build() -> sp.Batcher:
@@ -167,7 +167,7 @@ def test_samples_held_for_the_next_batch_are_restored(make_shards: Any) -> None:
     assert [[sample.json()["id"] for sample in batch] for batch in after] == [[2, 3], [4]]
 
 
-def test_a_size_below_one_is_refused() -> None:
+def test_a_size_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="size must be at least 1, not 0"):
         batcher(3, size=0)
 
@@ -183,7 +183,7 @@ def test_settings_name_the_encoder_only_if_it_is_not_the_one_upstream() -> None:
     assert sp.Batcher(upstream, size=2).settings() == {"size": 2, "drop_last": False}
 
 
-def test_a_filler_is_the_same_whether_the_first_batch_was_made_or_passed_over(make_shards: Any) -> None:
+def test_padding_batch_is_equal_whether_the_first_batch_was_built_or_skipped(make_shards: Any) -> None:
     def stage() -> sp.Batcher:
         lane = sp.Lane(pad=True)
         reader = sp.TarShardReader(make_shards([7]), lane, epochs=1, shuffle=False)
@@ -196,7 +196,7 @@ def test_a_filler_is_the_same_whether_the_first_batch_was_made_or_passed_over(ma
     assert made.filler()["id"].tolist() == passed.filler()["id"].tolist() == [0, 0, 0, 0]
 
 
-def test_a_filler_after_a_resume_is_the_one_of_a_run_that_never_stopped(make_shards: Any) -> None:
+def test_padding_batch_after_a_resume_equals_the_uninterrupted_one(make_shards: Any) -> None:
     shards = make_shards([14])
 
     def stage() -> sp.Batcher:

@@ -59,11 +59,11 @@ def test_items_are_batched_with_those_of_their_bucket() -> None:
     assert numbers(batcher([])) == []
 
 
-def test_a_batch_may_be_as_large_as_its_padded_tokens_allow() -> None:
+def test_batch_size_is_limited_by_padded_tokens() -> None:
     assert numbers(batcher([1] * 5 + [5] * 3, max_tokens=10)) == [[0, 1, 2, 3, 4], [5, 6], [7]]
 
 
-def test_what_is_longer_than_the_last_bound_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_item_longer_than_the_last_bound_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = batcher([6, 1, 9, 2])
     assert numbers(stage) == [[1, 3]]
     assert stage.counts == {
@@ -78,7 +78,7 @@ def test_what_is_longer_than_the_last_bound_is_left_out_and_counted(monkeypatch:
         next(batcher([9] * 400))
 
 
-def test_a_batch_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
+def test_batch_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     stage = batcher([1, 4, 2, 5])
     batch = next(stage)
     assert stage.ref == (0, (0, 0, 0), (2, 0, 0))
@@ -87,7 +87,7 @@ def test_a_batch_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_after_an_error_the_same_is_tried_again_and_nothing_is_lost(restore: bool) -> None:
+def test_step_is_retried_after_an_error_and_nothing_is_lost(restore: bool) -> None:
     lengths, encoder = [1, 4, 2, 5, 3], Numbers(failures=3)
     stage, batches, errors = batcher(lengths, encoder=encoder), [], 0
     while len(batches) < 3:
@@ -106,7 +106,7 @@ def test_after_an_error_the_same_is_tried_again_and_nothing_is_lost(restore: boo
     assert batches == list(batcher(lengths))
 
 
-def test_an_item_that_has_another_length_when_it_is_made_again_is_an_error() -> None:
+def test_rebuilt_item_of_another_length_is_an_error() -> None:
     stage, after = batcher([4, 1, 2]), batcher([1, 1, 2, 4])
     next(stage)
     after.restore_state(stage.save_state())
@@ -157,7 +157,7 @@ def test_only_items_of_one_group_share_a_batch() -> None:
     assert numbers(batcher(lengths, group=kind_of, size=by_group)) == [[1], [0, 3], [4], [6], [7], [2, 5]]
 
 
-def test_a_function_of_the_group_says_its_size() -> None:
+def test_batch_size_may_be_a_function_of_the_group() -> None:
     stage = batcher([1, 9, 5, 3, 7], bounds=[], group=Modulo(2), size=one_more)
     assert stage.settings()["size"] == "one_more"
     assert numbers(stage) == [[0], [2], [1, 3], [4]]
@@ -169,7 +169,7 @@ def one_more(group: int) -> int:
     return group + 1
 
 
-def test_without_bounds_groups_alone_are_put_together() -> None:
+def test_without_bounds_items_are_batched_by_group_only() -> None:
     assert numbers(batcher([1, 9, 5, 3], bounds=[], group=Modulo(2))) == [[0, 2], [1, 3]]
 
 
@@ -180,7 +180,7 @@ def test_without_bounds_groups_alone_are_put_together() -> None:
     st.booleans(),
     st.lists(st.sampled_from(["more", "next", "cut"]), max_size=40),
 )
-def test_cut_anywhere_with_items_held_or_not_the_batches_are_the_same(
+def test_resume_anywhere_is_exact_with_and_without_buffered_items(
     lengths: list[int], group: Any, drop_last: bool, steps: list[str]
 ) -> None:
     def make() -> custom.BucketBatcher:
@@ -209,7 +209,7 @@ class Kind(enum.StrEnum):
 
 
 @pytest.mark.parametrize("kind", [Kind, np.str_])
-def test_groups_that_are_texts_of_a_class_are_kept_as_texts(kind: Any) -> None:
+def test_groups_of_a_str_subclass_are_saved_as_str(kind: Any) -> None:
     def make() -> custom.BucketBatcher:
         return batcher(
             [3] * 24,
@@ -247,7 +247,7 @@ def test_the_fingerprint_has_the_group_and_its_settings() -> None:
         ({"group": kind_of, "size": {"one": 1}}, "group None has no size. Add one. Sizes exist for 'one'"),
     ],
 )
-def test_a_group_that_cannot_be_is_an_error_and_the_item_is_not_lost(how: dict[str, Any], what: str) -> None:
+def test_invalid_group_is_an_error_and_the_item_is_not_lost(how: dict[str, Any], what: str) -> None:
     stage = batcher([1, 4], **how)
     for _ in range(2):
         with pytest.raises(sp.EncodeError, match=what):
@@ -290,7 +290,7 @@ def test_a_state_with_other_groups_is_a_mismatch() -> None:
         ({"max_tokens": 4}, "at least the last bound, 5"),
     ],
 )
-def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
+def test_wrong_settings_are_rejected(how: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         batcher([1], **how)
 
@@ -356,7 +356,7 @@ def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: 
 
 @few(4)
 @given(st.integers(1, 60), st.sampled_from(PADDED), st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 3), (12, 4)]))
-def test_padded_buckets_give_every_sample_once_on_any_number_of_ranks(
+def test_padded_buckets_yield_every_sample_once_on_any_number_of_ranks(
     count: int, how: dict[str, Any], split: tuple[int, int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -364,7 +364,7 @@ def test_padded_buckets_give_every_sample_once_on_any_number_of_ranks(
         check_once(folder, count, how, *split, workers=0)
 
 
-def test_padded_buckets_are_the_same_from_workers_and_resume_exactly(make_shards: Any) -> None:
+def test_padded_buckets_are_equal_with_workers_and_resume_exactly(make_shards: Any) -> None:
     shards = str(make_shards([20, 3]))
     check_once(shards, 23, PADDED[0], 6, 2, workers=2)
     wide: dict[str, Any] = {"steps": 4, "world_sizes": (1, 2), "after": 2, "chains": 1}
@@ -373,7 +373,7 @@ def test_padded_buckets_are_the_same_from_workers_and_resume_exactly(make_shards
 
 @pytest.mark.parametrize("how", PADDED)
 @pytest.mark.parametrize("first", ["made", "passed over", "restored"])
-def test_rows_that_fill_up_repeat_the_first_item_of_their_batch_and_in_a_filler_that_of_the_lane(
+def test_padding_rows_repeat_the_first_item_of_their_batch_or_lane(
     make_shards: Any, how: dict[str, Any], first: str
 ) -> None:
     shards = str(make_shards([23]))
@@ -398,7 +398,7 @@ def test_rows_that_fill_up_repeat_the_first_item_of_their_batch_and_in_a_filler_
         assert not filler["valid"].any()
 
 
-def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: Any) -> None:
+def test_lane_without_items_pads_with_an_item_of_another_lane(make_shards: Any) -> None:
     shards = str(make_shards([3]))
     stage = padded(shards, PADDED[0], sp.Lane(5, 6, seed=3, pad=True))
     assert next(stage, None) is None
@@ -418,7 +418,7 @@ def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: A
     st.booleans(),
     st.lists(st.sampled_from(["more", "next", "pass", "cut"]), max_size=40),
 )
-def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
+def test_lanes_with_same_bucket_resume_exactly_from_any_state(
     lengths: list[int], group: Any, candidates: int, drop_last: bool, steps: list[str]
 ) -> None:
     def make() -> custom.BucketBatcher:
@@ -450,7 +450,7 @@ def alike(shards: str, candidates: int, lane: sp.Lane) -> custom.BucketBatcher:
     return custom.BucketBatcher(items, bounds=[3, 6, 12], size=[3, 2, 4], **same)
 
 
-def test_lanes_that_choose_alike_resume_exactly(make_shards: Any) -> None:
+def test_same_bucket_run_resumes_exactly(make_shards: Any) -> None:
     shards = str(make_shards([40, 40]))
     assert_exact_resume(partial(alike, shards, 5), lanes=6, steps=12, world_sizes=(1, 3), chains=1, after=2)
 
@@ -466,13 +466,13 @@ def same_in_a_step(shards: str, candidates: int) -> list[float]:
     return found
 
 
-def test_the_ranks_of_a_step_mostly_have_the_same_bucket_whatever_their_number(make_shards: Any) -> None:
+def test_ranks_of_a_step_mostly_have_the_same_bucket_for_any_world_size(make_shards: Any) -> None:
     shards = str(make_shards([300, 100]))
     assert all(share < 0.75 for share in same_in_a_step(shards, 0))
     assert all(share > 0.93 for share in same_in_a_step(shards, 16))
 
 
-def test_lanes_that_choose_alike_hold_no_more_full_batches_than_they_may(make_shards: Any) -> None:
+def test_same_bucket_lanes_buffer_at_most_the_allowed_full_batches(make_shards: Any) -> None:
     stage, full = alike(str(make_shards([300])), 6, sp.Lane(seed=3)), []
     for _ in range(60):
         assert stage.more()
@@ -482,7 +482,7 @@ def test_lanes_that_choose_alike_hold_no_more_full_batches_than_they_may(make_sh
     assert full == [4, 5] + [6] * 58
 
 
-def test_a_lane_without_the_bucket_takes_the_nearest_shorter_one_or_else_a_longer_one() -> None:
+def test_lane_without_the_bucket_uses_the_nearest_shorter_or_else_longer_one() -> None:
     rule = BucketRule(key=1, candidates=4, sizes=BucketSizes([1, 2, 3, 4], 1, None, grouped=False))
     short, middle, long, longest = ((None, number) for number in range(4))
     held = dict.fromkeys([short, middle, long, longest], 1)
@@ -491,7 +491,7 @@ def test_a_lane_without_the_bucket_takes_the_nearest_shorter_one_or_else_a_longe
     assert chosen == [long, middle, longest]
 
 
-def test_a_bucket_is_as_frequent_as_its_batches_and_what_came_is_forgotten_in_time() -> None:
+def test_bucket_frequency_follows_its_recent_batches() -> None:
     rule = BucketRule(key=1, candidates=1, sizes=BucketSizes([1, 2], [2, 8], None, grouped=False))
     short, long = (None, 0), (None, 1)
     for _ in range(60):
@@ -504,7 +504,7 @@ def test_a_bucket_is_as_frequent_as_its_batches_and_what_came_is_forgotten_in_ti
     assert bucket == long and 1024 <= count < 2048
 
 
-def test_a_state_of_the_other_way_is_refused_with_the_name_of_the_setting(make_shards: Any) -> None:
+def test_state_with_another_same_bucket_is_rejected_by_name(make_shards: Any) -> None:
     shards = str(make_shards([40]))
     for before, after in [(0, 4), (4, 0)]:
         with sp.SavableLoader(partial(alike, shards, before), seed=3, lanes=2) as loader:
@@ -519,7 +519,7 @@ def test_a_state_of_the_other_way_is_refused_with_the_name_of_the_setting(make_s
             assert len(next(iter(loader))["id"])
 
 
-def test_without_same_bucket_neither_the_settings_nor_the_state_say_so(make_shards: Any) -> None:
+def test_settings_and_state_omit_same_bucket_if_it_is_off(make_shards: Any) -> None:
     shards = str(make_shards([40]))
     plain, same = (alike(shards, candidates, sp.Lane(seed=3)) for candidates in (0, 4))
     assert {"same_bucket": True, "candidates": 4}.items() <= same.settings().items()
@@ -528,13 +528,13 @@ def test_without_same_bucket_neither_the_settings_nor_the_state_say_so(make_shar
     assert same.save_state().keys() - plain.save_state().keys() == {"came"}
 
 
-def test_the_order_of_lanes_that_choose_alike_is_what_it_was() -> None:
+def test_order_of_same_bucket_lanes_equals_the_golden_order() -> None:
     lengths = [1 + number * number % 11 for number in range(900)]
     stage = batcher(lengths, bounds=[2, 5, 12], size=[4, 3, 2], same_bucket=True, candidates=6)
     assert xxh3_64_hexdigest(repr(numbers(stage)).encode()) == "ccfbd3587110c906"
 
 
-def test_lanes_that_choose_alike_stand_after_a_blend() -> None:
+def test_same_bucket_works_after_a_blend() -> None:
     with pytest.raises(ValueError, match="must be after the Blend, not in its source 'a'"):
         sp.Blend({"a": batcher([1], same_bucket=True)}, weights={"a": 1})
     assert next(sp.Blend({"a": batcher([1, 1])}, weights={"a": 1}))[1:] == [(0, 1), (1, 1)]

@@ -54,7 +54,7 @@ def encoded(make_shards: Any) -> Callable[..., sp.Encode]:
     return build
 
 
-def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
+def test_encode_yields_one_item_per_sample_with_its_ref(encoded: Any) -> None:
     stage = encoded(lambda n, rng: n * 10)
     assert next(stage) == 0
     assert stage.ref == (0, 0, 0)
@@ -63,7 +63,7 @@ def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
     assert values_and_refs(stage, 3) == ([], [])
 
 
-def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
+def test_none_is_reported_as_a_forgotten_return(encoded: Any) -> None:
     with pytest.raises(sp.EncodeError, match=r"'s000000' of .*it returned None; return an item or Skip\(reason\)"):
         next(encoded(lambda n, rng: None))
 
@@ -80,7 +80,7 @@ def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
 
 
 @pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
-def test_whatever_has_no_next_is_one_item(encoded: Any, item: Any) -> None:
+def test_value_without_next_is_one_item(encoded: Any, item: Any) -> None:
     items, refs = values_and_refs(encoded(lambda n, rng: item), 3)
     assert [one is item for one in items] == [True, True, True]
     assert refs == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
@@ -109,9 +109,7 @@ def mixed(n: int, rng: sp.Rng) -> Any:
 
 @few(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
-def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
-    encoded: Any, takes: list[int], cuts: list[bool]
-) -> None:
+def test_items_do_not_depend_on_chunk_size_or_interruption(encoded: Any, takes: list[int], cuts: list[bool]) -> None:
     whole = encoded(mixed, epochs=2)
     expected = values_and_refs(whole, 1000)
     stage, items, refs = encoded(mixed, epochs=2), [], []
@@ -128,7 +126,7 @@ def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
     assert skips + stage.counts == whole.counts
 
 
-def test_the_state_within_a_fan_out_is_the_refs_left_and_the_parts_given(encoded: Any) -> None:
+def test_state_within_a_fan_out_has_the_remaining_refs_and_yielded_parts(encoded: Any) -> None:
     stage = encoded(lambda n, rng: iter([(n, i) for i in range(5)]))
     values_and_refs(stage, 7)  # all of sample 0, and parts 0 and 1 of sample 1
     state = stage.save_state()
@@ -149,7 +147,7 @@ def test_restoring_reads_and_encodes_nothing(encoded: Any) -> None:
     assert after.save_state() == stage.save_state()
 
 
-def test_fetch_makes_every_item_again_parts_too_and_disturbs_nothing(encoded: Any) -> None:
+def test_fetch_rebuilds_every_item_and_part_without_side_effects(encoded: Any) -> None:
     stage, helper = encoded(mixed), encoded(mixed)
     taken: list[tuple[Any, Any]] = []
     for item in stage:
@@ -161,7 +159,7 @@ def test_fetch_makes_every_item_again_parts_too_and_disturbs_nothing(encoded: An
     assert stage.fetch(custom.Ref(0, epoch, index, part)) == taken[-1][0]
 
 
-def test_fetching_a_part_that_is_not_made_is_an_error(encoded: Any) -> None:
+def test_fetching_a_part_that_is_not_yielded_is_an_error(encoded: Any) -> None:
     with pytest.raises(sp.EncodeError, match=r"did not yield item 9 of sample 's000003' of 0000.tar"):
         encoded(fan).fetch((3, 0, 9))
 
@@ -189,9 +187,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("given", range(1, 9))
-def test_a_resume_within_a_sample_makes_none_of_its_earlier_parts_that_can_be_passed_over(
-    encoded: Any, given: int
-) -> None:
+def test_resume_within_a_sample_skips_its_earlier_parts(encoded: Any, given: int) -> None:
     whole, made = encoded(lambda n, rng: Counting(n, rng, [])), list[int]()
     expected = values_and_refs(whole, 12)
     stage, after = (encoded(lambda n, rng: Counting(n, rng, made)) for _ in range(2))
@@ -207,7 +203,7 @@ def test_a_resume_within_a_sample_makes_none_of_its_earlier_parts_that_can_be_pa
     assert made == [part for _, _, part in rest[1]]
 
 
-def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> None:
+def test_fewer_skipped_parts_than_were_yielded_are_an_error(encoded: Any) -> None:
     stage = encoded(lambda n, rng: Counting(n, rng, []))
     values_and_refs(stage, 3)
     state = {**stage.save_state(), "part": 6}
@@ -222,7 +218,7 @@ def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> 
         stage.fetch((0, 0, 6))
 
 
-def test_to_pass_over_without_saying_how_many_is_the_encoders_error(encoded: Any, monkeypatch: Any) -> None:
+def test_skipping_parts_without_their_number_is_an_encoder_error(encoded: Any, monkeypatch: Any) -> None:
     stage = encoded(lambda n, rng: Counting(n, rng, []))
     values_and_refs(stage, 2)
     stage.restore_state(stage.save_state())
@@ -269,7 +265,7 @@ def test_an_error_says_stage_shard_key_offset_and_cause(encoded: Any) -> None:
 @pytest.mark.parametrize("part", [None, 0, 1, 2])
 @pytest.mark.parametrize("n", [1, 4, 100])
 @pytest.mark.parametrize("restore", [False, True])
-def test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_twice(
+def test_sample_is_retried_after_an_error_without_loss_or_repetition(
     encoded: Any, part: int | None, n: int, restore: bool
 ) -> None:
     expected = encoded(Fails(5, 0, part))
@@ -306,7 +302,7 @@ class Texts(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("fan_out", [False, True])
-def test_a_shard_that_cannot_be_read_is_a_shard_error_not_the_encoders(tmp_path: Path, fan_out: bool) -> None:
+def test_unreadable_shard_is_a_shard_error_not_an_encoder_error(tmp_path: Path, fan_out: bool) -> None:
     write_tar(tmp_path / "a.tar", [(f"{key}.{extension}", b"{}") for key in "ab" for extension in ("json", "txt")])
     stage = sp.Encode(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False), Texts(fan_out))
     assert next(stage) == "{}"
@@ -365,30 +361,30 @@ def test_parts_of_a_sample_have_random_numbers_of_their_own(encoded: Any) -> Non
 
 @pytest.mark.parametrize("nothing", [lambda: sp.Skip("never"), lambda: iter([]), lambda: iter([sp.Skip("never")] * 3)])
 @pytest.mark.parametrize("n", [1, 5000])
-def test_an_encoder_that_never_gives_an_item_is_an_error_not_a_spin(encoded: Any, nothing: Any, n: int) -> None:
+def test_encoder_that_never_returns_an_item_is_an_error(encoded: Any, nothing: Any, n: int) -> None:
     stage = encoded(lambda n, rng: nothing(), epochs=None)
     with pytest.raises(sp.EncodeError, match="skipped 1,300 samples in a row"):
         values_and_refs(stage, n)
 
 
-def test_many_skips_between_items_are_no_error_however_many_are_taken_at_once(encoded: Any) -> None:
+def test_many_skips_between_items_are_no_error_for_any_chunk_size(encoded: Any) -> None:
     stage = encoded(lambda n, rng: n if n % 2 else sp.Skip("even"), epochs=None)
     assert max_empty_samples(10) == 1300
     assert values_and_refs(stage, 3000)[0] == [1, 3, 5, 7, 9] * 600
 
 
-def test_a_run_dry_after_some_items_of_the_same_call_is_an_error_too(encoded: Any) -> None:
+def test_encoder_that_stops_returning_items_within_a_call_is_an_error(encoded: Any) -> None:
     calls = iter(range(10**9))
     stage = encoded(lambda n, rng: n if next(calls) < 5 else sp.Skip("later"), epochs=None, check=0.0)
     with pytest.raises(sp.EncodeError, match="1,300 samples in a row"):
         values_and_refs(stage, 100)
 
 
-def test_the_error_limit_is_the_data_thirty_times_over_and_at_most_a_hundred_thousand() -> None:
+def test_error_limit_is_thirty_epochs_and_at_most_100_000() -> None:
     assert [max_empty_samples(n) for n in (0, 1, 10, 10**9)] == [1000, 1030, 1300, 100_000]
 
 
-def test_settings_are_the_encoders_own_and_its_class() -> None:
+def test_settings_are_those_of_the_encoder_and_its_class() -> None:
     class Sized(Made):
         def settings(self) -> dict[str, Any]:
             return {"image_size": 3}
@@ -411,7 +407,7 @@ def test_the_state_of_another_stage_is_a_mismatch(encoded: Any) -> None:
         stage.restore_state(stage.source.save_state())
 
 
-def test_a_source_of_only_next_will_do(encoded: Any, tmp_path: Path) -> None:
+def test_source_may_be_an_object_with_only_next(encoded: Any, tmp_path: Path) -> None:
     class EveryOther(custom.PassThrough, custom.SampleStage):
         def __next__(self) -> sp.Sample:
             next(self.source)
@@ -470,7 +466,7 @@ def packs(make_shards: Any, encoder: sp.TaskEncoder, *, skip: int = 0, **how: An
     return sp.OnlinePacker(sp.Encode(samples, encoder, **how), max_length=6, policy="first_fit", open_packs=1)
 
 
-def test_items_are_placed_by_what_is_told_and_encoded_otherwise(make_shards: Any) -> None:
+def test_declared_sizes_place_items_and_others_are_encoded(make_shards: Any) -> None:
     found = [number for pack in packs(make_shards, Telling()) for number in pack]
     assert sorted(found) == sorted([*range(11), 12, *range(12, 20)])
 
@@ -482,7 +478,7 @@ def test_items_are_placed_by_what_is_told_and_encoded_otherwise(make_shards: Any
         ({"told_images": 2}, r"Telling.images_of declared 2, but images of the item is 0.*\n.* key 's000000'"),
     ],
 )
-def test_another_size_than_told_is_an_error_with_both_numbers_and_the_key(
+def test_size_that_differs_from_the_declared_one_is_an_error_with_both(
     make_shards: Any, wrong: dict[str, int], message: str
 ) -> None:
     encoder = Telling()
@@ -492,7 +488,7 @@ def test_another_size_than_told_is_an_error_with_both_numbers_and_the_key(
 
 
 @pytest.mark.parametrize(("number", "message"), [(11, "encode skipped the sample.*'eleven'"), (12, "yields several")])
-def test_a_length_told_of_what_is_no_single_item_is_an_error(make_shards: Any, number: int, message: str) -> None:
+def test_declared_length_of_a_fan_out_is_an_error(make_shards: Any, number: int, message: str) -> None:
     encoder = Telling()
     encoder.told = 1
     items = sp.Encode(sp.TarShardReader(str(make_shards([20])), sp.Lane(), shuffle=False), encoder)
@@ -521,7 +517,7 @@ class Failing(Telling):
         return super().encode(sample, rng)
 
 
-def test_an_error_is_raised_or_skipped_as_that_of_encode(make_shards: Any) -> None:
+def test_error_of_length_follows_the_policy_of_encode(make_shards: Any) -> None:
     with pytest.raises(sp.EncodeError, match="too long to tell"):
         next(packs(make_shards, Failing()))
     stage = packs(make_shards, Failing(), on_error="skip")
@@ -530,7 +526,7 @@ def test_an_error_is_raised_or_skipped_as_that_of_encode(make_shards: Any) -> No
     assert stage.source.counts["skipped/OverflowError"] == 2
 
 
-def test_an_encoder_with_images_tells_nothing_unless_it_tells_them_too() -> None:
+def test_encoder_with_images_must_declare_their_number_too() -> None:
     class LengthsAlone(Telling):
         images_of = sp.TaskEncoder.images_of
 
@@ -560,7 +556,7 @@ class PaddedViews(Views):
     ("encoder", "doubted"),
     [(Views(list), True), (Views(iter), False), (Views(tuple), False), (PaddedViews(list), False)],
 )
-def test_a_list_of_dicts_that_would_be_collated_as_one_item_is_doubted_once(
+def test_list_of_dicts_as_an_item_warns_once(
     make_shards: Any, caplog: pytest.LogCaptureFixture, encoder: sp.TaskEncoder, doubted: bool
 ) -> None:
     chain = sp.read(str(make_shards([9])), shuffle=False).encode(encoder).batch(2)

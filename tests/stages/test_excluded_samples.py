@@ -80,9 +80,7 @@ def without(streams: dict[int, list[int]]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("encode", [True, False])
 @pytest.mark.parametrize("begun", [0, 9])
-def test_all_others_come_in_the_order_in_which_they_would_without_it(
-    shards: str, file: str, encode: bool, begun: int
-) -> None:
+def test_exclusion_does_not_change_the_order_of_other_samples(shards: str, file: str, encode: bool, begun: int) -> None:
     plain = loader(partial(simple, shards, None, encode=encode))
     take(plain, begun)
     state = plain.state_dict()
@@ -111,7 +109,7 @@ def test_an_epoch_has_each_other_sample_once(shards: str, file: str, encode: boo
     assert len(seen) == len({*seen} & {*expected}) > 60
 
 
-def test_fillers_are_not_made_of_excluded_samples(shards: str, file: str) -> None:
+def test_padding_has_no_excluded_samples(shards: str, file: str) -> None:
     def pipeline(exclude: str | None, lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1, exclude=exclude)
         return sp.Batcher(sp.Encode(samples, Ids()), size=3)
@@ -124,7 +122,7 @@ def test_fillers_are_not_made_of_excluded_samples(shards: str, file: str) -> Non
         assert not GONE & set(numbers(batch))
 
 
-def test_a_lane_without_samples_is_not_filled_up_with_them(make_shards: Any, tmp_path: Path) -> None:
+def test_lane_without_samples_is_not_padded_with_excluded_ones(make_shards: Any, tmp_path: Path) -> None:
     class OfSamples(sp.TaskEncoder):
         def batch(self, items: list[Any], rng: sp.Rng) -> Any:
             return {"items": [{"id": sample.json()["id"]} for sample in items]}
@@ -156,7 +154,7 @@ def toy(shards: str, exclude: str | None, lane: sp.Lane, **how: Any) -> custom.S
 
 
 @pytest.mark.parametrize("how", HOLDERS)
-def test_nothing_that_a_state_holds_of_them_is_given(shards: str, file: str, how: dict[str, Any]) -> None:
+def test_excluded_samples_in_a_state_are_not_yielded(shards: str, file: str, how: dict[str, Any]) -> None:
     plain, held = loader(partial(toy, shards, None, **how)), 0
     for _ in range(2):
         take(plain, 7)
@@ -171,7 +169,7 @@ def test_nothing_that_a_state_holds_of_them_is_given(shards: str, file: str, how
 
 
 @pytest.mark.parametrize(("pack", "candidates"), [(None, None), ("best_fit", 4), ("first_fit_decreasing", None)])
-def test_nothing_else_that_a_state_holds_is_lost(
+def test_other_samples_in_a_state_are_not_lost(
     shards: str, file: str, pack: str | None, candidates: int | None
 ) -> None:
     how: dict[str, Any] = {"pack": pack, "candidates": candidates, "epochs": 1, "fan_out": 0, "open_packs": 4}
@@ -202,7 +200,7 @@ def test_workers_and_resumes_after_exclusion_agree(shards: str, file: str) -> No
     assert found + take(again, 6) == expected
 
 
-def test_a_held_pack_loses_its_item_and_the_size_of_it(shards: str, file: str) -> None:
+def test_buffered_pack_drops_its_excluded_item_and_its_size(shards: str, file: str) -> None:
     def balance(exclude: str | None) -> sp.Balance:
         items = sp.Encode(sp.TarShardReader(shards, sp.Lane(seed=3), exclude=exclude), ToyEncoder(skip=0))
         packs = sp.OnlinePacker(items, max_length=20, open_packs=3)
@@ -222,7 +220,7 @@ def test_a_held_pack_loses_its_item_and_the_size_of_it(shards: str, file: str) -
         assert sizes == [number for row in left for number in row[1:]]
 
 
-def test_what_may_not_lose_a_part_is_left_out_whole(shards: str, file: str) -> None:
+def test_pack_that_may_not_lose_a_part_is_dropped_whole(shards: str, file: str) -> None:
     stage = sp.Encode(sp.TarShardReader(shards, sp.Lane(), exclude=file), Ids())
     whole, part = (7, (1, 0, 0), (2, 0, 0)), (8, (3, 0, 0), (4, 0, 0))
     assert known_refs(stage, [whole, part]) == [whole, (8, (4, 0, 0))]
@@ -230,7 +228,7 @@ def test_what_may_not_lose_a_part_is_left_out_whole(shards: str, file: str) -> N
     assert stage.counts["skipped/excluded"] == 2
 
 
-def test_an_item_that_a_blend_has_taken_is_left_out(shards: str, file: str) -> None:
+def test_excluded_item_buffered_by_a_blend_is_dropped(shards: str, file: str) -> None:
     def blend(exclude: str | None) -> custom.Stage:
         sources = {name: sp.Encode(sp.TarShardReader(shards, lane, exclude=exclude), Ids()) for name in "ab"}
         return sp.Blend(sources, weights={"a": 1, "b": 1})
@@ -246,7 +244,7 @@ def test_an_item_that_a_blend_has_taken_is_left_out(shards: str, file: str) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_whose_file_changes_ends_and_goes_on_with_the_new_one(
+def test_changed_exclude_file_ends_the_run_and_a_resume_uses_the_new_one(
     shards: str, file: str, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     monkeypatch.setattr(exclude_file, "_SECONDS", 0)
@@ -266,7 +264,7 @@ def test_a_run_whose_file_changes_ends_and_goes_on_with_the_new_one(
 # The fingerprint.
 
 
-def test_a_state_of_another_list_is_refused_and_one_of_an_empty_list_is_not(
+def test_a_state_of_another_list_is_rejected_and_one_of_an_empty_list_is_not(
     shards: str, file: str, tmp_path: Path
 ) -> None:
     states = {name: loader(partial(simple, shards, path)).state_dict() for name, path in [("no", None), ("own", file)]}
@@ -292,7 +290,7 @@ class Pairs(custom.BatchStage):
         return [sample for sample, _ in pair]
 
 
-def test_a_pipeline_that_would_give_them_is_refused(shards: str, file: str) -> None:
+def test_pipeline_that_would_yield_excluded_samples_is_rejected(shards: str, file: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return Pairs(sp.TarShardReader(shards, lane, exclude=file))
 
@@ -300,13 +298,13 @@ def test_a_pipeline_that_would_give_them_is_refused(shards: str, file: str) -> N
         next(loader(pipeline))
 
 
-def test_a_lane_of_nothing_else_is_an_error(shards: str, tmp_path: Path) -> None:
+def test_lane_with_only_excluded_samples_is_an_error(shards: str, tmp_path: Path) -> None:
     (tmp_path / "all").write_text("".join(f"s{number:06d}\n" for number in range(107)))
     with pytest.raises(sp.EncodeError, match="the last one with 'excluded'"):
         next(loader(partial(simple, shards, str(tmp_path / "all"))))
 
 
-def test_what_is_left_of_refs() -> None:
+def test_refs_are_filtered_by_exclusion() -> None:
     excluded = ExcludedSamples.of_reader(0, frozenset([1])) | ExcludedSamples.of_reader(2, frozenset([5]))
     tagged = 2 << 48 | 5
     for ref, left in [
@@ -323,7 +321,7 @@ def test_what_is_left_of_refs() -> None:
         assert excluded.left_of(ref) == left, ref
 
 
-def test_an_encoder_is_not_called_for_them(shards: str, file: str) -> None:
+def test_encoder_is_not_called_for_excluded_samples(shards: str, file: str) -> None:
     called = []
 
     class Noting(ToyEncoder):
@@ -338,7 +336,7 @@ def test_an_encoder_is_not_called_for_them(shards: str, file: str) -> None:
     assert np.array_equal(encode.fetch((1, 0, 0))["id"], 1)
 
 
-def test_how_many_items_come_is_not_known_beforehand(shards: str, file: str) -> None:
+def test_number_of_items_is_unknown_with_exclusions(shards: str, file: str) -> None:
     plain, own = (
         sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1, exclude=each), Ids()) for each in (None, file)
     )

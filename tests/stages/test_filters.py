@@ -32,7 +32,7 @@ def short(item: int) -> bool:
 
 @few(8)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 9))
-def test_samples_and_items_are_those_of_a_comprehension(
+def test_filtered_samples_and_items_equal_a_comprehension(
     tmp_path_factory: pytest.TempPathFactory, buffer: int, size: int, divisor: int
 ) -> None:
     shards = tmp_path_factory.mktemp("shards")
@@ -57,7 +57,7 @@ def test_filters_that_draw_numbers_resume_exactly_and_draw_others_than_the_encod
     assert max(read.filter(three_of_ten).map(drawn)) > 0.3  # the same numbers would all be below
 
 
-def test_what_is_left_out_is_counted_apart_from_skips(make_shards: MakeShards) -> None:
+def test_filtered_samples_are_counted_apart_from_skips(make_shards: MakeShards) -> None:
     def odd_or_skip(sample: sp.Sample) -> Any:
         return sp.Skip("seven") if number_of(sample) == 7 else number_of(sample)
 
@@ -74,7 +74,9 @@ def test_what_is_left_out_is_counted_apart_from_skips(make_shards: MakeShards) -
     assert stats["ItemFilter/filtered"] == sum(n % 2 and n != 7 and n % 5 <= 1 for n in range(40))
 
 
-def test_excluded_samples_pass_through_untried_and_are_left_out_behind(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_excluded_samples_are_not_passed_to_the_filter_and_are_dropped_later(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
     (tmp_path / "gone").write_text("s000003\n")
 
     def checked(sample: sp.Sample) -> bool:
@@ -86,7 +88,7 @@ def test_excluded_samples_pass_through_untried_and_are_left_out_behind(make_shar
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_an_error_of_the_function_is_raised_or_skipped_and_tried_again(make_shards: MakeShards, after: bool) -> None:
+def test_error_of_a_filter_is_raised_or_skipped_and_retried(make_shards: MakeShards, after: bool) -> None:
     broken = {"is": True}
 
     def tried(value: Any) -> bool:
@@ -130,7 +132,7 @@ def test_a_filter_that_forgets_to_return_is_an_error(make_shards: MakeShards, af
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("epochs", [1, None])
-def test_a_filter_that_keeps_nothing_is_an_error(make_shards: MakeShards, after: bool, epochs: int | None) -> None:
+def test_filter_that_drops_everything_is_an_error(make_shards: MakeShards, after: bool, epochs: int | None) -> None:
     def nothing(value: Any) -> bool:
         return False
 
@@ -145,7 +147,7 @@ def early(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_filter_that_kept_only_early_samples_ends_a_resumed_run_as_the_uninterrupted_one(
+def test_filter_of_early_samples_ends_a_resumed_run_like_an_uninterrupted_one(
     make_shards: MakeShards, after: bool
 ) -> None:
     def chain(keep: Any) -> Any:
@@ -183,7 +185,7 @@ def test_a_filter_whose_errors_are_skipped_has_a_limit(make_shards: MakeShards, 
         sum(1 for _, _item in zip(range(10_000), chain.batch(1)(sp.Lane()), strict=False))
 
 
-def test_a_lane_whose_share_has_nothing_to_keep_is_no_error(make_shards: MakeShards) -> None:
+def test_lane_whose_samples_are_all_filtered_is_no_error(make_shards: MakeShards) -> None:
     def first(sample: sp.Sample) -> bool:
         return number_of(sample) == 0
 

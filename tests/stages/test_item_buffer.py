@@ -74,7 +74,7 @@ def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
     assert held.refs() == [ref(2)] and len(held) == 1 and held.take(0) == ("2", ref(2))
 
 
-def test_what_is_restored_is_made_when_it_is_needed(shards: str) -> None:
+def test_restored_values_are_built_when_needed(shards: str) -> None:
     stage, _ = holder(shards)
     held = stage.held
     held.restore([[[3, 0, 0], None], [[1, 0, 0], [[1, 0]]], [[2, 0, 0], None]])
@@ -92,11 +92,11 @@ def test_a_state_of_anything_but_refs_and_sizes_is_a_mismatch(shards: str, saved
         stage.held.restore(saved)
 
 
-def test_a_share_of_the_budget_that_ctrl_c_kept_from_its_values_is_let_go_of_silently() -> None:
+def test_budget_reserved_before_ctrl_c_is_released_silently() -> None:
     BudgetShare.__new__(BudgetShare).__del__()
 
 
-def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
+def test_value_that_cannot_be_rebuilt_is_a_skip_or_dropped(shards: str) -> None:
     stage, encoder = holder(shards)
     encoder.gone = frozenset({1, 2})
     stage.held.restore([(ref(number), None) for number in range(5)])
@@ -106,7 +106,7 @@ def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
     assert stage.held.values(9) == ["0", "3", "4"]
 
 
-def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(shards: str) -> None:
+def test_element_whose_building_fails_stays_buffered_and_can_be_requested_again(shards: str) -> None:
     stage, encoder = holder(shards)
     stage.held.restore([(ref(0), None), (ref(1), None)])
     encoder.broken = frozenset({1})
@@ -118,7 +118,7 @@ def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(
     assert stage.held.values(2) == ["0", "1"]
 
 
-def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> None:
+def test_items_beyond_the_process_limit_are_rebuilt(shards: str) -> None:
     lane = sp.Lane()
     one, other = (holder(shards, max_bytes=180, lane=lane)[0] for _ in range(2))
     assert one.held.fill(3) == 3 and one.held.made == 3
@@ -132,7 +132,7 @@ def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> No
     assert one.held.values(1) == ["x"]
 
 
-def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards: str) -> None:
+def test_released_stage_is_freed_at_once_with_its_bytes(shards: str) -> None:
     lane = sp.Lane()
     stage, _ = holder(shards, max_bytes=180, lane=lane)
     stage.held.fill(3)
@@ -183,11 +183,11 @@ class Struct(msgspec.Struct):
     ],
     ids=lambda item: type(item).__name__,
 )
-def test_items_of_a_thousand_bytes_are_about_that(item: Any) -> None:
+def test_measured_size_of_items_is_about_their_bytes(item: Any) -> None:
     assert 900 <= size_of(item) <= 1600
 
 
-def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
+def test_long_list_is_measured_by_a_sample_of_its_parts() -> None:
     looked_at = []
 
     class Part:
@@ -201,7 +201,7 @@ def test_a_long_list_is_measured_by_some_of_its_parts() -> None:
     assert len(looked_at) == 16
 
 
-def test_a_share_of_memory_whose_making_ctrl_c_has_ended_is_let_go_of_without_a_word(
+def test_memory_share_interrupted_by_ctrl_c_is_released_silently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ignored: list[Any] = []

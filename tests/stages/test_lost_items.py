@@ -110,7 +110,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize("how", TOLD)
-def test_a_sample_that_fails_after_its_length_was_told_is_skipped_once_and_never_named(
+def test_sample_that_fails_after_its_length_was_declared_is_skipped_once_and_not_listed(
     shards: str, how: dict[str, Any]
 ) -> None:
     encoder = TellingTexts()
@@ -130,7 +130,7 @@ def test_a_sample_that_fails_after_its_length_was_told_is_skipped_once_and_never
 
 
 @pytest.mark.parametrize("how", TOLD)
-def test_what_was_told_is_counted_as_given_or_as_skipped(shards: str, how: dict[str, Any]) -> None:
+def test_declared_items_are_counted_as_yielded_or_skipped(shards: str, how: dict[str, Any]) -> None:
     encoder = TellingTexts()
     encoder.bad, encoder.error = BAD, OSError("without a number: of the data")
     stage: Any = pipeline(shards, encoder, how, sp.Lane())
@@ -170,9 +170,7 @@ HELD = [
 @pytest.mark.parametrize(
     ("how", "telling"), [*((how, False) for how in HELD), *((HELD[number], True) for number in (1, 2, 4, 5))]
 )
-def test_what_a_state_holds_and_can_no_longer_be_made_is_not_named(
-    shards: str, how: dict[str, Any], telling: bool
-) -> None:
+def test_saved_items_that_cannot_be_rebuilt_are_not_listed(shards: str, how: dict[str, Any], telling: bool) -> None:
     encoder = TellingTexts() if telling else Texts()
     encoder.error = OSError(5, "a disk that fails")
     before = loader(shards, encoder, {**how, "epochs": None})
@@ -203,7 +201,7 @@ def test_what_a_state_holds_and_can_no_longer_be_made_is_not_named(
     assert lost
 
 
-def test_a_batch_of_a_bucket_is_full_though_an_item_of_it_is_lost(shards: str) -> None:
+def test_bucket_batch_is_full_although_an_item_is_lost(shards: str) -> None:
     encoder = Texts()
     how: dict[str, Any] = {"policy": None, "buckets": True}
     before = pipeline(shards, encoder, how, sp.Lane())
@@ -220,7 +218,7 @@ def test_a_batch_of_a_bucket_is_full_though_an_item_of_it_is_lost(shards: str) -
     assert stage.source.counts["skipped/ValueError"] == len(held)
 
 
-def test_a_filler_is_not_made_of_a_lost_item(shards: str) -> None:
+def test_padding_does_not_use_a_lost_item(shards: str) -> None:
     encoder = Texts()
     lane = sp.Lane(pad=True)
     stage: Any = pipeline(shards, encoder, {"policy": None}, lane)
@@ -232,7 +230,7 @@ def test_a_filler_is_not_made_of_a_lost_item(shards: str) -> None:
     assert not encoder.bad & {number for (number,) in rows_of(stage.filler())}
 
 
-def test_an_item_that_a_blend_has_taken_and_lost_is_not_given(shards: str) -> None:
+def test_item_lost_in_a_blend_is_not_yielded(shards: str) -> None:
     def blend() -> Any:
         sources = {name: sp.Encode(sp.TarShardReader(shards, lane), encoder, on_error="skip") for name in "ab"}
         return sp.Blend(sources, weights={"a": 1, "b": 1}, by="tokens")
@@ -262,9 +260,7 @@ def test_an_item_that_a_blend_has_taken_and_lost_is_not_given(shards: str) -> No
         ({"policy": None, "buffer": True}, True),
     ],
 )
-def test_what_sources_skipped_adds_up_to_all_that_was_skipped(
-    shards: str, tmp_path: Path, how: dict[str, Any], telling: bool
-) -> None:
+def test_skips_by_source_add_up_to_all_skips(shards: str, tmp_path: Path, how: dict[str, Any], telling: bool) -> None:
     encoder = TellingTexts() if telling else Texts()
     encoder.bad, encoder.unlucky = BAD, frozenset(range(0, 107, 4))
     how = {**how, "blend": True, "epochs": None}
@@ -297,7 +293,7 @@ def test_a_batcher_of_samples_counts_excluded_ones_by_source(shards: str, tmp_pa
 
 @pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("excluded", [False, True])
-def test_a_held_pack_that_lost_an_item_is_named_without_it(
+def test_buffered_pack_that_lost_an_item_is_listed_without_it(
     shards: str, tmp_path: Path, bucketed: bool, excluded: bool
 ) -> None:
     def batches(exclude: str | None) -> Any:

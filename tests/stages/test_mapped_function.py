@@ -32,7 +32,7 @@ def parts(sample: sp.Sample) -> Iterator[int]:
         yield 10 * number_of(sample) + part
 
 
-def test_a_function_may_give_a_dict_a_generator_or_a_skip(make_shards: MakeShards) -> None:
+def test_mapped_function_may_return_a_dict_a_generator_or_a_skip(make_shards: MakeShards) -> None:
     def even(sample: sp.Sample) -> Any:
         return sp.Skip("odd") if number_of(sample) % 2 else number_of(sample)
 
@@ -44,12 +44,12 @@ def test_a_function_may_give_a_dict_a_generator_or_a_skip(make_shards: MakeShard
 
 
 @pytest.mark.parametrize("function", [parts, partial(scaled, by=3)])
-def test_it_resumes_exactly_with_all_its_random_numbers(make_shards: MakeShards, function: Any) -> None:
+def test_mapped_function_resumes_exactly_with_its_random_numbers(make_shards: MakeShards, function: Any) -> None:
     chain = sp.read(str(make_shards([40, 9]))).shuffle(6).map(function).batch(3)
     assert assert_exact_resume(chain, lanes=4, steps=10, chains=1, after=2) > 10
 
 
-def test_a_state_of_another_function_or_other_bound_arguments_is_refused(make_shards: MakeShards) -> None:
+def test_a_state_of_another_function_or_other_bound_arguments_is_rejected(make_shards: MakeShards) -> None:
     read = sp.read(str(make_shards([40])))
 
     def loader(function: Any) -> sp.SavableLoader:
@@ -62,9 +62,7 @@ def test_a_state_of_another_function_or_other_bound_arguments_is_refused(make_sh
             loader(function).load_state_dict(state)
 
 
-def test_a_lambda_is_not_compared_and_the_loader_says_so(
-    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lambda_is_not_compared_and_the_loader_warns(make_shards: MakeShards, caplog: pytest.LogCaptureFixture) -> None:
     read = sp.read(str(make_shards([40])))
     one = sp.SavableLoader(read.map(lambda sample: number_of(sample)).batch(2), seed=0, lanes=2)
     two = sp.SavableLoader(read.map(lambda sample: -number_of(sample)).batch(2), seed=0, lanes=2)
@@ -88,7 +86,7 @@ class Large(sp.Decoded):
         self.table = bytes(65 << 20)
 
 
-def test_a_large_encoder_sent_to_spawned_workers_is_a_warning_with_the_cure(
+def test_a_large_encoder_sent_to_spawned_workers_is_a_warning_with_the_fix(
     make_shards: MakeShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     read = sp.read(str(make_shards([4])))
@@ -111,7 +109,7 @@ def films(tmp_path: Path) -> sp.Pipeline:
     return sp.read(str(tmp_path / "films"), shuffle=False)
 
 
-def test_a_film_gives_an_item_for_each_of_its_clips(films: sp.SamplePipeline) -> None:
+def test_video_yields_an_item_for_each_of_its_clips(films: sp.SamplePipeline) -> None:
     clips = sp.Clips(length_s=0.5, fps=6, stride_s=0.5)
     own = films.clips(clips, audio=True).take(4)
     [sample] = films.take(1)
@@ -125,6 +123,6 @@ def test_a_film_gives_an_item_for_each_of_its_clips(films: sp.SamplePipeline) ->
         films.clips(clips, video=False)
 
 
-def test_clips_at_random_places_resume_exactly_in_the_middle_of_a_film(films: sp.SamplePipeline) -> None:
+def test_random_clips_resume_exactly_in_the_middle_of_a_video(films: sp.SamplePipeline) -> None:
     chain = films.clips(sp.Clips(length_s=0.5, fps=6, count=3)).batch(2)
     assert assert_exact_resume(chain, lanes=2, steps=6, chains=1, after=1) > 6

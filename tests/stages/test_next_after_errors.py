@@ -55,7 +55,7 @@ STAGES: dict[str, Callable[[str, sp.TaskEncoder], Any]] = {
 
 @pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("name", STAGES)
-def test_the_next_call_meets_the_same_item_also_in_a_stage_that_is_restored(
+def test_next_call_after_an_error_gets_the_same_item_also_when_restored(
     make_shards: Any, name: str, restored: bool
 ) -> None:
     shards = str(make_shards([60]))

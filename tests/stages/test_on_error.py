@@ -68,7 +68,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 # Faults of a sample.
 
 
-def test_a_library_that_is_not_installed_is_no_fault_of_a_sample(make_shards: Any) -> None:
+def test_missing_library_is_not_an_error_of_a_sample(make_shards: Any) -> None:
     missing = ImportError("audio and video need PyAV. Run `pip install av`")
     stage = sp.Encode(reader(make_shards([4])), Odd(missing), on_error="skip")
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_samples_that_fail_are_skipped_counted_and_written_down(make_shards: Any
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("cut", range(9))
-def test_what_was_skipped_is_skipped_again_after_a_resume(make_shards: Any, n: int, cut: int) -> None:
+def test_skipped_samples_are_skipped_again_after_a_resume(make_shards: Any, n: int, cut: int) -> None:
     def build() -> sp.Encode:
         return sp.Encode(reader(make_shards([4, 9])), Odd(fan_out=True), on_error="skip")
 
@@ -109,7 +109,7 @@ def test_what_was_skipped_is_skipped_again_after_a_resume(make_shards: Any, n: i
     assert after.save_state()["samples"] == whole.save_state()["samples"] == 13
 
 
-def test_a_function_decides_and_sees_the_encoders_own_error(make_shards: Any) -> None:
+def test_on_error_function_gets_the_encoders_error_and_decides(make_shards: Any) -> None:
     seen: list[Any] = []
 
     def decide(error: sp.SavableError) -> bool:
@@ -124,7 +124,7 @@ def test_a_function_decides_and_sees_the_encoders_own_error(make_shards: Any) ->
     assert skipped(stage) == {}
 
 
-def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shards: Any) -> None:
+def test_errors_beyond_the_limit_end_the_run_on_each_attempt(make_shards: Any) -> None:
     folder = make_shards([400])
     stage = sp.Encode(reader(folder), Odd(), on_error="skip", max_errors=2)
     assert values_and_refs(stage, 2)[0] == [0, 2]
@@ -142,14 +142,14 @@ def test_more_errors_than_the_limit_end_the_run_each_time_it_is_tried(make_shard
 
 
 @pytest.mark.parametrize("settings", [{"on_error": "ignore"}, {"max_errors": -1}, {"max_errors": 1.5}])
-def test_a_policy_that_is_none_is_refused(make_shards: Any, settings: dict[str, Any]) -> None:
+def test_invalid_policy_is_rejected(make_shards: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Encode: "):
         sp.Encode(reader(make_shards([4])), Odd(), **settings)
     with pytest.raises(ValueError, match=r"TarShardReader: on_error=.*Pass 'raise', 'skip'"):
         reader(make_shards([4]), on_error=None)
 
 
-def test_an_image_bomb_and_bytes_that_are_no_image_are_skipped_before_they_take_memory(tmp_path: Path) -> None:
+def test_image_bomb_and_invalid_image_are_skipped_before_they_use_memory(tmp_path: Path) -> None:
     chunk = b"IHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0"
     huge = b"\x89PNG\r\n\x1a\n\0\0\0\r" + chunk + zlib.crc32(chunk).to_bytes(4, "big") + b"\0\0\0\0IDAT" + bytes(4)
     write_tar(tmp_path / "a.tar", [("a.png", huge), ("b.png", bytes(500)), ("c.txt", b"")])
@@ -180,7 +180,7 @@ class Image(NumberEncoder):
         (KeyError("jpg"), False),
     ],
 )
-def test_faults_of_the_environment_are_told_from_those_of_the_data(error: Exception, environment: bool) -> None:
+def test_environment_errors_are_distinguished_from_data_errors(error: Exception, environment: bool) -> None:
     assert is_environment_error(error) is environment
 
 
@@ -203,7 +203,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("reason", DAMAGE)
-def test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered(
+def test_shards_deleted_or_changed_during_a_run_are_skipped_and_remembered(
     three: Path, reason: str, tmp_path: Path
 ) -> None:
     def build(on_error: str = "skip") -> sp.Encode:
@@ -234,7 +234,7 @@ def test_shards_that_go_or_change_while_a_run_lasts_are_skipped_and_remembered(
     assert skipped(fresh) == {f"skipped/{short}": 4}
 
 
-def test_a_disk_that_cannot_be_read_is_the_shards_fault(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_disk_is_a_shard_error(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = sp.Encode(reader(three, on_error="skip"), NumberEncoder())
     assert values_and_refs(stage, 5)[0] == [0, 1, 2, 3, 4]
     pread = os.pread
@@ -249,9 +249,7 @@ def test_a_disk_that_cannot_be_read_is_the_shards_fault(three: Path, monkeypatch
     assert skipped(stage) == {"skipped/unreadable shard": 4}
 
 
-def test_the_rest_of_a_shard_that_was_damaged_when_it_was_indexed_is_told_once_an_epoch(
-    make_shards: Any, tmp_path: Path
-) -> None:
+def test_damaged_rest_of_a_shard_is_reported_once_per_epoch(make_shards: Any, tmp_path: Path) -> None:
     folder = make_shards([4, 4])
     os.truncate(folder / "0000.tar", 2500)  # in the third sample
     with pytest.raises(sp.ShardError, match=r"0000\.tar: .*truncated"):
@@ -298,7 +296,7 @@ def test_a_ref_that_is_avoided_is_skipped_now_and_after_a_resume(make_shards: An
         assert one.counts["skipped/killed its worker"] == one.counts["skipped/hung"] == 1
 
 
-def test_a_sample_that_is_avoided_in_the_middle_of_its_parts_gives_no_more_of_them(make_shards: Any) -> None:
+def test_sample_avoided_within_its_parts_yields_no_more_of_them(make_shards: Any) -> None:
     stage = sp.Encode(reader(make_shards([9])), Odd(fan_out=True), on_error="skip")
     assert values_and_refs(stage, 1)[0] == [0]
     state = stage.save_state()
@@ -314,7 +312,7 @@ class Packing(NumberEncoder):
 
 
 @pytest.mark.parametrize("gone", [1, 0])
-def test_held_items_that_cannot_be_made_again_leave_their_pack_or_batch(three: Path, gone: int) -> None:
+def test_buffered_items_that_cannot_be_rebuilt_leave_their_pack_or_batch(three: Path, gone: int) -> None:
     def build() -> sp.Batcher:
         items = sp.Encode(reader(three, on_error="skip"), Packing())
         packs = sp.OnlinePacker(items, max_length=13, policy="first_fit", open_packs=1)
@@ -334,7 +332,7 @@ def test_held_items_that_cannot_be_made_again_leave_their_pack_or_batch(three: P
 # The status, and the file.
 
 
-def test_the_note_says_which_stage_and_sample_is_at_work(make_shards: Any) -> None:
+def test_error_note_names_the_current_stage_and_sample(make_shards: Any) -> None:
     status = memoryview(bytearray(24)).cast("Q")
     seen: list[tuple[str, list[int]]] = []
 
@@ -385,7 +383,7 @@ def test_a_quarantine_that_cannot_be_written_is_a_warning(make_shards: Any, tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_encoder_that_asks_for_a_gpu_is_told_what_moves_batches(make_shards: Any) -> None:
+def test_encoder_that_uses_a_gpu_gets_an_error_that_names_on_device(make_shards: Any) -> None:
     items = sp.read(make_shards([2])).map(lambda sample: torch.zeros(2).cuda())
     with pytest.raises(sp.EncodeError, match=r"An encoder has no GPU: remove \.cuda\(\), and pass the loader to"):
         items.take(1)

@@ -46,7 +46,7 @@ class OfTheClass(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize(("encoder", "warned"), [(Unseeded, 1), (OfTheClass, 1), (Seeded, 0), (sp.TaskEncoder, 0)])
-def test_an_encoder_that_does_not_seed_albumentations_is_named_once(
+def test_unseeded_albumentations_warns_once_with_the_encoder(
     encoder: type[sp.TaskEncoder], warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     _WARNED.clear()

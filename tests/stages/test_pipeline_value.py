@@ -36,7 +36,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("chosen", KINDS, ids=str)
-def test_a_chain_and_a_function_give_the_same_and_take_each_others_states(
+def test_chain_and_function_yield_the_same_and_load_each_others_states(
     make_shards: MakeShards, chosen: dict[str, Any]
 ) -> None:
     shards = str(make_shards([50, 30, 7]))
@@ -61,7 +61,7 @@ def test_files_of_each_kind_are_read_by_their_reader(tmp_path: Path, kind: str) 
     assert type(samples(sp.Lane())) is type(reader)
 
 
-def test_a_value_opens_nothing_and_refuses_an_option_of_other_files_when_it_is_used(tmp_path: Path) -> None:
+def test_pipeline_value_opens_nothing_and_rejects_a_wrong_option_at_first_use(tmp_path: Path) -> None:
     samples = sp.read(tmp_path / "later", columns=["a"])
     WRITERS["jsonl"](tmp_path / "later", [3])
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_read_has_the_options_of_all_readers_with_their_defaults() -> None:
     assert all(ours[each.name].default == each.default for each in keywords if each.name != "cache_bytes")
 
 
-def test_a_store_or_a_function_that_makes_one_is_read_too() -> None:
+def test_read_accepts_a_store_or_a_function_that_opens_one() -> None:
     class Numbers(custom.RecordStore):
         address = "numbers"
         entries = [custom.ShardEntry("all", size=0, samples=5, digest=1)]  # noqa: RUF012
@@ -120,7 +120,7 @@ def test_steps_in_a_wrong_order_are_an_error_at_their_line(build: Any, message: 
         build(sp.read("nowhere"))
 
 
-def test_what_is_no_stage_function_or_encoder_is_refused_at_its_line() -> None:
+def test_invalid_stage_function_or_encoder_is_rejected_at_its_line() -> None:
     read = sp.read("nowhere")
     for build, message in [
         (lambda: read.then(ident), "a subclass of custom"),
@@ -137,7 +137,7 @@ def test_what_is_no_stage_function_or_encoder_is_refused_at_its_line() -> None:
 
 
 @pytest.mark.parametrize("kind", [SamplePipeline, ItemPipeline, BatchPipeline])
-def test_each_step_has_the_defaults_of_the_stage_that_it_makes(kind: type[sp.Pipeline]) -> None:
+def test_each_step_has_the_defaults_of_its_stage(kind: type[sp.Pipeline]) -> None:
     made: dict[str, Any] = {
         "shuffle": sp.ShuffleBuffer,
         "encode": sp.Encode,
@@ -156,7 +156,7 @@ def test_each_step_has_the_defaults_of_the_stage_that_it_makes(kind: type[sp.Pip
                 assert theirs.keys() - {"source"} <= ours.keys()
 
 
-def test_a_pass_ends_closes_its_files_and_leaves_the_generators_as_they_are(make_shards: MakeShards) -> None:
+def test_iteration_ends_closes_its_files_and_does_not_change_generators(make_shards: MakeShards) -> None:
     def drawn(sample: sp.Sample) -> float:
         return random.random() + float(np.random.rand()) + float(torch.rand(1))
 
@@ -169,7 +169,7 @@ def test_a_pass_ends_closes_its_files_and_leaves_the_generators_as_they_are(make
     assert all(torch.equal(one, other) for one, other in zip(first, pipeline, strict=False))
 
 
-def test_mixtures_and_blends_of_endless_readers_end_after_a_pass(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_iterated_mixtures_and_blends_end_after_one_epoch(make_shards: MakeShards, tmp_path: Path) -> None:
     shards = str(make_shards([10]))
     (tmp_path / "mix.yaml").write_text(
         f"sources: {{a: {{path: {shards}, weight: 3}}, b: {{path: {shards}, weight: 1}}}}"
@@ -179,7 +179,7 @@ def test_mixtures_and_blends_of_endless_readers_end_after_a_pass(make_shards: Ma
         assert mixed(sp.Lane()).info.endless
 
 
-def test_what_a_schedule_mixes_has_no_end_and_can_be_looked_at(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_scheduled_pipeline_is_endless_and_can_be_inspected(make_shards: MakeShards, tmp_path: Path) -> None:
     shards = str(make_shards([10]))
     points = "[{at: 0, weights: {a: 1, b: 0}}, {at: 4, weights: {a: 0, b: 1}}]"
     sources = f"{{a: {{path: {shards}}}, b: {{path: {shards}}}}}"
@@ -191,7 +191,7 @@ def test_what_a_schedule_mixes_has_no_end_and_can_be_looked_at(make_shards: Make
         assert len(given) == 30 and sorted(given[:8]) == [*"aaaabbbb"] and given[8:] == ["b"] * 22
 
 
-def test_the_length_of_a_pass_is_known_where_nothing_can_be_left_out(make_shards: MakeShards) -> None:
+def test_length_of_an_epoch_is_known_if_nothing_can_be_dropped(make_shards: MakeShards) -> None:
     read = sp.read(str(make_shards([10, 3])))
     assert len(read) == 13
     assert len(read.map(ident, one_to_one=True).batch(4)) == 4
@@ -201,7 +201,7 @@ def test_the_length_of_a_pass_is_known_where_nothing_can_be_left_out(make_shards
     assert read.map(ident)  # and yet true
 
 
-def test_excluded_samples_are_not_given_by_a_pass(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_iteration_does_not_yield_excluded_samples(make_shards: MakeShards, tmp_path: Path) -> None:
     (tmp_path / "gone").write_text("s000003\n")
     read = sp.read(str(make_shards([6])), exclude=str(tmp_path / "gone"))
     assert sorted(map(number_of, read)) == [0, 1, 2, 4, 5]
@@ -223,7 +223,7 @@ def test_a_value_is_immutable_pickles_and_runs_in_spawned_workers(make_shards: M
         assert [batch["__key__"] for batch in loader] == own
 
 
-def test_it_prints_as_the_tree_of_its_stages() -> None:
+def test_pipeline_prints_as_the_tree_of_its_stages() -> None:
     web = sp.read("web/", shuffle=False).filter(ident).map(partial(ident))
     books = sp.read(["a.tar", "b.tar"]).encode(made_encoder)
     mixed = sp.blend({"web": web, "books": books}, weights={"web": 3, "books": 1})

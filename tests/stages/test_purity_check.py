@@ -73,7 +73,7 @@ MISTAKES = {
 @pytest.mark.parametrize("encoder", [OneField, Fans])
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_mistake_is_named_with_encoder_field_sample_and_both_values_and_never_skipped(
+def test_impurity_is_reported_with_encoder_field_sample_and_values_and_never_skipped(
     items: Any, mistake: str, encoder: type[OneField], on_error: str
 ) -> None:
     stage = items(encoder(MISTAKES[mistake]), check=1.0, on_error=on_error)
@@ -84,13 +84,13 @@ def test_a_mistake_is_named_with_encoder_field_sample_and_both_values_and_never_
     assert " expected, " in told and "shard 0000.tar, key 's0000" in told
 
 
-def test_items_are_the_same_checked_and_not(items: Any) -> None:
+def test_purity_check_does_not_change_items(items: Any) -> None:
     """With draws from every generator, skips and fan-outs."""
     plain, checked = (list(map(repr, items(ToyEncoder(), check=share))) for share in (0.0, 1.0))
     assert plain == checked and len(plain) > 30
 
 
-def test_a_share_of_the_samples_is_checked_the_same_ones_after_a_resume(items: Any) -> None:
+def test_checked_fraction_of_samples_is_the_same_after_a_resume(items: Any) -> None:
     def twice(encoder: OneField) -> set[int]:
         return {number for number in encoder.given if encoder.given.count(number) > 1}
 
@@ -106,7 +106,7 @@ def test_a_share_of_the_samples_is_checked_the_same_ones_after_a_resume(items: A
     assert twice(first) | twice(second) == twice(whole) and twice(first) and twice(second)
 
 
-def test_without_asking_the_first_eight_samples_of_a_process_are_checked_and_then_the_encoder_is_called_itself(
+def test_first_eight_samples_of_a_process_are_checked_by_default(
     items: Any,
 ) -> None:
     encoder = OneField(lambda rng: rng.random())
@@ -117,7 +117,7 @@ def test_without_asking_the_first_eight_samples_of_a_process_are_checked_and_the
     assert len(list(items(nothing, check=0.0))) == len(nothing.given) == 30
 
 
-def test_lanes_of_a_process_share_the_eight(make_shards: Any) -> None:
+def test_lanes_of_a_process_share_the_eight_checks(make_shards: Any) -> None:
     encoder = OneField(lambda rng: rng.random())
     loader = sp.SavableLoader(sp.read(str(make_shards([60])), epochs=1).encode(encoder).batch(2), seed=0, lanes=5)
     assert sum(len(batch["id"]) for batch in loader) == 60 == len(encoder.given) - 8
@@ -134,7 +134,7 @@ class OwnGenerator(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_encoder_with_a_generator_of_its_own_is_an_error_without_asking(make_shards: Any, workers: int) -> None:
+def test_encoder_with_its_own_generator_is_an_error_by_default(make_shards: Any, workers: int) -> None:
     chain = sp.read(str(make_shards([20]))).encode(OwnGenerator()).batch(4)
     two = pytest.raises(sp.EncodeError, match=r"returned two results for one sample: item\['crop'\]")
     with sp.SavableLoader(chain, seed=0, lanes=2, num_workers=workers) as loader, two:
@@ -154,7 +154,7 @@ class Slow(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("seconds", [0.9, 1.1])
-def test_what_takes_more_than_a_second_is_not_made_twice(
+def test_item_that_takes_more_than_a_second_is_not_built_twice(
     items: Any, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     clock = [0.0]
@@ -171,7 +171,7 @@ class Handle:
         raise TypeError("no copies")
 
 
-def test_what_cannot_be_compared_is_not_and_pictures_are_by_their_pixels(items: Any) -> None:
+def test_incomparable_values_are_not_compared_and_images_by_their_pixels(items: Any) -> None:
     pixels = iter(range(1000))
     assert len(list(items(OneField(lambda rng: Handle()), check=1.0))) == 30
     assert len(list(items(OneField(lambda rng: (x for x in "ab")), check=1.0))) == 30
@@ -180,7 +180,7 @@ def test_what_cannot_be_compared_is_not_and_pictures_are_by_their_pixels(items: 
         list(items(OneField(lambda rng: Image.new("L", (2, 2), next(pixels))), check=1.0))
 
 
-def test_of_a_sample_of_many_parts_the_first_are_checked_and_all_are_given(items: Any) -> None:
+def test_first_parts_of_a_fan_out_are_checked_and_all_are_yielded(items: Any) -> None:
     made: list[int] = []
 
     class Many(sp.TaskEncoder):
@@ -195,7 +195,7 @@ def test_of_a_sample_of_many_parts_the_first_are_checked_and_all_are_given(items
     assert len(made) == 600 + 8 * 8
 
 
-def test_a_buffer_that_is_given_again_and_again_is_compared_as_it_was(items: Any) -> None:
+def test_reused_buffer_is_compared_by_its_earlier_contents(items: Any) -> None:
     buffer = np.zeros(2)
 
     def value(rng: sp.Rng) -> Any:
@@ -206,7 +206,7 @@ def test_a_buffer_that_is_given_again_and_again_is_compared_as_it_was(items: Any
         next(items(OneField(value), check=1.0))
 
 
-def test_what_fails_the_second_time_is_told(items: Any) -> None:
+def test_failure_of_the_second_call_is_reported(items: Any) -> None:
     def fails(rng: sp.Rng, calls: list[int] = []) -> int:  # noqa: B006
         calls.append(1)
         return 1 // (len(calls) % 2)
@@ -216,14 +216,12 @@ def test_what_fails_the_second_time_is_told(items: Any) -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_lies_between_none_and_all(items: Any, share: float) -> None:
+def test_checked_fraction_must_be_between_0_and_1(items: Any, share: float) -> None:
     with pytest.raises(ValueError, match=r"0\.0 to 1\.0"):
         items(OneField(lambda rng: 0), check=share)
 
 
-def test_an_item_that_cannot_be_looked_at_the_second_time_is_not_a_difference(
-    make_shards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_item_unreadable_the_second_time_is_not_a_difference(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, real = itertools.count(), purity_check.copied_leaves
 
     def fails_every_second_time(value: Any, path: str) -> list[tuple[str, Any]]:
@@ -237,7 +235,7 @@ def test_an_item_that_cannot_be_looked_at_the_second_time_is_not_a_difference(
     assert next(calls) == 8
 
 
-def test_a_torch_that_another_thread_still_imports_is_no_fault_of_items_and_batches(
+def test_torch_import_in_progress_does_not_fail_the_purity_check(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = ModuleType("torch")

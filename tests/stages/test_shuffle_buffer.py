@@ -41,7 +41,7 @@ def reference(refs: list[tuple[int, int]], size: int, key: int) -> list[tuple[in
 
 
 @given(st.integers(1, 300), st.integers(1, 100), st.lists(st.integers(1, 60), min_size=1))
-def test_it_gives_what_ten_lines_of_plain_python_give_however_many_are_taken(
+def test_shuffle_buffer_equals_ten_lines_of_plain_python_for_any_chunk_size(
     count: int, size: int, chunks: list[int]
 ) -> None:
     expected = reference(drained(readers([count], epochs=1)(0)), size, sp.Lane().key("shuffle", 1))
@@ -57,7 +57,7 @@ def test_it_gives_what_ten_lines_of_plain_python_give_however_many_are_taken(
 
 
 @given(st.integers(1, 60), st.integers(1, 30), st.integers(0, 130), st.integers(1, 9))
-def test_restored_at_any_position_it_goes_on_exactly(count: int, size: int, cut: int, chunk: int) -> None:
+def test_shuffle_buffer_resumes_exactly_from_any_position(count: int, size: int, cut: int, chunk: int) -> None:
     expected = drained(buffer(count, size, epochs=2))
     cut = min(cut, len(expected))
     before, after = buffer(count, size, epochs=2), buffer(count, size, epochs=2)
@@ -67,7 +67,7 @@ def test_restored_at_any_position_it_goes_on_exactly(count: int, size: int, cut:
     assert drained(after, chunk) == expected[cut:]
 
 
-def test_a_resume_of_a_resume_of_a_resume_goes_on_exactly() -> None:
+def test_repeated_resumes_are_exact() -> None:
     expected, stage, given = first(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
     for chunk in itertools.cycle([1, 0, 7, 40]):
         given += first(stage, chunk)
@@ -78,7 +78,7 @@ def test_a_resume_of_a_resume_of_a_resume_goes_on_exactly() -> None:
     assert given == expected[: len(given)]
 
 
-def test_the_state_holds_the_refs_in_order_twelve_bytes_each() -> None:
+def test_state_has_the_refs_in_order_at_twelve_bytes_each() -> None:
     stage = buffer(100, 10)
     given = first(stage, 25)
     state = stage.save_state()
@@ -94,7 +94,7 @@ def test_the_state_holds_the_refs_in_order_twelve_bytes_each() -> None:
     assert state["draws"] == 25
 
 
-def test_what_is_left_when_the_source_is_dry_comes_in_random_order() -> None:
+def test_rest_of_an_exhausted_source_is_yielded_in_random_order() -> None:
     stage = buffer(1000, 5000)  # larger than the data
     given = [index for index, _ in drained(stage)]
     assert sorted(given) == list(range(1000))
@@ -103,7 +103,7 @@ def test_what_is_left_when_the_source_is_dry_comes_in_random_order() -> None:
     assert stage.save_state()["refs"] == b""
 
 
-def test_lanes_seeds_and_places_in_the_pipeline_draw_differently() -> None:
+def test_lanes_seeds_and_pipeline_positions_have_different_draws() -> None:
     def order(stage: custom.Stage) -> list[int]:
         return [index for index, _ in first(stage, 500)]
 
@@ -123,7 +123,7 @@ def test_mixing_moves_refs_about_as_far_as_the_buffer_is_large() -> None:
     assert 900 < (moved[2000:] + 1000).mean() < 1100  # a ref stays for about `size` draws
 
 
-def test_a_size_below_one_is_refused() -> None:
+def test_a_size_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="size must be at least 1, not 0"):
         buffer(5, 0)
 
@@ -148,13 +148,13 @@ def test_the_state_of_another_stage_is_a_mismatch() -> None:
         buffer(20, 5).restore_state(readers([20])(0).save_state())
 
 
-def test_a_buffer_of_samples_takes_no_bound_on_items(make_shards: Any) -> None:
+def test_buffer_of_samples_rejects_a_bound_on_items(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3])), sp.Lane())
     with pytest.raises(ValueError, match="max_buffer_bytes applies only after Encode"):
         sp.ShuffleBuffer(reader, size=2, max_buffer_bytes=10)  # type: ignore[call-overload]
 
 
-def test_by_hand_it_gives_samples(make_shards: Any) -> None:
+def test_next_on_the_stage_returns_samples(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([6])), sp.Lane(), epochs=1)
     stage = sp.ShuffleBuffer(reader, size=3)
     samples = list(stage)
@@ -207,14 +207,14 @@ def pipeline(shards: str, lane: sp.Lane, epochs: int | None, packed: bool, **set
 
 
 @pytest.mark.parametrize("size", [1, 10, 1000])
-def test_every_item_comes_once_in_another_order(shards: str, size: int) -> None:
+def test_every_item_is_yielded_once_in_another_order(shards: str, size: int) -> None:
     before = list(sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1, shuffle=False), Pieces()))
     after = list(items_of(shards, sp.Lane(), size=size))
     assert sorted(after) == sorted(before)
     assert (after == before) is (size == 1)
 
 
-def test_pieces_of_a_document_are_parted(shards: str) -> None:
+def test_pieces_of_a_document_are_separated(shards: str) -> None:
     after = [document for document, _ in items_of(shards, sp.Lane(), size=40)]
     assert sum(left == right for left, right in pairwise(after)) < 10  # 2 of each of 24 documents before
 
@@ -237,13 +237,13 @@ def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str) -> None
     assert assert_exact_resume(make, lanes=3, steps=9, world_sizes=(1, 3), chains=1, after=2) > 9
 
 
-def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
+def test_memory_budget_changes_no_batch(shards: str) -> None:
     held, made_again = items_of(shards, sp.Lane()), items_of(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(30)] == [next(made_again) for _ in range(30)]
     assert (held.held_items, made_again.held_items) == (10, 0)
 
 
-def test_its_state_holds_refs_and_sizes_alone(shards: str) -> None:
+def test_state_has_only_refs_and_sizes(shards: str) -> None:
     items = items_of(shards, sp.Lane())
     next(items)
     state = items.save_state()
@@ -266,7 +266,7 @@ class OwnSamples(custom.PassThrough, custom.SampleStage):
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 4))
-def test_its_size_is_at_most_the_part_of_a_lane_in_an_epoch(count: int, size: int, lanes: int) -> None:
+def test_buffer_size_is_at_most_a_lanes_part_of_an_epoch(count: int, size: int, lanes: int) -> None:
     most = min(size, -(-count // lanes))
     source = readers([count], lanes=lanes, epochs=None)
     stage = buffer(count, size, epochs=None, lanes=lanes)
@@ -277,7 +277,7 @@ def test_its_size_is_at_most_the_part_of_a_lane_in_an_epoch(count: int, size: in
     assert len(stage.save_state()["refs"]) == 12 * most
 
 
-def test_its_bound_is_fixed_for_the_run() -> None:
+def test_bound_of_the_buffer_is_fixed_for_the_run() -> None:
     stage = buffer(60, 40, epochs=None, lanes=4)
     first(stage, 5)
     state = stage.save_state()
@@ -289,7 +289,7 @@ def test_its_bound_is_fixed_for_the_run() -> None:
         smaller.restore_state(state)
 
 
-def test_behind_what_the_index_cannot_count_it_has_no_bound() -> None:
+def test_buffer_has_no_bound_after_uncountable_stages() -> None:
     class Parts(sp.TaskEncoder):
         def encode(self, sample: sp.Sample, rng: sp.Rng) -> Iterator[int]:
             yield from range(3)
@@ -308,7 +308,7 @@ def test_behind_what_the_index_cannot_count_it_has_no_bound() -> None:
     assert made(OwnSamples(reader())) == made(sp.Encode(reader(), Parts())) == 500
 
 
-def test_behind_a_blend_it_has_no_bound(make_shards: Any) -> None:
+def test_buffer_has_no_bound_after_a_blend(make_shards: Any) -> None:
     lane, shards = sp.Lane(), str(make_shards([30]))
     sources = {name: sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=500) for name in "ab"}
     assert [source.capacity for source in sources.values()] == [30, 30]

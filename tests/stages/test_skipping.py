@@ -183,7 +183,7 @@ def in_buckets(samples: Any, encoder: sp.TaskEncoder) -> Any:
     [(batched, Counting), (packed, CountingSizes), (balanced, CountingSizes), (in_buckets, CountingSizes)],
 )
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_nothing_is_encoded_or_read_of_what_cannot_be_lost(
+def test_skipping_encodes_and_reads_nothing_that_cannot_be_dropped(
     shards: str,
     monkeypatch: pytest.MonkeyPatch,
     build: Callable[..., Any],
@@ -203,7 +203,7 @@ def test_a_join_is_skipped_by_its_keys(shards: str) -> None:
     assert not calls_of(batched(samples, Counting()), 6)
 
 
-def test_what_a_restored_lane_has_of_another_join_is_looked_at(shards: str) -> None:
+def test_restored_lane_checks_buffered_samples_against_another_join(shards: str) -> None:
     """What the first loader has in its buffer after `encode` may be lost by the join that is added."""
     plain = batched(sp.read(shards), Counting())
     joined = batched(sp.join(sp.read(shards), {"other": f"{shards}/0002.tar"}), Counting())
@@ -222,19 +222,19 @@ def test_what_a_restored_lane_has_of_another_join_is_looked_at(shards: str) -> N
     assert after[0] == after[1]
 
 
-def test_only_what_decides_is_made_of_packs_that_may_be_skipped(shards: str) -> None:
+def test_skipped_packs_build_only_what_decides(shards: str) -> None:
     pipeline = packed(sp.read(shards).shuffle(10), SkippingPacks())
     calls = calls_of(pipeline, 6)
     assert calls["pack"] and not calls["batch"]
 
 
-def test_items_are_made_only_for_their_length(shards: str) -> None:
+def test_skipped_items_are_built_only_for_their_length(shards: str) -> None:
     pipeline = packed(sp.read(shards).shuffle(10), Counting())
     calls = calls_of(pipeline, 6)
     assert calls["encode"] and not calls["pack"] and not calls["batch"]
 
 
-def test_a_pack_that_is_skipped_though_none_may_be_is_an_error(shards: str) -> None:
+def test_pack_skipped_by_an_encoder_that_may_not_skip_is_an_error(shards: str) -> None:
     class Skips(Counting):
         def pack(self, items: list[Any], rng: sp.Rng) -> Any:
             return sp.Skip("never")
@@ -244,7 +244,7 @@ def test_a_pack_that_is_skipped_though_none_may_be_is_an_error(shards: str) -> N
         next(stage)
 
 
-def test_an_own_stage_is_skipped_as_it_was_written(shards: str) -> None:
+def test_users_stage_is_skipped_by_its_own_code(shards: str) -> None:
     class Pairs(custom.ItemStage):
         ref: Any = ()
 

@@ -174,7 +174,7 @@ def _of(pipeline: Callable[..., custom.Stage], shards: str, epochs: int | None, 
 # Refused when the class is made, or the pipeline.
 
 
-def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
+def test_stage_without_a_declared_element_type_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Reversed has no `ref`.*\n.*class Reversed\(custom.PassThrough, "):
 
         class Reversed(custom.ItemStage):
@@ -182,7 +182,7 @@ def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
                 return next(self.source)
 
 
-def test_the_stages_of_the_library_may_be_derived_from() -> None:
+def test_library_stages_may_be_subclassed() -> None:
     class Logged(sp.Batcher):
         def __next__(self) -> Any:
             return super().__next__()
@@ -190,7 +190,7 @@ def test_the_stages_of_the_library_may_be_derived_from() -> None:
     assert issubclass(Logged, custom.BatchStage)
 
 
-def test_a_false_marker_is_found(shards: str) -> None:
+def test_wrong_element_type_is_detected(shards: str) -> None:
     class Swaps(custom.PassThrough, custom.ItemStage):
         held: list[Any] | None = None
 
@@ -220,7 +220,7 @@ def test_a_false_marker_is_found(shards: str) -> None:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_stages_in_a_wrong_order_are_refused(shards: str, build: Any, told: str) -> None:
+def test_stages_in_a_wrong_order_are_rejected(shards: str, build: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         build(reader(shards, sp.Lane()))
 
@@ -249,7 +249,7 @@ def test_a_type_checker_finds_stages_in_a_wrong_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_shuffle_buffer_after_a_source_of_only_next(shards: str, epochs: int | None) -> None:
+def test_shuffle_buffer_accepts_a_source_with_only_next(shards: str, epochs: int | None) -> None:
     buffer = sp.ShuffleBuffer(EveryThird(reader(shards, sp.Lane(), epochs)), size=4)
     given = [sample.json()["id"] for sample, _ in zip(buffer, range(93), strict=False)]
     assert set(given) == set(range(0, 93, 3))
@@ -259,14 +259,14 @@ def test_a_shuffle_buffer_after_a_source_of_only_next(shards: str, epochs: int |
 # Padded and avoided.
 
 
-def test_a_batch_stage_with_a_filler_is_padded(shards: str) -> None:
+def test_batch_stage_with_padding_batches_is_padded(shards: str) -> None:
     loader = sp.SavableLoader(partial(_of, doubled, shards, 1), seed=1, lanes=4, tail="pad")
     batches = list(loader)
     assert sum(int(batch["valid"].sum()) for batch in batches) == 93
     assert len(batches) % 4 == 0
 
 
-def test_a_batch_stage_without_a_filler_is_refused(shards: str) -> None:
+def test_batch_stage_without_padding_batches_is_rejected(shards: str) -> None:
     class Same(custom.PassThrough, custom.BatchStage):
         def __next__(self) -> Any:
             return next(self.source)
@@ -302,7 +302,7 @@ class OwnEncode(custom.ItemStage):
         self.left_out.add((index, epoch))
 
 
-def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None:
+def test_users_stage_gets_the_samples_to_avoid(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.engine.messages import LaneJob
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
@@ -350,7 +350,7 @@ class Reading(custom.PassThrough, custom.SampleStage):
         return {"table": 1}
 
 
-def test_what_the_loader_asks_for_is_asked_of_a_stage_that_has_it(shards: str) -> None:
+def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.engine.messages import LaneJob
     from savable_pipeline.run.state.fingerprint import fingerprint
@@ -380,7 +380,7 @@ class Nothing(custom.PassThrough, custom.ItemStage):
 
 
 @pytest.mark.parametrize("buffer", [1, 2000])
-def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(
+def test_endless_run_that_yields_nothing_ends_with_an_error(
     shards: str, buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.lane_shares._UNUSED", 1000)
@@ -393,7 +393,7 @@ def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(
         next(iter(sp.SavableLoader(pipeline, seed=1, lanes=2)))
 
 
-def test_a_batch_that_takes_several_epochs_of_a_lane_still_comes(shards: str) -> None:
+def test_batch_that_needs_several_epochs_of_a_lane_is_yielded(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(EveryThird(reader(shards, lane)), NumberEncoder()), size=20)
 

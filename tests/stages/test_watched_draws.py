@@ -207,7 +207,7 @@ def run(pipeline: Any, steps: int, **settings: Any) -> tuple[list[str], dict[str
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_function_gets_what_it_gets_when_it_is_always_seeded(make_shards: Any, name: str) -> None:
+def test_watched_function_draws_the_same_as_an_always_seeded_one(make_shards: Any, name: str) -> None:
     folder = make_shards(SHARDS)
     pipeline = PIPELINES[name](folder, None)
     expected = run(PIPELINES[name](folder, True), 9)
@@ -215,7 +215,7 @@ def test_a_function_gets_what_it_gets_when_it_is_always_seeded(make_shards: Any,
     assert run(pipeline, 9, num_workers=2) == expected
 
 
-def test_errors_that_come_from_a_draw_are_quarantined_as_when_it_is_always_seeded(
+def test_errors_from_draws_are_quarantined_like_those_of_an_always_seeded_function(
     make_shards: Any, tmp_path: Path
 ) -> None:
     def written(name: str, function: Callable[..., Any], setting: bool | None) -> str:
@@ -301,13 +301,13 @@ def test_a_row_that_draws_is_repeated_and_all_later_calls_are_seeded(make_shards
     assert encoder.seeded == [False] * 50 + [True] * 75
 
 
-def test_lanes_of_a_process_learn_it_from_each_other(make_shards: Any) -> None:
+def test_lanes_of_a_process_share_what_they_learned_about_draws(make_shards: Any) -> None:
     encoder = Calls(of_torch)
     assert len(one_epoch(batches(make_shards([120]), encoder, 20, lanes=3, check=0.0), 120)) == 120
     assert encoder.seeded == [False] * 20 + [True] * 120
 
 
-def test_filters_of_one_function_learn_it_from_each_other(make_shards: Any) -> None:
+def test_filters_of_one_function_share_what_they_learned_about_draws(make_shards: Any) -> None:
     seeded: list[bool] = []
 
     def keep(sample: sp.Sample, rng: sp.Rng) -> bool:
@@ -337,21 +337,21 @@ def test_the_first_eight_samples_of_an_encoder_run_from_two_states_and_are_compa
     assert encoder.calls == [*sorted([*range(8)] * 2), *range(8, 64)] and not any(encoder.seeded)
 
 
-def test_a_value_that_depends_on_a_state_is_no_impurity_but_one_that_depends_on_a_clock_is(make_shards: Any) -> None:
+def test_dependence_on_random_state_is_pure_but_on_a_clock_is_not(make_shards: Any) -> None:
     folder, ticks = make_shards([64]), iter(range(1000))
     assert len(one_epoch(batches(folder, Calls(reads_a_state), 32), 64)) == 64
     with pytest.raises(sp.EncodeError, match="returned two results for one sample"):
         next(batches(folder, Calls(lambda sample: next(ticks)), 32))
 
 
-def test_a_draw_between_the_two_calls_of_a_check_is_found(make_shards: Any) -> None:
+def test_draw_between_the_two_calls_of_a_check_is_detected(make_shards: Any) -> None:
     """A function that draws without effect on its result: no value differs."""
     encoder = Calls(lambda sample: (random.random(), number(sample))[1])
     assert len(one_epoch(batches(make_shards([64]), encoder, 32), 64)) == 64
     assert encoder.calls[:3] == [0, 0, 0]  # a call that is found to draw, then two that are seeded
 
 
-def test_checks_of_a_row_that_does_not_count_are_repeated(make_shards: Any) -> None:
+def test_checks_of_a_repeated_row_are_repeated(make_shards: Any) -> None:
     encoder = Calls(lambda sample: random.random() if number(sample) == 5 else number(sample))
     one_epoch(batches(make_shards([64]), encoder, 32), 64)
     assert encoder.calls == [*sorted([*range(5)] * 2), 5, *sorted([*range(8)] * 2), *range(8, 64)]
@@ -388,7 +388,7 @@ def draws() -> list[Any]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("size", [4, 32])
-def test_after_ctrl_c_and_errors_the_trainer_has_its_own_states_and_the_row_starts_again(
+def test_after_ctrl_c_and_errors_random_states_are_restored_and_the_row_restarts(
     make_shards: Any, error: type[BaseException], size: int
 ) -> None:
     once: list[int] = []
@@ -454,7 +454,7 @@ def in_threads(pipeline: Any) -> sp.SavableLoader:
 
 @pytest.mark.parametrize("size", [4, 40])
 @pytest.mark.parametrize("function", [of_python, of_numpy, of_torch, at_the_thirtieth, in_an_error_path])
-def test_threads_refuse_a_function_that_draws_by_name(
+def test_threads_reject_a_function_that_draws_by_name(
     make_shards: Any, function: Callable[..., Any], size: int
 ) -> None:
     chain = sp.read(str(make_shards([150]))).map(function, on_error="skip").batch(size)
@@ -463,7 +463,7 @@ def test_threads_refuse_a_function_that_draws_by_name(
         take(loader, 300 // size)
 
 
-def test_threads_refuse_filters_packs_and_batches_that_draw_by_name(make_shards: Any) -> None:
+def test_threads_reject_filters_packs_and_batches_that_draw_by_name(make_shards: Any) -> None:
     folder = make_shards([150])
     of_filter = sp.read(str(folder)).filter(of_python).map(number).batch(4)
     of_pack = sp.read(str(folder)).encode(Listing(None)).pack(max_length=30, open_packs=2).batch(4)
@@ -474,7 +474,7 @@ def test_threads_refuse_filters_packs_and_batches_that_draw_by_name(make_shards:
             take(loader, 8)
 
 
-def test_threads_tell_what_a_function_draws_from_what_the_trainer_draws(make_shards: Any) -> None:
+def test_threads_distinguish_draws_of_a_function_from_the_trainers(make_shards: Any) -> None:
     chain = sp.read(str(make_shards(SHARDS))).filter(small).map(quiet).batch(20)
     expected = run(chain, 12)[0]
     with in_threads(chain) as loader:
@@ -527,7 +527,7 @@ def test_any_draw_and_any_seed_moves_a_state(draw: Callable[[], Any]) -> None:
                 assert seed is not None
 
 
-def test_numpys_state_is_read_whole() -> None:
+def test_numpys_whole_state_is_read() -> None:
     np.random.seed(3)
     for _ in range(700):
         words, position = np.random.get_state()[1:3]

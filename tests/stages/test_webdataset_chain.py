@@ -102,7 +102,7 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=list(CHAINS))
-def test_items_are_those_of_webdataset_to_the_byte(urls: str, chain: Callable[[Any], Any]) -> None:
+def test_items_equal_webdatasets_byte_for_byte(urls: str, chain: Callable[[Any], Any]) -> None:
     options = {"select_files": lambda name: not name.endswith("json")} if chain is CHAINS["files"] else {}
     theirs = list(chain(dataset(urls, **options)))
     ours = list(sp.read(chain(dataset(urls, **options)), block_size=1000))
@@ -129,7 +129,7 @@ BATCHES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("chain", BATCHES.values(), ids=list(BATCHES))
-def test_batches_are_those_of_webdataset_to_the_byte(urls: str, chain: Callable[[Any], Any]) -> None:
+def test_batches_equal_webdatasets_byte_for_byte(urls: str, chain: Callable[[Any], Any]) -> None:
     theirs = [digest(batch) for batch in chain(dataset(urls))]
     assert [digest(batch) for batch in sp.read(chain(dataset(urls)), block_size=1000)] == theirs
     assert len(theirs) in (9, 10)
@@ -150,7 +150,7 @@ def test_a_pipeline_resumes_exactly_on_other_workers_and_ranks_with_random_trans
     assert labels == Counter(2 * number for number in range(SHARDS * SAMPLES))
 
 
-def test_skips_are_counted_and_pipelines_without_batches_go_on_as_chains(urls: str) -> None:
+def test_skips_are_counted_and_pipelines_without_batches_can_be_extended(urls: str) -> None:
     items = sp.read(dataset(urls).decode().map_dict(cls=fail_on_thirds, handler=continue_silently).to_tuple("cls"))
     with sp.SavableLoader(items.batch(4), seed=1, lanes=2) as loader:
         taken = [int(label) for batch in loader for label in batch[0]]
@@ -175,7 +175,7 @@ def test_webdataset_can_mix_and_repeat(urls: str, caplog: pytest.LogCaptureFixtu
         assert len(list(loader)) == len(list(loader)) == 14
 
 
-def test_parts_that_are_not_selected_are_left_out_without_any_stage(urls: str) -> None:
+def test_parts_that_are_not_selected_are_dropped_without_any_stage(urls: str) -> None:
     chosen = dataset(urls, select_files=lambda name: name.endswith("cls"))
     assert [digest(_fields(each)) for each in sp.read(chosen, block_size=1000)] == [
         digest(_fields(each)) for each in chosen
@@ -230,7 +230,7 @@ def own_samples(source: Any) -> Any:
     return wds.tarfile_to_samples()(source)
 
 
-def test_stages_of_the_user_are_rejected_by_name_checked_or_replaced(urls: str) -> None:
+def test_users_stages_are_rejected_by_name_checked_or_replaced(urls: str) -> None:
     decoded = dataset(urls).decode()
     with pytest.raises(ValueError, match=r"stage counts_words exactly\. .*per_sample=\[it\]"):
         sp.read(decoded.compose(counts_words))

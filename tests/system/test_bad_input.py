@@ -104,7 +104,7 @@ def test_an_endless_run_in_which_every_sample_is_skipped(make_shards: Any, num_w
 
 def test_a_finite_run_in_which_every_sample_is_skipped_is_an_error(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20])), encoder=SkipEverything(), epochs=1)
-    told = r"Encode skipped the first 20 samples of the data: 'not wanted' 20\. Check the names of parts"
+    told = r"Encode skipped the first 20 samples of the data: 'not wanted' 20\. Change the encoder or its settings, or"
     with loader(pipeline) as own, pytest.raises(sp.SavableError, match=told):
         next(own)
 

@@ -52,7 +52,7 @@ def test_an_item_is_a_uint8_image_and_the_captions_tokens_labelled_with_the_next
     assert CaptioningEncoder().length(made) == 4
 
 
-def test_the_same_key_gives_the_same_crop_and_another_gives_another() -> None:
+def test_crop_depends_on_the_key() -> None:
     encoder = CaptioningEncoder(image_size=16)
     assert torch.equal(crop(encoder, 1), crop(encoder, 1))
     assert not torch.equal(crop(encoder, 1), crop(encoder, 2))
@@ -121,7 +121,7 @@ def test_a_sample_without_image_or_text_is_skipped_by_its_reason(parts: dict[str
     assert made.reason == reason
 
 
-def test_an_image_that_cannot_be_decoded_raises() -> None:
+def test_undecodable_image_raises() -> None:
     with pytest.raises(UnidentifiedImageError):
         CaptioningEncoder().encode(sample(png=b"not an image", txt=b"a"), RNG)
 
@@ -169,7 +169,7 @@ def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
     }
 
 
-def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
+def test_model_computes_the_same_on_packs_as_on_single_captions() -> None:
     encoder = CaptioningEncoder(image_size=2)
     a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
     assert_packs_equal_documents(encoder, [[a, b], [c]])
@@ -182,6 +182,6 @@ def test_sizes_must_be_positive() -> None:
         CaptioningEncoder(max_tokens=0)
 
 
-def test_a_caption_that_is_no_text_is_an_error_that_names_the_field() -> None:
+def test_caption_that_is_not_text_is_an_error_that_names_the_field() -> None:
     with pytest.raises(ValueError, match=r"json\[caption\]: expected text, found int 7"):
         CaptioningEncoder().encode(sample(png=NOISE, json=b'{"caption": 7}'), RNG)

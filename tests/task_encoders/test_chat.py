@@ -69,7 +69,7 @@ def own_tokenizer(template: str = TEMPLATE) -> Any:
 TOKENIZER = own_tokenizer()
 
 
-def test_only_answers_are_learned_and_the_mark_of_their_end() -> None:
+def test_only_answers_and_their_end_tokens_contribute_to_the_loss() -> None:
     made = item(ChatEncoder(), sample(json=chat(("human", "Hi"), ("gpt", "Yo"), ("human", "A"), ("gpt", "B"))))
     assert shown(made) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>\n]"
@@ -77,7 +77,7 @@ def test_only_answers_are_learned_and_the_mark_of_their_end() -> None:
     )
 
 
-def test_the_same_conversation_in_both_ways_makes_the_same_item() -> None:
+def test_conversation_in_both_formats_is_the_same_item() -> None:
     turns = [("system", "Be brief"), ("human", "Hi"), ("gpt", "Yo")]
     roles = {"system": "system", "human": "user", "gpt": "assistant"}
     both = chat(*turns), openai(*((roles[side], text) for side, text in turns))
@@ -85,7 +85,7 @@ def test_the_same_conversation_in_both_ways_makes_the_same_item() -> None:
     assert first == second
 
 
-def test_images_stand_where_they_are_asked_about_as_many_tokens_as_their_size_gives() -> None:
+def test_images_are_at_their_placeholders_with_tokens_by_size() -> None:
     record = chat(("human", "a <image>b<image>"), ("gpt", "c"), ("human", "<image>"), ("gpt", "d"))
     images = {"0.png": plain_png(8, 4, 10), "1.png": plain_png(4, 4, 20), "2.png": plain_png(8, 8, 30)}
     made = item(ChatEncoder(vision=VISION, template=ChatML("<", ">")), sample({"json": record, **images}))
@@ -96,7 +96,7 @@ def test_images_stand_where_they_are_asked_about_as_many_tokens_as_their_size_gi
     assert made["patches"][:, 0, 0, 0].tolist() == [10] * 8 + [20] * 4 + [30] * 16
 
 
-def test_marks_stand_around_each_image_and_tiles_are_counted() -> None:
+def test_each_image_is_enclosed_by_its_texts_and_tiles_are_counted() -> None:
     vision = Vision(Tiles(patch=2, merge=1, side=4, max_tiles=2), IMAGE, before="(", after=")")
     record = chat(("human", "<image>"), ("gpt", "a"))
     encoder = ChatEncoder(vision=vision, template=ChatML("<", ">"))
@@ -105,7 +105,7 @@ def test_marks_stand_around_each_image_and_tiles_are_counted() -> None:
     assert made["tile_counts"].tolist() == [3]  # two and a thumbnail
 
 
-def test_only_the_last_answer_is_learned_where_that_is_wanted_and_nothing_follows_it() -> None:
+def test_with_last_answer_only_the_last_one_contributes_to_the_loss() -> None:
     record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"))
     made = item(ChatEncoder(template=ChatML("<", ">"), answers="last"), sample(json=record))
     assert shown(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
@@ -123,7 +123,7 @@ sayings = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size
 
 @settings(deadline=None)
 @given(turns=st.lists(st.tuples(sayings, sayings), min_size=1, max_size=4))
-def test_tokens_are_those_that_the_tokenizers_own_template_gives(turns: list[tuple[str, str]]) -> None:
+def test_tokens_equal_those_of_the_tokenizers_template(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": r, "content": c} for pair in turns for r, c in zip(("user", "assistant"), pair, strict=True)]
     made = item(ChatEncoder(TOKENIZER), sample(json=messages))
     expected = TOKENIZER.apply_chat_template(messages, return_dict=False)
@@ -132,13 +132,13 @@ def test_tokens_are_those_that_the_tokenizers_own_template_gives(turns: list[tup
     assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
 
 
-def test_pieces_join_to_the_tokens_of_the_whole_where_special_tokens_part_them() -> None:
+def test_pieces_split_at_special_tokens_join_to_the_tokens_of_the_whole() -> None:
     messages = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def main"}]
     made = item(ChatEncoder(TOKENIZER), sample(json=messages))
     assert made["tokens"].tolist() == TOKENIZER.apply_chat_template(messages, return_dict=False)
 
 
-def test_a_template_of_parts_writes_the_places_of_images_itself() -> None:
+def test_template_of_parts_writes_image_placeholders_itself() -> None:
     template = (
         "{% for message in messages %}<{% for part in message.content %}"
         "{{ '~' if part.type == 'image' else part.text }}{% endfor %}>{% endfor %}"
@@ -152,7 +152,7 @@ def test_a_template_of_parts_writes_the_places_of_images_itself() -> None:
     assert shown(item(encoder, sample(json=record, png=plain_png(4, 4)))) == "<a#b><[c>]"
 
 
-def test_a_template_that_rewrites_the_past_is_refused_with_what_to_do() -> None:
+def test_a_template_that_rewrites_the_past_is_rejected_with_what_to_do() -> None:
     template = "{% for m in messages %}{{ '*' if loop.last else '' }}{{ m.content }}{% endfor %}"
     record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
     with pytest.raises(ValueError, match=r"messages\[1\]: the chat template renders it differently.*answers='last'"):
@@ -178,7 +178,7 @@ def test_a_template_cannot_read_the_clock() -> None:
         ({"json": chat(("human", "a" * 99), ("gpt", "b"))}, "longer than max_length"),
     ],
 )
-def test_what_no_one_can_learn_from_is_skipped_by_its_reason(parts: dict[str, Any], reason: str) -> None:
+def test_conversation_without_targets_is_skipped_by_reason(parts: dict[str, Any], reason: str) -> None:
     made = ChatEncoder(trained_tokenizer(), max_length=40).encode(sample(parts), RNG)
     assert isinstance(made, Skip)
     assert made.reason == reason
@@ -227,7 +227,7 @@ def test_a_batch_without_an_image_has_the_same_fields_empty() -> None:
     assert batch["patch_max_seqlen"] == 0
 
 
-def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> None:
+def test_model_computes_the_same_on_packs_as_on_single_conversations() -> None:
     encoder = ChatEncoder(vision=VISION)
     sizes = [[(8, 8)], [(4, 16), (8, 4)], [], [(16, 8)]]
     items = []
@@ -238,7 +238,7 @@ def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> No
     assert_packs_equal_documents(encoder, [items[:3], items[3:]], patch=2, merge=4, image_token=IMAGE)
 
 
-def test_wrong_settings_are_refused() -> None:
+def test_wrong_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match="answers must be 'all' or 'last', not 'first'"):
         ChatEncoder(answers="first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1 token, not 0"):

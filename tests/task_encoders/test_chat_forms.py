@@ -137,7 +137,7 @@ def oracle(turns: list[tuple[str, str]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("form", "store"), CASES)
-def test_each_form_in_each_store_is_the_same_tokens(form: str, store: str, tmp_path: Path) -> None:
+def test_each_conversation_format_in_each_store_has_the_same_tokens(form: str, store: str, tmp_path: Path) -> None:
     assert TOKENIZER.convert_tokens_to_ids(PAD) == VISION.token
     name, turns, wanted, images = FORMS[form]
     alone = store in ("parquet", "bytes", "struct") and not name  # a list by itself is a column
@@ -149,13 +149,13 @@ def test_each_form_in_each_store_is_the_same_tokens(form: str, store: str, tmp_p
         assert [patch.unique().tolist() for patch in made["patches"].split(sizes)] == [[10], [20]][:images]
 
 
-def test_images_are_in_the_order_in_which_the_record_names_their_parts() -> None:
+def test_images_follow_the_order_of_their_names_in_the_record() -> None:
     record = {"messages": roles(SEEN), "images": ["b.png", "a.png"]}
     made = item(ChatEncoder(TOKENIZER, vision=VISION), sample({"json": record, "a.png": IMAGES[1], "b.png": IMAGES[0]}))
     assert made["tokens"].tolist() == oracle(SEEN)
 
 
-def test_a_content_may_have_its_image_inside_or_name_its_part() -> None:
+def test_content_has_an_inline_image_or_names_its_part() -> None:
     inside = {"bytes": base64.b64encode(IMAGES[0]).decode(), "path": None}  # as a table has an image within a list
     content = [
         {"type": "image", "image": inside, "text": None},
@@ -167,7 +167,7 @@ def test_a_content_may_have_its_image_inside_or_name_its_part() -> None:
     assert made["tokens"].tolist() == oracle(SEEN)
 
 
-def test_a_record_that_names_images_of_which_the_sample_has_none_is_an_error_for_who_sees() -> None:
+def test_record_with_missing_images_is_an_error_for_encoders_with_vision() -> None:
     record = {"texts": PAIRS, "images": ["photos/x.png"]}
     with pytest.raises(
         ValueError, match=r"images: \['photos/x.png'\], but the sample has no image; .*--file-field images`"
@@ -176,7 +176,7 @@ def test_a_record_that_names_images_of_which_the_sample_has_none_is_an_error_for
     assert item(ChatEncoder(TOKENIZER), sample(json=record))["tokens"].tolist() == oracle(TURNS)
 
 
-def test_null_fields_of_a_turn_are_none_as_tables_write_them() -> None:
+def test_null_fields_of_a_turn_are_ignored() -> None:
     turns = [{**turn, "tool_calls": None, "weight": None, "name": None} for turn in roles(TURNS)]
     assert (
         item(ChatEncoder(), sample(json=turns))["tokens"].tolist()
@@ -184,7 +184,7 @@ def test_null_fields_of_a_turn_are_none_as_tables_write_them() -> None:
     )
 
 
-def test_what_looks_like_a_place_is_text_where_nobody_sees_and_nothing_is_seen() -> None:
+def test_placeholder_without_vision_and_images_is_text() -> None:
     turns = [("user", "What does <image> do in SVG?"), ("assistant", "<image> shows one.")]
     made = item(ChatEncoder(), sample(json={"messages": roles(turns)}))
     assert bytes(token for token in made["tokens"].tolist() if token < 256).count(b"<image>") == 2
@@ -195,7 +195,7 @@ def test_what_looks_like_a_place_is_text_where_nobody_sees_and_nothing_is_seen()
         ChatEncoder(vision=VISION).encode(sample(json={"messages": roles(turns)}), Rng(7))
 
 
-def test_the_form_is_said_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_conversation_format_is_logged_once_per_process(caplog: pytest.LogCaptureFixture) -> None:
     data_formats._say_once.cache_clear()
     caplog.set_level(logging.INFO)
     for _ in range(3):
@@ -215,7 +215,9 @@ def test_the_form_is_said_once_in_a_process(caplog: pytest.LogCaptureFixture) ->
         (7, "found int"),
     ],
 )
-def test_an_error_names_the_sample_what_was_found_and_the_forms(record: Any, found: str, tmp_path: Path) -> None:
+def test_format_error_names_the_sample_its_fields_and_the_known_formats(
+    record: Any, found: str, tmp_path: Path
+) -> None:
     with sp.ShardWriter(tmp_path / "tars") as writer:
         writer.write({"__key__": "k7", "json": record})
     items = sp.Encode(sp.TarShardReader(tmp_path / "tars", sp.Lane()), ChatEncoder())
@@ -228,7 +230,7 @@ def test_an_error_names_the_sample_what_was_found_and_the_forms(record: Any, fou
     assert forms in str(raised.value) and "sample 'k7' of 000000.tar: " in str(raised.value)
 
 
-def test_rows_without_a_conversation_are_skipped_by_the_names_that_were_looked_for() -> None:
+def test_rows_without_a_conversation_are_skipped_with_the_expected_names() -> None:
     for part, reason in (("json", "no json or messages or conversations or texts"), ("talk", "no talk")):
         skipped = ChatEncoder(part=part).encode(sample(prompt="a"), Rng(7))
         assert isinstance(skipped, sp.Skip) and skipped.reason == reason

@@ -69,7 +69,7 @@ def test_a_class_is_a_number_or_a_name_in_a_part_or_a_field(settings: Any, parts
         ({"classes": 2, "names": ("cat", "dog")}, {"cls": "cow"}, "cls: expected one of cat, dog, found 'cow'"),
     ],
 )
-def test_what_is_no_class_is_an_error_that_names_the_field(settings: Any, parts: Any, message: str) -> None:
+def test_invalid_class_is_an_error_that_names_the_field(settings: Any, parts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encoder(**settings).encode(sample({"png": plain_png(8, 8), **parts}), RNG)
 
@@ -82,7 +82,7 @@ def test_a_sample_without_image_or_class_is_skipped_by_its_reason(parts: Any, re
 
 
 @pytest.mark.parametrize("mix", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_mixed_labels_are_the_shares_of_their_classes_and_drawn_by_torchs_seed(mix: dict[str, float]) -> None:
+def test_mixed_labels_are_class_proportions_drawn_by_torchs_seed(mix: dict[str, float]) -> None:
     mixing = encoder(**mix)
     assert mixing.global_rng == ("torch",)
     first, again, other = (batch_of_six(mixing, seed) for seed in (1, 1, 2))
@@ -94,14 +94,14 @@ def test_mixed_labels_are_the_shares_of_their_classes_and_drawn_by_torchs_seed(m
     assert bool(((first["label"] > 0).sum(1) == 2).all())  # of two images each
 
 
-def test_a_single_image_is_not_mixed_but_labelled_alike() -> None:
+def test_single_image_is_not_mixed_but_has_soft_labels() -> None:
     made = encoder(mixup=0.5)
     batch = made.batch([item(made, sample(png=plain_png(8, 8), cls="2"))], RNG)
     assert batch["label"].tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
     assert batch["label"].dtype == torch.float32
 
 
-def test_wrong_settings_are_refused() -> None:
+def test_wrong_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match="classes must be at least 1"):
         ClassificationEncoder(0)
     with pytest.raises(ValueError, match="names has 1 names for 2 classes"):

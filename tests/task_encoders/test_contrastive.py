@@ -32,7 +32,7 @@ def test_a_batch_pairs_each_image_with_its_padded_text() -> None:
     assert batch["lengths"].tolist() == [4, 5]
 
 
-def test_a_long_text_is_cut_and_keeps_its_end() -> None:
+def test_long_text_is_truncated_before_its_end_token() -> None:
     encoder = ContrastiveEncoder(ENDING, crop=SMALL, max_tokens=4)
     assert item(encoder, sample(png=plain_png(8, 8), txt="a bb ccc dddd"))["tokens"].tolist() == [8, 1, 2, 9]
 
@@ -49,20 +49,20 @@ def test_one_of_several_texts_is_drawn_for_each_sample() -> None:
     ("record", "reason"),
     [({"captions": []}, "no text"), ({"captions": ""}, "no text"), ({}, "no text")],
 )
-def test_no_text_is_a_reason_to_skip(record: Any, reason: str) -> None:
+def test_sample_without_text_is_skipped(record: Any, reason: str) -> None:
     made = ContrastiveEncoder(text="json[captions]", crop=SMALL).encode(sample(png=plain_png(8, 8), json=record), RNG)
     assert isinstance(made, Skip)
     assert made.reason == reason
 
 
-def test_no_image_is_a_reason_to_skip() -> None:
+def test_sample_without_image_is_skipped() -> None:
     made = ContrastiveEncoder(crop=SMALL).encode(sample(txt="a"), RNG)
     assert isinstance(made, Skip)
     assert made.reason == "no image"
 
 
 @pytest.mark.parametrize("wrong", [7, ["a", 7], {"a": 1}])
-def test_what_is_no_text_is_an_error_that_names_the_field(wrong: Any) -> None:
+def test_value_that_is_not_text_is_an_error_that_names_the_field(wrong: Any) -> None:
     encoder = ContrastiveEncoder(text="json[captions]", crop=SMALL)
     with pytest.raises(ValueError, match=r"json\[captions\]: expected text or a list of texts"):
         encoder.encode(sample(png=plain_png(8, 8), json={"captions": wrong}), RNG)
@@ -96,7 +96,7 @@ def test_a_clip_of_a_video_is_paired_with_the_text() -> None:
     assert batch["lengths"].tolist() == [4, 4]
 
 
-def test_all_frames_of_a_clip_are_cropped_alike_and_at_random() -> None:
+def test_all_frames_of_a_clip_have_the_same_random_crop() -> None:
     columns = np.broadcast_to(np.arange(64, dtype=np.uint8) * 4, (5, 3, 48, 64))
     crop, seen = SquareCrop(16, scale=(0.3, 1.0)), set()
     for seed in range(20):
@@ -121,7 +121,7 @@ def test_several_clips_of_a_video_are_several_items() -> None:
 
 
 @pytest.mark.parametrize("video", [None, "top.mp4"])
-def test_a_sample_without_a_video_or_without_the_one_that_is_named_is_skipped(video: str | None) -> None:
+def test_sample_without_the_video_is_skipped(video: str | None) -> None:
     given = sample({"png": plain_png(8, 8), "txt": "a"} | ({"mp4": VIDEO} if video else {}))
     made = ContrastiveEncoder(clips=CLIPS, video=video).encode(given, RNG)
     assert isinstance(made, Skip) and made.reason == "no video"

@@ -245,7 +245,7 @@ def pipeline(shards: str, encoder: sp.TaskEncoder, max_length: int | None, lane:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_cut_and_chains_with_other_workers_and_ranks_are_exact(case: str, shards_of: Any) -> None:
+def test_every_interruption_and_chains_with_other_workers_and_ranks_are_exact(case: str, shards_of: Any) -> None:
     make, samples, max_length = CASES[case]
     build = partial(pipeline, shards_of(samples), make(), max_length)
     workers = (0, 2) if case in IN_WORKERS else (0,)
@@ -254,7 +254,7 @@ def test_every_cut_and_chains_with_other_workers_and_ranks_are_exact(case: str, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_more_cuts_and_longer_chains_in_workers_are_exact(case: str, shards_of: Any) -> None:
+def test_more_interruptions_and_longer_chains_in_workers_are_exact(case: str, shards_of: Any) -> None:
     make, samples, max_length = CASES[case]
     build = partial(pipeline, shards_of(samples), make(), max_length)
     assert assert_exact_resume(build, lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=3) > 12

@@ -43,7 +43,7 @@ def shown(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_crop_and_tiles_are_those_of_the_photo_as_it_is_shown(orientation: int) -> None:
+def test_crops_and_tiles_apply_the_exif_orientation(orientation: int) -> None:
     data = photo(orientation)
     for augment in (True, False):
         crop = SquareCrop(32, augment)
@@ -55,7 +55,7 @@ def test_a_crop_and_tiles_are_those_of_the_photo_as_it_is_shown(orientation: int
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_photo_that_is_decoded_at_a_quarter_is_turned_too_of_which_mirrored_ones_begin_within_a_pixel(
+def test_photo_decoded_at_a_quarter_is_rotated_within_a_pixel(
     orientation: int,
 ) -> None:
     jpeg = photo(orientation, "JPEG", (381, 261))
@@ -69,7 +69,7 @@ def test_a_photo_that_is_decoded_at_a_quarter_is_turned_too_of_which_mirrored_on
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: type(tiles).__name__)
-def test_the_length_by_the_headers_is_that_of_the_item(tiles: Any) -> None:
+def test_length_from_headers_equals_the_items(tiles: Any) -> None:
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a"}]
     encoder, stored = (
         ChatEncoder(vision=Vision(tiles, 300, exif=exif), video=VideoTokens(301, text="<video>"))
@@ -84,7 +84,7 @@ def test_the_length_by_the_headers_is_that_of_the_item(tiles: Any) -> None:
     assert unturned == unturned[:1] * 4
 
 
-def test_a_photo_in_the_text_is_turned_too() -> None:
+def test_photo_in_the_text_is_rotated() -> None:
     url = "data:image/png;base64," + base64.b64encode(photo(6)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}]
     record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}

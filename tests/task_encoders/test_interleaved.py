@@ -41,7 +41,7 @@ def items(made: Any) -> list[dict[str, Any]]:
     return [made] if isinstance(made, dict) else list(made)
 
 
-def test_text_is_predicted_and_images_are_not() -> None:
+def test_text_contributes_to_the_loss_and_images_do_not() -> None:
     made = item(encoder(), obelics("a bb", b"1.png", "ccc", b"0.png", **{"0": plain_png(4, 4), "1": plain_png(8, 4)}))
     assert plain(made) == {
         "tokens": [8, 1, 2, IMAGE, IMAGE, 3, IMAGE, 9],
@@ -68,9 +68,7 @@ parts = st.lists(
 
 @settings(deadline=None)
 @given(parts=parts, max_length=st.integers(4, 12))
-def test_a_long_document_is_cut_anywhere_but_in_an_image_and_nothing_to_learn_is_lost(
-    parts: Any, max_length: int
-) -> None:
+def test_long_document_is_cut_outside_images_without_losing_targets(parts: Any, max_length: int) -> None:
     images = [part for part in parts if not isinstance(part, str)]
     named = iter(range(len(images)))
     listed = [part if isinstance(part, str) else f"{next(named)}.png".encode() for part in parts]
@@ -102,7 +100,7 @@ def test_a_long_document_is_cut_anywhere_but_in_an_image_and_nothing_to_learn_is
         (obelics("a", b"0.png", **{"0": plain_png(16, 16)}), "image longer than max_length"),
     ],
 )
-def test_what_gives_no_item_is_skipped_by_its_reason(given_one: Any, reason: str) -> None:
+def test_document_without_an_item_is_skipped_by_reason(given_one: Any, reason: str) -> None:
     made = encoder(max_length=15).encode(given_one, RNG)
     assert isinstance(made, Skip)
     assert made.reason == reason
@@ -130,12 +128,12 @@ def record(texts: Any, images: Any) -> dict[str, Any]:
         ({"text_list": [1], "image_info": [{"matched_text_index": 0}]}, r"text_list\[0\]: expected text, found 1"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_field(wrong: Any, message: str) -> None:
+def test_error_names_the_wrong_field(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encoder().encode(sample({"json": wrong, "0.png": plain_png(4, 4)}), RNG)
 
 
-def test_a_cut_through_an_image_is_an_error_and_one_beside_it_is_not() -> None:
+def test_cut_through_an_image_is_an_error_but_not_next_to_it() -> None:
     made = item(encoder(), obelics("a", b"0.png", "bb", b"1.png", **{"0": plain_png(8, 4, 1), "1": plain_png(4, 4, 2)}))
     assert made["tokens"].tolist() == [8, 1, IMAGE, IMAGE, 2, IMAGE, 9]
     rest = encoder().cut(made, 4, 7)
@@ -146,13 +144,13 @@ def test_a_cut_through_an_image_is_an_error_and_one_beside_it_is_not() -> None:
         encoder().cut(made, 0, 3)
 
 
-def test_text_that_holds_the_image_token_is_an_error() -> None:
+def test_text_with_the_image_token_is_an_error() -> None:
     clash = InterleavedEncoder(words, vision=Vision(VISION.tiles, 3))
     with pytest.raises(ValueError, match="the text itself has the image token 3"):
         clash.encode(obelics("a ccc"), RNG)
 
 
-def test_a_model_makes_of_packs_what_it_makes_of_each_document_alone() -> None:
+def test_model_computes_the_same_on_packs_as_on_single_documents() -> None:
     vision = Vision(Tiles(patch=2, merge=2, side=4, max_tiles=3), IMAGE, before="(", after=")")
     made = InterleavedEncoder(vision=vision)
     documents = [

@@ -26,7 +26,7 @@ def items(encoder: LanguageModelingEncoder, *texts: str) -> list[dict[str, Any]]
     return [encoder.encode(sample(txt=text), RNG) for text in texts]  # type: ignore[misc]
 
 
-def test_bytes_stand_between_a_beginning_and_an_end_and_each_is_labelled_with_the_next() -> None:
+def test_bytes_are_between_bos_and_eos_and_labelled_with_the_next() -> None:
     (item,) = items(LanguageModelingEncoder(), "hé")
     assert plain(item) == {
         "tokens": [BOS, 104, 195, 169, EOS],
@@ -57,7 +57,7 @@ def test_no_label_is_a_token_of_another_document() -> None:
     assert pack["labels"].tolist() == [-100, -100, 4, -100]
 
 
-def test_padding_in_a_batch_of_packs_is_masked_and_a_segment_of_its_own() -> None:
+def test_padding_of_a_batch_of_packs_is_masked_in_its_own_segment() -> None:
     encoder = LanguageModelingEncoder(Tokenizer(words, eos=9, pad=8), max_length=5)
     packs = [encoder.pack(items(encoder, "a bb", "ccc"), RNG), encoder.pack(items(encoder, "dddd"), RNG)]
     assert plain(encoder.batch(packs, RNG)) == {
@@ -94,7 +94,7 @@ def test_documents_are_padded_to_a_multiple_which_their_length_counts() -> None:
     assert_packs_equal_documents(encoder, [documents[:2], documents[2:]])
 
 
-def test_rows_that_a_multiple_does_not_divide_are_refused() -> None:
+def test_rows_that_a_multiple_does_not_divide_are_rejected() -> None:
     with pytest.raises(ValueError, match="multiple=4 must be at least 1 and divide max_length=10"):
         LanguageModelingEncoder(max_length=10, multiple=4)
 
@@ -107,9 +107,7 @@ def test_a_pack_that_is_longer_than_max_length_names_both_lengths() -> None:
 
 
 @given(text=st.text(min_size=1), max_length=st.integers(1, 9))
-def test_the_chunks_of_a_long_document_are_its_tokens_and_labels_but_for_a_last_token_alone(
-    text: str, max_length: int
-) -> None:
+def test_chunks_of_a_long_document_are_its_tokens_and_labels(text: str, max_length: int) -> None:
     (whole,) = items(LanguageModelingEncoder(), text)
     made = LanguageModelingEncoder(max_length=max_length).encode(sample(txt=text), RNG)
     total = len(whole["tokens"])
@@ -149,14 +147,14 @@ def test_settings_name_all_that_changes_an_item() -> None:
     assert encoder.global_rng is False
 
 
-def test_a_model_makes_of_a_batch_of_packs_what_it_makes_of_each_document_alone() -> None:
+def test_model_computes_the_same_on_a_batch_of_packs_as_on_single_documents() -> None:
     encoder = LanguageModelingEncoder(max_length=32)
     texts = ("the first document", "a second", "three", "a fourth", "fifth, by itself")
     documents = items(encoder, *texts)
     assert_packs_equal_documents(encoder, [documents[:2], documents[2:4], documents[4:]])
 
 
-def test_a_prompt_is_read_and_not_learned() -> None:
+def test_prompt_does_not_contribute_to_the_loss() -> None:
     encoder = LanguageModelingEncoder(Tokenizer(words, bos=8, eos=9), part="json[completion]", prompt="json[prompt]")
     record = json.dumps({"prompt": "a bb ", "completion": "ccc dddd"})
     assert plain(encoder.encode(sample(json=record), RNG)) == {  # type: ignore[arg-type]
@@ -165,7 +163,7 @@ def test_a_prompt_is_read_and_not_learned() -> None:
     }
 
 
-def test_what_is_prompt_alone_of_a_long_sample_is_left_out() -> None:
+def test_chunks_of_prompt_only_are_dropped() -> None:
     encoder = LanguageModelingEncoder(words, part="json[completion]", prompt="json[prompt]", max_length=2)
     record = json.dumps({"prompt": "a bb ccc dddd eeeee ", "completion": "ffffff ggggggg"})
     first, second, third, last = encoder.encode(sample(json=record), RNG)  # type: ignore[misc]
@@ -190,6 +188,6 @@ def test_a_sample_without_prompt_or_text_is_skipped_by_its_reason(record: dict[s
     assert made.reason == reason
 
 
-def test_text_that_is_none_is_an_error_that_names_the_field() -> None:
+def test_text_of_another_type_is_an_error_that_names_the_field() -> None:
     with pytest.raises(ValueError, match=r"json\[text\]: expected text, found int 7"):
         LanguageModelingEncoder(part="json[text]").encode(sample(json='{"text": 7}'), RNG)

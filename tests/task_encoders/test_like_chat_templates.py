@@ -126,14 +126,14 @@ def oracle(own: Any, marked: str, messages: list[dict[str, Any]], **more: Any) -
 @pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_and_loss_mask_are_those_of_the_tokenizers_own_template(name: str, marks: bool, chat: Any) -> None:
+def test_tokens_and_loss_mask_equal_the_tokenizers_template(name: str, marks: bool, chat: Any) -> None:
     family, template = TEMPLATES[name]
     own = with_template(family, template if marks else unmarked(template))
     made = item(ChatEncoder(own), sample(json=roles(chat)))
     assert masked(made) == oracle(own, template, roles(chat))
 
 
-def test_the_families_differ_where_pieces_would_be_tokenized_by_themselves() -> None:
+def test_tokenizing_pieces_separately_would_differ() -> None:
     """What the tests above would not see if no tokenizer put `▁` before a piece."""
     own = tokenizer("llama")
     pieces = [
@@ -143,7 +143,7 @@ def test_the_families_differ_where_pieces_would_be_tokenized_by_themselves() -> 
     assert pieces != own.encode("USER: hi ASSISTANT: yes", add_special_tokens=False)
 
 
-def test_a_template_that_strips_earlier_reasoning_is_followed_where_it_marks_answers_and_refused_where_not() -> None:
+def test_template_that_strips_reasoning_works_if_it_marks_answers_else_is_rejected() -> None:
     chat = [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nfour"), ("user", "b"), ("assistant", "five")]
     marked = with_template("qwen", THINKING)
     made = masked(item(ChatEncoder(marked), sample(json=roles(chat))))
@@ -158,7 +158,7 @@ def test_a_template_that_strips_earlier_reasoning_is_followed_where_it_marks_ans
     assert plain.decode(learned) == "<think>\n\n</think>\n\nfive<|im_end|>\n"
 
 
-def test_an_answer_of_weight_0_is_no_target_of_a_template_that_marks_answers() -> None:
+def test_answer_of_weight_0_is_not_a_target_of_a_template_that_marks_answers() -> None:
     own = with_template("qwen", TEMPLATES["qwen2"][1])
     messages = roles(CHATS[1])
     messages[1]["weight"] = 0
@@ -185,7 +185,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_without_offsets_the_tokens_are_the_same_or_the_chat_is_refused(name: str) -> None:
+def test_tokenizer_without_offsets_has_the_same_tokens_or_rejects_the_chat(name: str) -> None:
     family, template = TEMPLATES[name]
     own = with_template(family, unmarked(template))
     equal = 0
@@ -202,7 +202,7 @@ def test_without_offsets_the_tokens_are_the_same_or_the_chat_is_refused(name: st
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "llama3", "qwen"])
 @pytest.mark.parametrize(("prompt", "text"), [("Q: 2+2? ", "four"), ("Q:", " four\n"), ("import", "os"), ("🙂", "🙂")])
-def test_a_prompt_and_its_text_are_the_tokens_of_both_as_one(family: str, prompt: str, text: str) -> None:
+def test_prompt_and_text_are_tokenized_together(family: str, prompt: str, text: str) -> None:
     own = tokenizer(family)
     encoder = LanguageModelingEncoder(own, part="json[text]", prompt="json[prompt]", eos=True)
     tokens, learned = masked(item(encoder, sample(json={"prompt": prompt, "text": text})))
@@ -213,7 +213,7 @@ def test_a_prompt_and_its_text_are_the_tokens_of_both_as_one(family: str, prompt
     assert learned == [*of_text, 1]
 
 
-def test_tiktoken_says_its_tokens_by_their_bytes() -> None:
+def test_tiktoken_offsets_come_from_token_bytes() -> None:
     import tiktoken
 
     letters = "abcdefgh \n"
@@ -235,7 +235,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8)
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "qwen"])
 @pytest.mark.parametrize("question", ["<image>\nWhat is it?", "Look: <image> four", "What?<image>"])
-def test_llavas_image_is_a_token_among_the_text(name: str, question: str) -> None:
+def test_llava_image_is_one_token_in_the_text(name: str, question: str) -> None:
     """As `LlavaProcessor`: the text with the token repeated, tokenized once."""
     own = with_template(name, unmarked(TEMPLATES["vicuna"][1]).replace("bos_token", "(bos_token or '')"))
     vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 16), own.convert_tokens_to_ids("<image>"))
@@ -251,7 +251,7 @@ def test_llavas_image_is_a_token_among_the_text(name: str, question: str) -> Non
     assert masked(made) == (repeated["input_ids"], expected)
 
 
-def test_qwens_internvls_and_smolvlms_images_stand_between_their_marks() -> None:
+def test_images_of_qwen_internvl_and_smolvlm_are_enclosed_by_their_tokens() -> None:
     own = with_template("qwen", unmarked(TEMPLATES["qwen2"][1]))
     tiles = {"qwen": NativeSize(14, 2, 28 * 28, 28 * 28 * 16), "intern": Tiles(14, 2, 28, max_tiles=2)}
     for image, before, after, how in (
@@ -267,7 +267,7 @@ def test_qwens_internvls_and_smolvlms_images_stand_between_their_marks() -> None
         assert made["tokens"].tolist() == own.encode(text.replace("<image>", repeated), add_special_tokens=False)
 
 
-def test_a_token_that_no_text_is_read_as_is_refused() -> None:
+def test_image_token_without_a_text_is_rejected() -> None:
     with pytest.raises(ValueError, match="reads no text as the token 300"):
         ChatEncoder(tokenizer("qwen"), vision=Vision(NativeSize(), 300))
     with pytest.raises(ValueError, match="reads no text as the token 99999"):
@@ -329,7 +329,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", ROWS)
-def test_tools_and_their_calls_are_those_of_the_template(form: str) -> None:
+def test_tools_and_calls_equal_the_templates(form: str) -> None:
     own = with_template("qwen", TOOL_TEMPLATE)
     made = item(ChatEncoder(own), sample(json=ROWS[form]))
     assert masked(made) == oracle(own, TOOL_TEMPLATE, CALLING, tools=TOOLS)
@@ -356,7 +356,7 @@ def test_tools_need_a_template_that_takes_them() -> None:
         ChatEncoder().encode(sample(json={"messages": roles(CHATS[0]), "tools": TOOLS}), Rng(7))
 
 
-def test_a_document_gets_the_tokenizers_own_frame_and_its_end_once() -> None:
+def test_document_gets_the_tokenizers_bos_and_eos_once() -> None:
     own = tokenizer("mistral")
     for text, ids in (("A cat.", own.encode("A cat.")), ("A cat.</s>", own.encode("A cat."))):
         made = Tokenizer(own).ending(True)(text)
@@ -365,7 +365,7 @@ def test_a_document_gets_the_tokenizers_own_frame_and_its_end_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_the_length_by_headers_is_that_of_the_tokens(family: str) -> None:
+def test_length_from_headers_equals_the_number_of_tokens(family: str) -> None:
     own = with_template(family, unmarked(TEMPLATES["vicuna"][1]).replace("bos_token", "(bos_token or '')"))
     vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 16), own.convert_tokens_to_ids("<image>"))
     encoder = ChatEncoder(own, vision=vision, audio=AudioTokens(own.convert_tokens_to_ids("<IMG_CONTEXT>")))

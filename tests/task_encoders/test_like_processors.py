@@ -124,7 +124,7 @@ def theirs(made: Any, image: Image.Image, like: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tiles_and_numbers_are_those_of_the_processor(name: str) -> None:
+def test_tiles_and_grids_equal_the_processors(name: str) -> None:
     shown = vision(name)
     numbers = MODELS[name].numbers
     assert shown.tiles == MODELS[name].tiles
@@ -134,7 +134,7 @@ def test_tiles_and_numbers_are_those_of_the_processor(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_pixels_are_those_of_the_processor(name: str, size: tuple[int, int]) -> None:
+def test_pixels_equal_the_processors(name: str, size: tuple[int, int]) -> None:
     image = photo(*size)
     tiles, grids = seen(vision(name), image)
     expected = theirs(processor(name), image, tiles)
@@ -144,7 +144,7 @@ def test_pixels_are_those_of_the_processor(name: str, size: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pixels_differ_from_those_of_torchvision_by_half_a_level(name: str) -> None:
+def test_pixels_differ_from_torchvisions_by_half_a_level(name: str) -> None:
     image = photo(640, 427)
     tiles, _ = seen(vision(name), image)
     expected = theirs(processor(name, pillow=False), image, tiles)
@@ -155,7 +155,7 @@ def test_pixels_differ_from_those_of_torchvision_by_half_a_level(name: str) -> N
 
 @pytest.mark.parametrize("name", ["SmolVLM2 500M", "SmolVLM2 2.2B"])
 @pytest.mark.parametrize("size", [(640, 427), (300, 900), (500, 500)])
-def test_the_texts_and_tokens_of_a_split_image_are_those_of_smolvlm(name: str, size: tuple[int, int]) -> None:
+def test_texts_and_tokens_of_a_split_image_equal_smolvlms(name: str, size: tuple[int, int]) -> None:
     from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
     shown, made = vision(name), processor(name)
@@ -187,7 +187,7 @@ def chats(shown: Vision) -> Any:
     return encoder, item(encoder, sample({"json": {"conversations": turns}, **images}))
 
 
-def test_tokens_of_each_tile_stand_between_its_texts_and_batches_cut_and_count_images_as_one() -> None:
+def test_tiles_are_enclosed_by_texts_and_cut_and_counted_as_one_image() -> None:
     shown = Vision(SplitTiles(2, 2, 8, 32), 300)
     encoder, made = chats(shown)
     runs = [len(run) for run in "".join("#" if token == 300 else " " for token in made["tokens"]).split()]
@@ -211,12 +211,14 @@ def test_tokens_of_each_tile_stand_between_its_texts_and_batches_cut_and_count_i
         ("SmolVLM2 500M", {"do_image_splitting": False}, "do_image_splitting=False"),
     ],
 )
-def test_settings_without_an_equal_are_refused(name: str, changed: dict[str, Any], message: str) -> None:
+def test_processor_settings_without_an_equivalent_are_rejected(
+    name: str, changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Vision.from_processor(processor(name, **changed), patch=14)
 
 
-def test_a_processor_that_is_not_known_or_does_not_say_its_patches_is_refused() -> None:
+def test_unknown_processor_or_one_without_patch_size_is_rejected() -> None:
     from transformers import ViTImageProcessorPil
 
     with pytest.raises(ValueError, match=r"does not know ViTImageProcessor, only CLIPImageProcessor"):
@@ -229,6 +231,6 @@ def test_a_processor_that_is_not_known_or_does_not_say_its_patches_is_refused() 
         Vision.from_processor(other)
 
 
-def test_a_seen_image_of_one_tile_has_no_texts() -> None:
+def test_image_of_one_tile_has_no_texts() -> None:
     only = vision("LLaVA 1.5").tokenize(photo(64, 40))
     assert isinstance(only, MediumTokens) and only.texts == () and only.tokens == 576

@@ -97,7 +97,7 @@ def decoded(given: Any, part: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rate", [0.5, 1, 2, 4])
-def test_the_frames_are_those_that_the_processors_sample(rate: float) -> None:
+def test_frames_equal_those_the_processors_sample(rate: float) -> None:
     from transformers import InternVLVideoProcessor, Qwen2VLVideoProcessor
     from transformers.video_utils import VideoMetadata
 
@@ -119,7 +119,7 @@ def test_the_frames_are_those_that_the_processors_sample(rate: float) -> None:
     assert compared > 880  # of 890
 
 
-def test_qwen_sees_the_same_tokens_grids_times_positions_and_nearly_the_same_pixels() -> None:
+def test_qwen_gets_equal_tokens_grids_times_positions_and_close_pixels() -> None:
     from transformers import Qwen2_5_VLProcessor
 
     text = "What is <image> and <video>, if not <video>?"
@@ -161,7 +161,7 @@ def _qwen_positions(inputs: Any) -> torch.Tensor:
     return positions
 
 
-def test_omni_hears_the_same_tokens_features_and_positions() -> None:
+def test_omni_gets_equal_audio_tokens_features_and_positions() -> None:
     from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
 
     parts = {"0_flac": audio_bytes(1.5071), "1_flac": audio_bytes(0.73), "mp4": film(6, 6, (90, 60))}
@@ -215,7 +215,7 @@ def _omni_positions(inputs: Any, audio_frames: torch.Tensor) -> torch.Tensor:
     return positions.long()
 
 
-def test_internvl_sees_the_same_tokens_and_nearly_the_same_pixels() -> None:
+def test_internvl_gets_equal_tokens_and_close_pixels() -> None:
     from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
 
     vision = Vision(Tiles(), number("<IMG_CONTEXT>"), before="<img>", after="</img>", mean=MEAN, std=STD)
@@ -236,7 +236,7 @@ def test_internvl_sees_the_same_tokens_and_nearly_the_same_pixels() -> None:
     assert off * min(STD) * 255 < 3
 
 
-def test_qwens_own_model_makes_of_a_pack_what_it_makes_of_each_conversation_with_its_own_positions() -> None:
+def test_qwen_computes_the_same_on_a_pack_as_on_single_conversations() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
     encoder = qwen(MRope(2))
     samples = [asked("a <image> b <video>?", png=png(photo), mp4=film(3, 12, (160, 96)))]
@@ -296,7 +296,7 @@ def masked(made: dict[str, Any]) -> tuple[list[int], list[int]]:
     return made["tokens"].tolist(), [int(label != -100) for label in learned]
 
 
-def test_chats_of_qwens_processor_are_its_tokens_and_its_loss_mask(tmp_path: Path) -> None:
+def test_chats_equal_tokens_and_loss_mask_of_qwens_processor(tmp_path: Path) -> None:
     from transformers import AutoProcessor
 
     save_small_qwen(tmp_path)
@@ -322,7 +322,7 @@ def test_chats_of_qwens_processor_are_its_tokens_and_its_loss_mask(tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "llama3"])
-def test_chats_of_llavas_processor_are_its_tokens(family: str) -> None:
+def test_chats_equal_tokens_of_llavas_processor(family: str) -> None:
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     own = family_tokenizer(family)

@@ -52,7 +52,7 @@ def shown(made: dict[str, Any]) -> str:
     return "".join(signs.get(token) or chr(token) for token in made["tokens"].tolist())
 
 
-def test_videos_and_sounds_stand_where_they_are_asked_about() -> None:
+def test_videos_and_audio_are_at_their_placeholders() -> None:
     parts = {"0_png": plain_png(8, 4), "0_flac": SOUND, "0_mp4": FILM, "1_mp4": SHORT}
     made = item(chatter(), asked("<video>a<audio>b<image>c<video>", **parts))
     assert shown(made) == f"<user\n{'@' * 8}a({'~' * 10})b##c{'@' * 4}>\n<assistant\nyes>\n"
@@ -62,7 +62,7 @@ def test_videos_and_sounds_stand_where_they_are_asked_about() -> None:
     assert made["mrope_ids"].shape == (len(made["tokens"]), 3)
 
 
-def test_the_frames_are_those_at_the_rate() -> None:
+def test_frames_are_sampled_at_the_rate() -> None:
     tokens = VideoTokens(VIDEO, patch=16, merge=1, fps=4, min_pixels=48 * 64, max_pixels=48 * 64)
     made = item(chatter(video=tokens), asked("<video>", mp4=FILM))
     steps, rows, columns = made["video_grids"][0].tolist()
@@ -71,7 +71,7 @@ def test_the_frames_are_those_at_the_rate() -> None:
     assert [frame_number(frame) for frame in frames] == [0, 3, 6, 9, 12, 15, 18, 21]
 
 
-def test_content_lists_name_videos_and_sounds_in_order_or_by_their_parts() -> None:
+def test_content_lists_refer_to_videos_and_audio_in_order_or_by_part() -> None:
     content = [
         {"type": "video_url", "video_url": {"url": "1.mp4"}},
         {"type": "audio"},
@@ -84,7 +84,7 @@ def test_content_lists_name_videos_and_sounds_in_order_or_by_their_parts() -> No
     assert shown(made) == f"<user\n{'@' * 4}({'~' * 10}){'@' * 8}?>\n<assistant\nyes>\n"
 
 
-def test_a_template_of_parts_writes_the_places_of_videos_and_sounds_itself() -> None:
+def test_template_of_parts_writes_video_and_audio_placeholders_itself() -> None:
     class Template:
         chat_template = "own"
 
@@ -100,7 +100,7 @@ def test_a_template_of_parts_writes_the_places_of_videos_and_sounds_itself() -> 
     assert shown(made) == f"{'~' * 10}a{'@' * 8}b#yes"
 
 
-def test_frames_are_images_where_a_model_sees_no_videos() -> None:
+def test_frames_are_images_for_models_without_video() -> None:
     encoder = chatter(video=VideoFrames(fps=1, min_frames=1, tiles=NativeSize(2, 2, 16, 16)), audio=None, rope=None)
     made = item(encoder, asked("<image>?<video>!", mp4=FILM, png=plain_png(4, 4)))
     assert shown(made) == "<user\n#?Frame1: #\nFrame2: #!>\n<assistant\nyes>\n"
@@ -108,7 +108,7 @@ def test_frames_are_images_where_a_model_sees_no_videos() -> None:
     assert encoder.images(made) == 3
 
 
-def test_documents_hold_videos_and_sounds_in_lists_of_their_own() -> None:
+def test_documents_have_videos_and_audio_in_their_own_lists() -> None:
     record = {
         "texts": ["a bb", None, "ccc", None, None],
         "images": [None, None, None, "0.png", None],
@@ -125,7 +125,7 @@ def test_documents_hold_videos_and_sounds_in_lists_of_their_own() -> None:
     assert item(encoder, sample(parts))["tokens"].tolist() == [8, 1, 2, *[VIDEO] * 4, 3, IMAGE, 2, 9]
 
 
-def test_a_long_document_is_cut_anywhere_but_in_a_video_or_a_sound() -> None:
+def test_long_document_is_cut_outside_videos_and_audio() -> None:
     record = {"texts": ["a bb", None, "ccc d", None], "images": [None] * 4}
     record |= {"videos": [None, "mp4", None, None], "audios": [None, None, None, "flac"]}
     given = sample({"json": record, "mp4": SHORT, "flac": SOUND})
@@ -145,7 +145,7 @@ def test_a_long_document_is_cut_anywhere_but_in_a_video_or_a_sound() -> None:
         assert skipped.reason == reason
 
 
-def test_packs_and_batches_hold_all_in_the_order_of_their_tokens() -> None:
+def test_packs_and_batches_have_media_in_token_order() -> None:
     encoder = chatter(multiple=4)
     samples = [asked("<video>", mp4=FILM), asked("<audio><video>", mp4=SHORT, flac=SOUND), asked("<audio>?", ogg=SOUND)]
     items = [item(encoder, given) for given in samples]
@@ -164,7 +164,7 @@ def test_packs_and_batches_hold_all_in_the_order_of_their_tokens() -> None:
 
 @pytest.mark.parametrize("tiles", [VISION.tiles, Tiles(2, 2, 8, max_tiles=4), Buckets(2, 2, 64, 4, 16)])
 @pytest.mark.parametrize("video", [VIDEOS, VideoFrames(fps=3, min_frames=1, tiles=Tiles(2, 2, 4))])
-def test_the_length_of_an_item_is_known_by_headers(tiles: Any, video: Any) -> None:
+def test_length_of_an_item_is_computed_from_headers(tiles: Any, video: Any) -> None:
     encoder = chatter(vision=Vision(tiles, IMAGE), video=video)
     sounds = {"0_wav": audio_bytes(1.2344, rate=22050, container="wav"), "1_ogg": audio_bytes(0.31, container="ogg")}
     samples = [
@@ -184,7 +184,7 @@ def webm(frames: int) -> bytes:
     return video_bytes(frames, fps=12, codec="libvpx", container="webm", b_frames=0)
 
 
-def test_a_length_is_known_without_decoding_and_not_told_of_what_is_skipped() -> None:
+def test_length_is_known_without_decoding_except_for_skips() -> None:
     half = bytes(len(FILM) // 2)
     broken = FILM[: FILM.index(b"mdat") + 4] + half + FILM[FILM.index(b"mdat") + 4 + len(half) :]
     assert chatter().length_of(asked("<video>", mp4=broken)) == len(
@@ -233,14 +233,14 @@ def test_a_conversation_that_does_not_fit_its_media_is_an_error(question: str, p
         chatter().encode(asked(question, **parts), RNG)
 
 
-def test_broken_media_are_faults_of_the_data_by_their_part() -> None:
+def test_damaged_media_are_data_errors_of_their_part() -> None:
     with pytest.raises(MediaError, match="part 'mp4' of sample 'a'"):
         chatter().encode(asked("<video>", mp4=FILM[:2000]), RNG)
     with pytest.raises(MediaError, match="part 'flac' of sample 'a'"):
         chatter().encode(asked("<audio>", flac=b"nothing"), RNG)
 
 
-def test_without_video_and_audio_their_places_are_text_and_their_parts_passed_over() -> None:
+def test_without_video_and_audio_placeholders_are_text_and_parts_ignored() -> None:
     encoder = ChatEncoder(vision=VISION, template=ChatML("<", ">"))
     made = item(encoder, asked("<video> and <audio>", mp4=FILM, flac=SOUND))
     assert shown(made) == "<user\n<video> and <audio>>\n<assistant\nyes>\n"
@@ -250,7 +250,7 @@ def test_without_video_and_audio_their_places_are_text_and_their_parts_passed_ov
         encoder.encode(sample({"json": record, "mp4": FILM}), RNG)
 
 
-def test_what_would_be_mistaken_is_refused() -> None:
+def test_ambiguous_placeholders_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"VideoFrames shows frames as images. Pass vision="):
         ChatEncoder(video=VideoFrames())
     for tiles in (NativeSize(4, 2), NativeSize(2, 1)):

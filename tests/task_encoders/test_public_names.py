@@ -19,7 +19,7 @@ def test_a_public_name_is_the_class_of_that_name(name: str) -> None:
     assert found.__module__.startswith("task_encoders.")
 
 
-def test_the_label_of_what_is_not_learned_is_the_one_that_packs_have() -> None:
+def test_ignored_label_equals_that_of_packs() -> None:
     assert task_encoders.IGNORED == token_packing.IGNORED == -100
 
 
@@ -35,7 +35,7 @@ def _subclasses(base: type) -> set[type]:
     return {base}.union(*map(_subclasses, base.__subclasses__()))
 
 
-def test_the_public_names_are_sorted_listed_by_dir_and_nothing_else_is_there() -> None:
+def test_public_names_are_sorted_and_are_all_that_dir_lists() -> None:
     assert sorted(task_encoders.__all__) == task_encoders.__all__ == dir(task_encoders)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = task_encoders.Nothing
@@ -44,7 +44,7 @@ def test_the_public_names_are_sorted_listed_by_dir_and_nothing_else_is_there() -
 HEAVY = {"torch", "torchvision", "torch._dynamo", "transformers", "tokenizers", "pyarrow", "PIL", "numpy"}
 
 
-def test_importing_the_package_imports_nothing_heavy_and_an_encoder_little_but_torch() -> None:
+def test_importing_the_package_is_light_and_an_encoder_imports_little_but_torch() -> None:
     code = (
         f"import sys, task_encoders; print(sorted({HEAVY} & {{*sys.modules}}))\n"
         f"for name in task_encoders.__all__: getattr(task_encoders, name)\n"
@@ -56,7 +56,7 @@ def test_importing_the_package_imports_nothing_heavy_and_an_encoder_little_but_t
     assert shown.stdout.splitlines() == ["[]", "['PIL', 'numpy', 'torch']"]
 
 
-def test_the_names_can_be_imported_as_users_do() -> None:
+def test_public_names_can_be_imported_from_the_package() -> None:
     from task_encoders import ChatEncoder, NativeSize, Vision
 
     assert [found.__name__ for found in (ChatEncoder, NativeSize, Vision)] == ["ChatEncoder", "NativeSize", "Vision"]

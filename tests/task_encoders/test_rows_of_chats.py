@@ -96,7 +96,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("store", ["json", "jsonl", "parquet"])
 @pytest.mark.parametrize("form", PREFERENCES)
-def test_rows_of_preferences_are_refused(form: str, store: str, tmp_path: Path) -> None:
+def test_rows_of_preferences_are_rejected(form: str, store: str, tmp_path: Path) -> None:
     row = PREFERENCES[form]
     if store == "json":
         given = sample(json=row)
@@ -109,7 +109,7 @@ def test_rows_of_preferences_are_refused(form: str, store: str, tmp_path: Path) 
         ChatEncoder().encode(given, Rng(7))
 
 
-def test_answers_that_are_wanted_and_columns_that_are_named_are_learned(tmp_path: Path) -> None:
+def test_chosen_answers_of_named_columns_contribute_to_the_loss(tmp_path: Path) -> None:
     plain = item(ChatEncoder(), sample(json=TURNS))["tokens"].tolist()
     for row in (
         {"messages": TURNS, "label": True},
@@ -138,7 +138,7 @@ def asking(*numbers: int | None) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*content, {"type": "text", "text": "?", "index": None}]}, TURNS[1]]
 
 
-def test_images_stand_where_the_row_says() -> None:
+def test_images_are_at_the_positions_of_the_row() -> None:
     assert shades(asking(2, 0, 1)) == [30, 10, 20]
     assert shades(asking(1, None, None)) == [20, 10, 30]
     assert shades(asking(0, 1, 2), images=["c.png", "a.png", "b.png"]) == [30, 10, 20]

@@ -274,6 +274,12 @@ def _warnings(last: Stage) -> Iterator[str]:
                 f"Batcher(size={stage.size}): the data has only {population:,} samples, so {then}. Reduce the batch "
                 "size."
             )
+        row = getattr(stage.info.encoder, "max_length", None)
+        if isinstance(stage, OnlinePacker) and isinstance(row, int) and row > stage.max_length:
+            yield (
+                f"packs of {stage.max_length:,} tokens may be padded to the {row:,} tokens of "
+                f"{type(stage.info.encoder).__name__}(max_length={row}). Pass the same length to both."
+            )
 
 
 def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:

@@ -278,8 +278,9 @@ _MUCH = 0.1  # of a source's samples, or tokens
 _IN_VAIN = 10_000  # samples of a source of which none is given end the run, or all of its first epoch
 _EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
 _SHOWN = 5  # reasons in a message
+_MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skipped ones are "no ..."
 _CURES = {
-    "Encode": "Check the names of parts in the encoder with `savable info PATH`",
+    "Encode": "Change the encoder or its settings, or the data",
     "OnlinePacker": "Pass too_long='split', 'truncate' or 'skip'",
     "BucketBatcher": "Raise the last bound",
 }
@@ -378,7 +379,7 @@ class SourceLosses(Observer):
     def _error(self, key: str, in_vain: Counter[str], lanes: int) -> EncodeError:
         stage, source = key.rpartition("/")[0], self._source(key)[0]
         reasons = reasons_of(in_vain)
-        named, cure = f"the source {source!r}" if source else "the data", _CURES.get(stage, "See loader.stats()")
+        named, cure = f"the source {source!r}" if source else "the data", _cure(stage, reasons)
         return EncodeError(
             f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {cure}."
             f"\n  on {lanes} lanes of this rank"
@@ -400,8 +401,14 @@ class SourceLosses(Observer):
             f"the source {source!r}" if source else "the samples",
             f", {share_of_tokens:.0%} of its tokens" if lost else "",
             _listed(self._left[key]),
-            _CURES.get(stage, "See loader.stats()"),
+            _cure(stage, self._left[key]),
         )
+
+
+def _cure(stage: str, reasons: Counter[str]) -> str:
+    """What to do about a stage that skips samples, by the most frequent reason."""
+    lacks_part = stage == "Encode" and reasons.most_common(1)[0][0].startswith("no ")
+    return _MISSING if lacks_part else _CURES.get(stage, "See loader.stats()")
 
 
 def _listed(reasons: Counter[str]) -> str:

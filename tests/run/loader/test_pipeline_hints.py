@@ -17,6 +17,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader import local_lanes
+from task_encoders import LanguageModelingEncoder
 from tests.support.toy_faults import NumberEncoder
 
 
@@ -89,6 +90,19 @@ def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytes
     with sp.SavableLoader(lambda lane: pipeline(lane, 1), seed=0, lanes=1) as own:
         next(own)
     assert "so no batch is full" in caplog.text
+
+
+@pytest.mark.parametrize(("pack", "warned"), [(16, True), (32, False)])
+def test_packs_shorter_than_the_rows_of_the_encoder_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pack: int, warned: bool
+) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": "some words"}\n' * 20)
+    encoder = LanguageModelingEncoder(part="text", max_length=32)
+    pipeline = sp.read(str(tmp_path / "docs.jsonl")).shuffle(20).encode(encoder).pack(pack, too_long="skip").batch(2)
+    found = said_of(pipeline, caplog)
+    expected = "packs of 16 tokens may be padded to the 32 tokens of LanguageModelingEncoder(max_length=32)"
+    assert [message for message in found if expected in message] == found
+    assert len(found) == warned
 
 
 class Ids(sp.TaskEncoder):

@@ -148,9 +148,10 @@ def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int
     root, named = str(make_shards([40])), "the source 'web'" if blend else "the data"
     with (
         sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=num_workers) as own,
-        pytest.raises(sp.EncodeError, match=rf"Encode skipped the first [\d,]+ samples of {named}"),
+        pytest.raises(sp.EncodeError, match=rf"Encode skipped the first [\d,]+ samples of {named}") as found,
     ):
         list(own)
+    assert "Check the names of parts in the encoder" in str(found.value)
 
 
 def no_fourth(sample: sp.Sample) -> bool:
@@ -216,6 +217,7 @@ def test_a_share_above_a_tenth_is_one_warning_with_reason_and_cure(
         stats = own.stats()
     (told,) = said(caplog)
     assert told.startswith("Encode skips 60 % of the source 'web': 'longer than max_length' ") or "59 %" in told
+    assert told.endswith(". Change the encoder or its settings, or the data.")
     assert stats["source/web/skipped/longer than max_length"] == stats["source/web/skipped"] > 1000
 
 

@@ -44,7 +44,7 @@ def named(refs: list[tuple[int, int]], names: list[str]) -> list[str]:
     return [by_tag[tag_of(index)] for index, _ in refs]
 
 
-def test_each_source_has_its_share_and_its_own_order() -> None:
+def test_each_source_has_its_weight_and_its_own_order() -> None:
     readers = make_readers({"a": 100, "b": 50}, shuffle=False)
     refs = first(sp.Blend(readers, weights={"a": 3, "b": 1}), 40)
     names = named(refs, ["a", "b"])
@@ -53,19 +53,19 @@ def test_each_source_has_its_share_and_its_own_order() -> None:
     assert of_b == list(range(10))
 
 
-def test_weights_that_name_no_source_are_refused() -> None:
+def test_weights_that_name_no_source_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"weights must be a dict by the names of the sources, not \[3, 1\]"):
         sp.Blend(make_readers({"a": 4, "b": 4}), weights=[3, 1])  # type: ignore[arg-type]
 
 
-def test_a_source_that_ends_leaves_its_turns_to_the_others() -> None:
+def test_turns_of_an_ended_source_go_to_the_others() -> None:
     readers = make_readers({"a": 4, "b": 20, "c": 10}, epochs=1)
     names = named(drained(sp.Blend(readers, weights={"a": 2, "b": 1, "c": 1})), ["a", "b", "c"])
     assert Counter(names) == {"a": 4, "b": 20, "c": 10}
     assert Counter(names[8:24]) == {"b": 8, "c": 8}
 
 
-def test_until_the_first_source_ends() -> None:
+def test_blend_can_stop_when_its_first_source_ends() -> None:
     readers = make_readers({"a": 4, "b": 20}, epochs=1)
     stage = sp.Blend(readers, weights={"a": 1, "b": 1}, until="first")
     names = named(drained(stage), ["a", "b"])
@@ -79,7 +79,7 @@ def test_a_source_may_have_more_epochs_than_another() -> None:
     assert Counter(named(drained(sp.Blend(readers, weights={"a": 1, "b": 1})), ["a", "b"])) == {"a": 15, "b": 15}
 
 
-def test_it_is_endless_where_it_never_ends() -> None:
+def test_blend_is_endless_if_a_source_is_endless() -> None:
     lane = sp.Lane()
     readers = {**make_readers({"a": 5}, lane), **make_readers({"b": 5}, lane, epochs=1)}
     assert sp.Blend(readers, weights={"a": 1, "b": 1}).info.endless
@@ -128,7 +128,7 @@ def test_the_same_shards_under_two_names_are_two_sources(shards: Path) -> None:
     assert order["a"] != order["b"]
 
 
-def test_a_samples_randomness_depends_on_its_own_source_alone(shards: Path) -> None:
+def test_random_numbers_of_a_sample_depend_only_on_its_source(shards: Path) -> None:
     def items_of(names: str, weights: dict[str, float]) -> dict[int, int]:
         lane = sp.Lane()
         stage = sp.Blend({name: sp.TarShardReader(shards, lane) for name in names}, weights=weights)
@@ -142,7 +142,7 @@ def test_a_samples_randomness_depends_on_its_own_source_alone(shards: Path) -> N
     assert items_of("ab", {"a": 1, "b": 1}) == items_of("bcd", {"b": 0.1, "c": 3, "d": 2})
 
 
-def test_refs_name_their_source_wherever_they_are(shards: Path) -> None:
+def test_refs_name_their_source_in_nested_blends(shards: Path) -> None:
     lane = sp.Lane()
     inner = sp.Blend({name: sp.TarShardReader(shards, lane) for name in "ab"}, weights={"a": 1, "b": 1})
     outer = sp.Blend({"x": inner, "c": sp.TarShardReader(shards, lane)}, weights={"x": 2, "c": 1})
@@ -166,7 +166,7 @@ def branches(shards: Path, lane: sp.Lane, *, by: Any = "samples", encoder: sp.Ta
     return sp.Blend(stages, weights={"a": 1, "b": 3}, by=by)
 
 
-def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
+def test_branches_may_have_their_own_encoders(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
     with pytest.raises(sp.EncodeError, match="Choose one of them with encoder="):
         next(sp.Batcher(stage, size=2))
@@ -177,7 +177,7 @@ def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
     assert branches(shards, sp.Lane(), encoder=one).info.encoder is one
 
 
-def test_by_tokens_the_tokens_have_the_share(shards: Path) -> None:
+def test_by_tokens_the_weights_apply_to_tokens(shards: Path) -> None:
     stage = branches(shards, sp.Lane(), by="tokens")
     tokens: Counter[int] = Counter()
     for _ in range(400):
@@ -187,7 +187,7 @@ def test_by_tokens_the_tokens_have_the_share(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_an_item_whose_length_fails_is_tried_again(shards: Path, restore: bool) -> None:
+def test_item_whose_length_raises_is_retried(shards: Path, restore: bool) -> None:
     expected = [next(stage) for stage in [branches(shards, sp.Lane(), by="tokens")] for _ in range(20)]
     encoder = Draws(failures=3)
     stage, items, errors = branches(shards, sp.Lane(), by="tokens", encoder=encoder), [], 0
@@ -226,7 +226,7 @@ def test_by_tokens_a_length_below_one_is_an_error(shards: Path, length: Any, pac
     assert length == 0.5 or "key 's0000" in str(caught.value)
 
 
-def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refs_drawn_ahead_are_prefetched_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> sp.Blend:
         return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})
 
@@ -257,13 +257,13 @@ def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.M
         ({"stride": 0}, "stride must be at least 1"),
     ],
 )
-def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
+def test_wrong_settings_are_rejected(how: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError) as caught:
         sp.Blend(make_readers({"a": 3, "b": 3}), **{"weights": {"a": 1, "b": 1}, **how})
     assert what in str(caught.value)
 
 
-def test_wrong_sources_are_refused(shards: Path) -> None:
+def test_wrong_sources_are_rejected(shards: Path) -> None:
     readers = make_readers({"a": 3, "b": 3})
     for sources, what in [
         ({}, "at least one"),
@@ -300,7 +300,7 @@ def with_sources(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(samples, Sources()), size=8)
 
 
-def test_a_sample_knows_the_name_of_its_source_wherever_it_is_made(shards: Path) -> None:
+def test_sample_has_the_name_of_its_source_also_when_rebuilt(shards: Path) -> None:
     stage = with_sources(str(shards), sp.Lane(seed=3))
     batches = [next(stage) for _ in range(6)]
     counted = Counter(name for batch in batches for name, _ in batch)
@@ -309,7 +309,7 @@ def test_a_sample_knows_the_name_of_its_source_wherever_it_is_made(shards: Path)
     assert_exact_resume(partial(with_sources, str(shards)), lanes=4, steps=8, world_sizes=(1, 2), chains=1, after=2)
 
 
-def test_without_a_blend_a_source_has_no_name_and_a_pickled_sample_keeps_its_own(shards: Path) -> None:
+def test_source_without_blend_has_no_name_and_pickled_samples_have_theirs(shards: Path) -> None:
     lane = sp.Lane()
     assert next(sp.TarShardReader(shards, lane)).source == ""
     sample = next(sp.Blend({"web": sp.TarShardReader(shards, lane)}))
@@ -319,7 +319,7 @@ def test_without_a_blend_a_source_has_no_name_and_a_pickled_sample_keeps_its_own
 # Weights that are left out, or 0.
 
 
-def test_without_weights_each_source_has_the_share_of_its_size() -> None:
+def test_without_weights_sources_are_weighted_by_size() -> None:
     stage = sp.Blend(make_readers({"a": 30, "b": 90}, shuffle=False))
     assert stage.settings()["weights"] == {"a": 1, "b": 3}
     assert Counter(named(first(stage, 80), ["a", "b"])) == {"a": 20, "b": 60}
@@ -328,7 +328,7 @@ def test_without_weights_each_source_has_the_share_of_its_size() -> None:
     )
 
 
-def test_a_weight_of_0_is_off_and_the_others_come_as_if_it_were_not_there() -> None:
+def test_source_of_weight_0_does_not_change_the_others() -> None:
     sizes = {"a": 9, "b": 9, "c": 9}
     for lane in [sp.Lane(), sp.Lane(index=3, count=8)]:
         readers = make_readers(sizes, lane)
@@ -338,7 +338,7 @@ def test_a_weight_of_0_is_off_and_the_others_come_as_if_it_were_not_there() -> N
 
 
 @pytest.mark.parametrize("until", ["all", "first"])
-def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
+def test_source_that_is_off_does_not_end_the_blend(until: Any) -> None:
     finite, endless = make_readers({"a": 4}, epochs=1), make_readers({"b": 4})
     lane = finite["a"].lane
     lane.worker.shared.update(endless["b"].lane.worker.shared)
@@ -348,7 +348,7 @@ def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
     assert len(drained(stage)) == 4
 
 
-def test_a_source_that_is_turned_off_and_on_again_goes_on_where_it_was() -> None:
+def test_source_turned_off_and_on_continues_at_its_position() -> None:
     state, of_b = None, []
     for weights in [{"a": 1, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}]:
         stage = sp.Blend(make_readers({"a": 50, "b": 50}, shuffle=False), weights=weights, stride=4)
@@ -392,7 +392,7 @@ class Packs(Draws):
 
 @few(5)
 @given(kind=st.sampled_from(["readers", "branches"]), steps=st.integers(1, 12))
-def test_other_weights_keep_every_position_and_every_samples_randomness(
+def test_new_weights_change_no_position_and_no_random_number(
     tmp_path_factory: pytest.TempPathFactory, kind: str, steps: int
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
@@ -438,7 +438,7 @@ def test_sources_may_be_added_and_removed(shards: Path, kind: str, caplog: pytes
     assert len(first_epoch) == 30
 
 
-def test_weights_of_the_sources_that_stay_are_compared_with_each_other(shards: Path) -> None:
+def test_weights_of_remaining_sources_are_compared_relatively(shards: Path) -> None:
     make = partial(blended, str(shards))
     with sp.SavableLoader(partial(make, weights={"a": 1, "b": 2, "c": 2}), **SETTINGS) as loader:
         state = loader.state_dict()
@@ -450,7 +450,7 @@ def test_weights_of_the_sources_that_stay_are_compared_with_each_other(shards: P
         loader.load_state_dict(state, allow={"sources", "weights"})
 
 
-def test_what_is_held_of_a_removed_source_is_dropped_and_counted(shards: Path) -> None:
+def test_buffered_items_of_a_removed_source_are_dropped_and_counted(shards: Path) -> None:
     stage = blended(str(shards), sp.Lane(), weights={"a": 1, "b": 1})
     next(stage)
     state = stage.save_state()
@@ -461,7 +461,7 @@ def test_what_is_held_of_a_removed_source_is_dropped_and_counted(shards: Path) -
     assert {item[2] for _ in range(20) for item in next(after)} == {tag("b")}
 
 
-def test_the_same_weights_written_otherwise_are_no_difference(shards: Path) -> None:
+def test_equal_weights_in_another_notation_are_no_difference(shards: Path) -> None:
     make = partial(blended, str(shards))
     with sp.SavableLoader(partial(make, weights={"a": 1, "b": 3}), **SETTINGS) as loader:
         take(loader, 3)
@@ -482,9 +482,7 @@ def test_the_same_weights_written_otherwise_are_no_difference(shards: Path) -> N
     until=st.sampled_from(["all", "first"]),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=12),
 )
-def test_cut_after_any_chunk_the_rest_is_the_same(
-    sizes: list[int], weights: list[int], until: Any, chunks: list[int]
-) -> None:
+def test_resume_after_any_chunk_is_exact(sizes: list[int], weights: list[int], until: Any, chunks: list[int]) -> None:
     named_sizes = dict(zip("abcd", sizes, strict=False))
 
     def make() -> sp.Blend:

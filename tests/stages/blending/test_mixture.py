@@ -37,7 +37,7 @@ def of_each(stage: custom.Stage, n: int) -> Counter[str]:
     return Counter(sample.json()["of"] for sample, _ in zip(stage, range(n), strict=False))
 
 
-def test_sources_come_by_weight_and_a_mixture_may_hold_others(write: Any) -> None:
+def test_sources_are_weighted_and_mixtures_nest(write: Any) -> None:
     path = write(
         """
         sources:
@@ -68,7 +68,7 @@ schedule:
 """
 
 
-def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
+def test_schedule_in_a_file_equals_one_in_python(write: Any) -> None:
     path = write(SCHEDULED)
 
     def by_hand(lane: sp.Lane) -> sp.Blend:
@@ -84,7 +84,7 @@ def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
     assert of_each(custom.read_mixture(path).samples(sp.Lane(seed=2)), 100) == {"a": 20, "b": 60, "c": 20}
 
 
-def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
+def test_scheduled_mixture_resumes_exactly_during_a_change(write: Any) -> None:
     pipeline = partial(batches_of, write(SCHEDULED))
     assert_exact_resume(pipeline, lanes=2, steps=14, world_sizes=(1, 2), chains=1, after=1)  # it ends at the tenth
 
@@ -125,13 +125,13 @@ def test_repetitions_may_be_a_fraction_or_0(write: Any) -> None:
     assert_exact_resume(partial(numbers, mixture), lanes=2, steps=16, world_sizes=(1, 2), chains=1, after=1)
 
 
-def test_without_weights_sources_come_by_their_sizes_and_one_may_be_off(write: Any) -> None:
+def test_mixture_without_weights_uses_sizes_and_a_source_may_be_off(write: Any) -> None:
     by_size = write("sources: {b: {path: b}, rest: {sources: {a: {path: a, weight: 0}, c: {path: c, weight: 1}}}}")
     # the nested mixture has 40 samples, of which those of `a` are off
     assert of_each(custom.read_mixture(by_size).samples(sp.Lane()), 60) == {"b": 20, "c": 40}
 
 
-def test_tags_are_found_by_the_name_of_a_samples_source(write: Any) -> None:
+def test_tags_are_looked_up_by_the_sources_name(write: Any) -> None:
     path = write(
         """
         sources:
@@ -191,9 +191,7 @@ class Numbers(sp.TaskEncoder):
         return items
 
 
-def test_shards_behind_a_url_go_through_the_cache_that_is_given(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_shards_use_the_configured_cache(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "not here"))
     with serving(tmp_path) as server:
         path = write(f"sources: {{a: {{path: '{server.url}/a/0000.tar', weight: 1}}}}")
@@ -315,7 +313,7 @@ splits:
     assert of_each(val.samples(sp.Lane(), block_size=1), 10) == {"c": 10}
 
 
-def test_version_1_is_what_a_file_without_a_class_is(metadataset: Any) -> None:
+def test_file_without_a_class_has_version_1(metadataset: Any) -> None:
     path = metadataset(
         """
         splits:
@@ -330,7 +328,7 @@ def test_version_1_is_what_a_file_without_a_class_is(metadataset: Any) -> None:
     assert of_each(mixture.samples(sp.Lane(), block_size=1), 400) == {"a": 300, "c": 100}
 
 
-def test_a_metadataset_in_another_keeps_its_shares_and_the_outer_tags_win(metadataset: Any) -> None:
+def test_nested_metadataset_has_its_own_weights_and_the_outer_tags(metadataset: Any) -> None:
     inner = "splits: {val: {blend: [{path: data/a, weight: 3, subflavors: {x: 1, y: 1}}, {path: data/b}]}}"
     metadataset(HEAD + inner, "inner.yaml")
     path = metadataset(
@@ -408,7 +406,7 @@ BLEND = HEAD + "splits:\n  train:\n    blend:\n    - path: data/a\n"
         ("__module__: os\n__class__: system\nsplits: {}", 2, "os.system is not supported"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_line(metadataset: Any, text: str, line: int, what: str) -> None:
+def test_unsupported_settings_are_rejected_with_their_line(metadataset: Any, text: str, line: int, what: str) -> None:
     metadataset(HEAD + "splits: {train: {blend_epochized: [{path: data/b}]}}", "epochized.yaml")
     path = metadataset(text)
     with pytest.raises(ValueError) as caught:
@@ -417,7 +415,7 @@ def test_what_cannot_be_kept_is_refused_with_its_line(metadataset: Any, text: st
     assert what in str(caught.value)
 
 
-def test_a_split_is_asked_for_where_there_are_splits_and_only_there(metadataset: Any) -> None:
+def test_split_is_required_exactly_if_the_dataset_has_splits(metadataset: Any) -> None:
     with pytest.raises(ValueError, match=r"line 3: choose a split of the metadataset: split= one of"):
         custom.read_mixture(metadataset(BLEND))
     own = metadataset("sources: {a: {path: data/a, weight: 1}}", "own.yaml")

@@ -38,7 +38,7 @@ def integral(schedule: sp.Schedule, count: int) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("shape", ["step", "linear"])
-def test_dues_are_the_integral_of_the_shares(shape: Any) -> None:
+def test_target_counts_are_the_integral_of_the_weights(shape: Any) -> None:
     draw = random.Random(1)
     for _ in range(25):
         schedule = random_schedule(draw, shape)
@@ -65,7 +65,7 @@ class Lengths(sp.TaskEncoder):
 LENGTHS = Lengths()
 
 
-def test_a_source_without_a_weight_is_not_drawn_from_there(make_shards: Any) -> None:
+def test_source_is_not_drawn_from_while_its_weight_is_0(make_shards: Any) -> None:
     shards = str(make_shards([50]))
     points = [(0, {"a": 1}), (160, {"b": 3, "c": 1}), (320, {"c": 1})]
     stage = blend(shards, sp.Lane(1, 2, 5), sp.Schedule(points))
@@ -73,7 +73,7 @@ def test_a_source_without_a_weight_is_not_drawn_from_there(make_shards: Any) -> 
     assert set(drawn[:80]) == {"a"} and set(drawn[80:160]) == {"b", "c"} and set(drawn[160:]) == {"c"}
 
 
-def test_by_tokens_it_counts_tokens(make_shards: Any) -> None:
+def test_schedule_by_tokens_counts_tokens(make_shards: Any) -> None:
     points = [(0, {"a": 3, "b": 1}), (4000, {"b": 1, "c": 3})]
     stage = blend(str(make_shards([50, 60])), sp.Lane(1, 2, 5), sp.Schedule(points, unit="tokens"), "tokens")
     tokens = dict.fromkeys(NAMES, 0)
@@ -96,7 +96,7 @@ def pipeline(shards: str, lane: sp.Lane, *, schedule: Any, by: Any = "samples") 
 
 
 @pytest.mark.parametrize(("by", "shape"), [("samples", "linear"), ("tokens", "step")])
-def test_it_resumes_exactly_before_in_and_after_a_change(make_shards: Any, by: Any, shape: Any) -> None:
+def test_schedule_resumes_exactly_before_during_and_after_a_change(make_shards: Any, by: Any, shape: Any) -> None:
     points = [(0, {"a": 3, "b": 1}), (20, {"b": 1, "c": 3}), (45, {"a": 1, "c": 1})]
     if by == "tokens":
         points = [(5 * start, weights) for start, weights in points]
@@ -105,7 +105,7 @@ def test_it_resumes_exactly_before_in_and_after_a_change(make_shards: Any, by: A
     assert_exact_resume(partial(pipeline, str(make_shards([50, 60])), schedule=schedule, by=by), **settings)
 
 
-def test_it_goes_on_when_a_source_has_ended(make_shards: Any) -> None:
+def test_schedule_continues_after_a_source_has_ended(make_shards: Any) -> None:
     shards = str(make_shards([16]))
 
     def build(lane: sp.Lane) -> custom.Stage:
@@ -119,7 +119,7 @@ def test_it_goes_on_when_a_source_has_ended(make_shards: Any) -> None:
     assert_exact_resume(build, lanes=2, steps=28, world_sizes=[1, 2], chains=1, after=2)
 
 
-def test_points_that_are_past_ask_no_weight_of_the_sources_that_are_left(make_shards: Any) -> None:
+def test_past_points_need_no_weight_for_remaining_sources(make_shards: Any) -> None:
     shards = str(make_shards([100]))
 
     def blended(points: Any) -> Any:
@@ -135,7 +135,7 @@ def test_points_that_are_past_ask_no_weight_of_the_sources_that_are_left(make_sh
         [next(stage) for _ in range(300)]
 
 
-def test_it_is_changed_from_where_the_run_stands(make_shards: Any) -> None:
+def test_schedule_is_changed_from_the_current_position_on(make_shards: Any) -> None:
     shards = str(make_shards([50, 60]))
 
     def begun(weights: Any) -> sp.SavableLoader:
@@ -165,7 +165,7 @@ class FailsOnce(Lengths):
         return super().length(item)
 
 
-def test_an_item_of_a_source_that_is_turned_off_waits_until_it_is_on_again(make_shards: Any) -> None:
+def test_buffered_item_of_a_disabled_source_waits_until_it_is_enabled(make_shards: Any) -> None:
     """It was taken, and an error kept it from being given."""
     shards, encoder = str(make_shards([50])), FailsOnce()
 
@@ -191,7 +191,7 @@ def test_an_item_of_a_source_that_is_turned_off_waits_until_it_is_on_again(make_
     assert refs.count(kept[0]) == 1
 
 
-def test_wrong_schedules_are_told(make_shards: Any) -> None:
+def test_wrong_schedules_are_rejected(make_shards: Any) -> None:
     for points in ([], [(1, {"a": 1})], [(0, {"a": 1}), (0, {"a": 2})], [(0, {"a": 1}), (0.5, {"a": 1})]):
         with pytest.raises(ValueError, match="Schedule: "):
             sp.Schedule(points)  # type: ignore[arg-type]

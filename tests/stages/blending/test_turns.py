@@ -124,7 +124,7 @@ def search(draw: random.Random, cases: int, draws: int, *, constant: bool) -> tu
 
 
 @pytest.mark.parametrize("constant", [True, False])
-def test_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool) -> None:
+def test_each_lane_and_all_lanes_together_follow_the_weights(constant: bool) -> None:
     lane, over_lanes = search(random.Random(0), 9, 4_000, constant=constant)
     assert 1 < lane <= LANE and 0.5 < over_lanes <= OVER_LANES
 
@@ -133,7 +133,7 @@ def test_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool) -> 
 @pytest.mark.timeout(1_500)
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("draws", [1_000, 10_000, 100_000])
-def test_of_many_runs_each_lane_and_the_sum_over_lanes_keep_to_the_shares(constant: bool, draws: int) -> None:
+def test_in_many_runs_each_lane_and_all_lanes_together_follow_the_weights(constant: bool, draws: int) -> None:
     """What docs/mix.md says of the shares, with the numbers that this prints."""
     lane, over_lanes = search(random.Random(draws), 2_000_000 // (draws + 3_000), draws, constant=constant)
     print(f"\n{draws} draws, {'constant' if constant else 'scheduled'}: lane {lane:.2f}, over lanes {over_lanes:.2f}")
@@ -150,13 +150,13 @@ def test_of_many_runs_each_lane_and_the_sum_over_lanes_keep_to_the_shares(consta
         ([3, 2, 2], 1, 1, 2_000),
     ],
 )
-def test_of_these_weights_too(weights: list[int], lanes: int, stride: int, pieces: int) -> None:
+def test_difficult_weights_are_followed_too(weights: list[int], lanes: int, stride: int, pieces: int) -> None:
     lane, over_lanes = off(schedule_of(weights), lanes, stride, pieces)
     assert lane <= LANE and over_lanes <= OVER_LANES
 
 
 @pytest.mark.parametrize("stride", [4, 8, 32])
-def test_within_a_piece_a_lane_may_be_further_off_by_a_quarter_of_the_stride(stride: int) -> None:
+def test_error_of_a_lane_within_a_piece_is_at_most_a_quarter_of_the_stride(stride: int) -> None:
     furthest = 0.0
     for weights in ([4, 3, 2, 1], [7, 1, 1, 1], [123, 45, 678, 9]):
         counts = counts_of(drawn(lanes_of(schedule_of(weights), 12, stride=stride), 64 * stride, stride), len(weights))
@@ -166,13 +166,13 @@ def test_within_a_piece_a_lane_may_be_further_off_by_a_quarter_of_the_stride(str
 
 
 @pytest.mark.landing
-def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
+def test_rare_source_is_not_drawn_by_all_lanes_at_once() -> None:
     chosen = drawn(lanes_of(schedule_of([999, 1]), 96, stride=1), 2000, 1)
     assert chosen.sum(axis=0).max() == 1
     assert chosen.sum() == 2 * 96
 
 
-def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
+def test_source_is_drawn_only_in_pieces_with_its_weight() -> None:
     draw = random.Random(3)
     for _ in range(12):
         lanes, stride = draw.randint(1, 4), draw.choice([1, 4])
@@ -188,7 +188,7 @@ def test_a_source_comes_only_in_pieces_in_which_it_has_a_share() -> None:
 # What it is made of.
 
 
-def test_a_small_case_is_what_it_was() -> None:
+def test_small_case_equals_the_golden_turns() -> None:
     turns = lanes_of(schedule_of([5, 2, 1]), 4, stride=2)
     counts = counts_of(drawn(turns, 6, 2), 3)
     assert counts[:, 2].tolist() == [[2, 0, 0], [1, 1, 0], [1, 1, 0], [1, 0, 1]]
@@ -200,7 +200,7 @@ def test_a_small_case_is_what_it_was() -> None:
     ("weights", "golden"),
     [([7, 2, 1], "6ca82c07e3fdd27b"), ([123, 45, 678, 9, 10], "b40964c79a586f1a"), ([1, 999], "dbfd31927373a0e4")],
 )
-def test_a_thousand_turns_of_three_lanes_are_what_they_were(weights: list[int], golden: str) -> None:
+def test_thousand_turns_of_three_lanes_equal_the_golden_digest(weights: list[int], golden: str) -> None:
     lanes = lanes_of(schedule_of(weights), 96, stride=8)
     chosen = np.concatenate([lanes[place].plan(1000) for place in (0, 17, 95)])
     assert xxh3_64_hexdigest(bytes(chosen.tolist())) == golden
@@ -208,7 +208,7 @@ def test_a_thousand_turns_of_three_lanes_are_what_they_were(weights: list[int], 
 
 @few(20)
 @given(WEIGHTS, st.lists(st.integers(0, 30), max_size=8), st.integers(0, 6), st.booleans())
-def test_however_many_are_planned_at_a_time_and_from_whichever_state_the_turns_are_the_same(
+def test_turns_do_not_depend_on_chunk_size_or_resume_position(
     weights: list[int], pieces: list[int], place: int, restored: bool
 ) -> None:
     turns, chosen = lanes_of(schedule_of(weights), 7, stride=4)[place], []
@@ -229,7 +229,7 @@ def state_of(turns: Any) -> TurnsState:
 
 
 @pytest.mark.parametrize("wrong", [{"taken": 16}, {"counts": [[8, 8]]}, {"counts": [[8, 7], [4, 4]]}, {"counts": []}])
-def test_counts_that_cannot_come_of_the_turns_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_counts_are_rejected(wrong: dict[str, Any]) -> None:
     turns = lanes_of(schedule_of([1, 1]), 2, stride=8)[0]
     turns.take(turns.plan(11))
     good = turns.save()
@@ -243,7 +243,7 @@ def test_counts_that_cannot_come_of_the_turns_are_refused(wrong: dict[str, Any])
 
 @few(15)
 @given(WEIGHTS, st.lists(st.integers(1, 100), min_size=150, max_size=150))
-def test_by_tokens_a_source_is_within_two_of_the_longest_items(weights: list[int], lengths: list[int]) -> None:
+def test_by_tokens_the_error_is_at_most_two_of_the_longest_items(weights: list[int], lengths: list[int]) -> None:
     schedule, total = schedule_of(weights), sum(weights)
     turns = TokenTurns(Dues(schedule, sorted(schedule.names)), 0, 1, [0] * len(weights), weights=7)
     for length in lengths:
@@ -254,7 +254,7 @@ def test_by_tokens_a_source_is_within_two_of_the_longest_items(weights: list[int
         )
 
 
-def test_by_tokens_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
+def test_by_tokens_a_rare_source_is_not_drawn_by_all_lanes_at_once() -> None:
     schedule, chosen = Schedule([(0, {"a": 9, "b": 1})], unit="tokens"), []
     for index in range(96):
         info = StageInfo(sp.Lane(index, 96, 5), 1, 0, True, frozenset(), frozenset())
@@ -267,7 +267,7 @@ def test_by_tokens_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
     assert max(np.sum(chosen, axis=0)) <= 24  # of 96 lanes, about 10 at a time
 
 
-def test_by_tokens_a_source_comes_only_while_it_has_a_share() -> None:
+def test_by_tokens_a_source_is_drawn_only_while_it_has_a_weight() -> None:
     draw, behind_at_the_end = random.Random(3), 0
     for _ in range(12):
         points = [(0, {"a": 3, "b": 4, "c": 2}), (draw.randint(2_000, 4_000), {"a": 1, "b": 1}), (9_000, {"c": 1})]
@@ -285,7 +285,7 @@ def test_by_tokens_a_source_comes_only_while_it_has_a_share() -> None:
 # Weights.
 
 
-def test_weights_are_integers_whatever_they_are_written_as() -> None:
+def test_weights_in_any_notation_become_integers() -> None:
     assert integer_weights({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
     assert integer_weights({"a": "1/3", "b": "2/3"}) == {"a": 1, "b": 2}
     assert integer_weights({"a": 300, "b": 100}) == {"a": 3, "b": 1}
@@ -293,13 +293,13 @@ def test_weights_are_integers_whatever_they_are_written_as() -> None:
     assert reduced({}) == {}
 
 
-def test_a_weight_of_0_is_off_and_one_source_at_least_is_on() -> None:
+def test_weight_0_turns_a_source_off_but_not_all_sources() -> None:
     assert integer_weights({"a": 0, "b": 0.5, "c": "0.25"}) == {"a": 0, "b": 2, "c": 1}
     with pytest.raises(ValueError, match="all weights are 0: 'a', 'b'"):
         integer_weights({"a": 0, "b": 0.0})
 
 
 @pytest.mark.parametrize("wrong", [-1, "some", float("nan"), float("inf"), None, "1/0"])
-def test_what_is_no_weight_is_refused(wrong: object) -> None:
+def test_value_that_is_not_a_weight_is_rejected(wrong: object) -> None:
     with pytest.raises(ValueError, match="the weight of 'a' must be"):
         integer_weights({"a": wrong, "b": 1})  # type: ignore[dict-item]

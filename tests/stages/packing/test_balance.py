@@ -90,7 +90,7 @@ def cost_of(pack: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 8, 1000])
-def test_every_pack_comes_once(shards: str, candidates: int) -> None:
+def test_every_pack_is_yielded_once(shards: str, candidates: int) -> None:
     expected, found = list(packs_of(shards, sp.Lane())), list(balanced(shards, sp.Lane(), candidates))
     assert sorted(found) == sorted(expected)
     assert (found == expected) is (candidates == 1)
@@ -108,7 +108,7 @@ def test_a_resume_is_exact(shards: str, epochs: int | None, max_buffer_bytes: in
 
 
 @pytest.mark.parametrize("n", [3, 30, 170])
-def test_restored_the_rest_is_the_same(shards: str, n: int) -> None:
+def test_restored_stage_yields_the_rest(shards: str, n: int) -> None:
     packs, again = (balanced(shards, sp.Lane(), epochs=None) for _ in range(2))
     for _ in range(n):
         next(packs)
@@ -117,13 +117,13 @@ def test_restored_the_rest_is_the_same(shards: str, n: int) -> None:
     assert [next(again) for _ in range(40)] == [next(packs) for _ in range(40)]
 
 
-def test_the_order_is_what_it_was(shards: str) -> None:
+def test_order_equals_the_golden_order(shards: str) -> None:
     packs = balanced(shards, sp.Lane(1, 2, 7), epochs=None)
     numbers = [number for _ in range(300) for number, _ in next(packs)]
     assert xxh3_64_hexdigest(np.array(numbers, "<u8").tobytes()) == "fb5f642e10133b23"
 
 
-def test_lanes_give_packs_of_like_cost_at_a_time(shards: str) -> None:
+def test_lanes_yield_packs_of_similar_cost_in_a_step(shards: str) -> None:
     def waiting(make: Any) -> float:
         lanes = [make(shards, sp.Lane(index, 8, 3), epochs=None) for index in range(8)]
         costs = np.array([[cost_of(next(lane)) for lane in lanes] for _ in range(90)][30:])
@@ -132,7 +132,7 @@ def test_lanes_give_packs_of_like_cost_at_a_time(shards: str) -> None:
     assert waiting(balanced) < waiting(packs_of) / 2
 
 
-def test_a_first_pack_waits_for_four_and_then_two_are_taken_for_each(shards: str) -> None:
+def test_first_pack_waits_for_four_and_each_next_takes_two(shards: str) -> None:
     packs, taken = balanced(shards, sp.Lane(), candidates=7), []
     for _ in range(6):
         next(packs)
@@ -162,24 +162,24 @@ def test_packs_that_are_all_skipped_are_an_error_not_a_spin(
         next(balanced(str(make_shards([3])), sp.Lane(), encoder=encoder((0, 1, 2)), epochs=None))
 
 
-def test_what_is_held_in_memory_changes_nothing(shards: str) -> None:
+def test_memory_budget_changes_no_batch(shards: str) -> None:
     held, made_again = balanced(shards, sp.Lane()), balanced(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(15)] == [next(made_again) for _ in range(15)]
     assert (held.held_items, made_again.held_items) == (7, 0)
 
 
-def test_a_length_that_is_told_spares_encoding_twice(shards: str) -> None:
+def test_declared_length_avoids_encoding_twice(shards: str) -> None:
     for encoder, most in (Texts(), 3), (TellingTexts(), 1):
         assert len(list(balanced(shards, sp.Lane(), encoder=encoder, max_buffer_bytes=0))) > 50
         assert max(encoder.encoded.values()) == most
         assert len(encoder.encoded) == 240
 
 
-def test_told_lengths_change_no_order(shards: str) -> None:
+def test_declared_lengths_change_no_order(shards: str) -> None:
     assert list(balanced(shards, sp.Lane(), encoder=TellingTexts())) == list(balanced(shards, sp.Lane()))
 
 
-def test_its_state_holds_refs_lengths_and_costs_alone(shards: str) -> None:
+def test_state_of_balance_has_only_refs_lengths_and_costs(shards: str) -> None:
     packs = balanced(shards, sp.Lane())
     costs = [cost_of(next(packs)) for _ in range(12)]
     state = packs.save_state()
@@ -191,7 +191,7 @@ def test_its_state_holds_refs_lengths_and_costs_alone(shards: str) -> None:
         assert 0 <= arrival <= 12
 
 
-def test_a_pack_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> None:
+def test_failing_pack_is_retried_and_nothing_is_lost(shards: str) -> None:
     class Fails(Texts):
         left = 5
 
@@ -211,7 +211,7 @@ def test_a_pack_that_fails_is_tried_again_and_nothing_is_lost(shards: str) -> No
     assert (errors, found) == (5, expected)
 
 
-def test_a_blend_of_packs_is_balanced_by_what_is_in_them(shards: str) -> None:
+def test_blended_packs_are_balanced_by_their_contents(shards: str) -> None:
     def make(lane: sp.Lane, by: Any = "samples", encoder: Any = Texts) -> custom.Stage:
         own = encoder()
         branches = {name: packs_of(shards, lane, own, epochs=None) for name in "ab"}
@@ -230,7 +230,7 @@ def batches_of(make: Any, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(make(lane), size=2)
 
 
-def test_items_are_balanced_without_a_packer_too(shards: str) -> None:
+def test_items_are_balanced_without_a_packer(shards: str) -> None:
     for encoder in (Texts(), TellingTexts()):
         items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), epochs=1), encoder)
         found = list(sp.Balance(items, candidates=6, cost=SQUARE, max_buffer_bytes=0))
@@ -256,12 +256,12 @@ def test_the_sizes_of_a_pack_pass_a_filter(shards: str) -> None:
         ({"encoder": object()}, "takes a TaskEncoder"),
     ],
 )
-def test_wrong_settings_are_refused(shards: str, wrong: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_rejected(shards: str, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sp.Balance(packs_of(shards, sp.Lane()), **{"candidates": 8, "cost": SQUARE, **wrong})
 
 
-def test_it_stands_after_a_blend(shards: str) -> None:
+def test_balance_may_follow_a_blend(shards: str) -> None:
     lane = sp.Lane()
     with pytest.raises(ValueError, match="after the Blend, not in its source 'a'"):
         sp.Blend({"a": balanced(shards, lane), "b": packs_of(shards, lane)}, weights={"a": 1, "b": 1})
@@ -287,7 +287,7 @@ def test_a_state_of_another_stage_or_a_forged_one_is_a_mismatch(shards: str, fie
         balanced(shards, sp.Lane()).restore_state(state)
 
 
-def test_settings_name_hold_and_cost(shards: str) -> None:
+def test_settings_include_candidates_and_cost(shards: str) -> None:
     assert balanced(shards, sp.Lane()).settings() == {"candidates": 8, "cost": "attention_cost(hidden=1)"}
     capped = packs_of(shards, sp.Lane(), max_cost=90, cost=sp.attention_cost(hidden=2))
     assert capped.settings().items() >= {"max_cost": 90, "cost": "attention_cost(hidden=2)"}.items()
@@ -295,7 +295,7 @@ def test_settings_name_hold_and_cost(shards: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"max_cost": 90}, {"cost": SQUARE}, {"max_cost": 6, "cost": SQUARE}])
-def test_a_greatest_cost_needs_a_cost_and_room_for_a_token(shards: str, wrong: dict[str, Any]) -> None:
+def test_max_cost_needs_a_cost_and_room_for_a_token(shards: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"OnlinePacker: (set )?max_cost"):
         packs_of(shards, sp.Lane(), **wrong)
 
@@ -354,7 +354,7 @@ def by_the_rule(key: int, candidates: int, costs: list[int], cut: int | None = N
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 12), max_size=120), st.integers(1, 6), st.integers(0, 2**64 - 1), st.integers(0, 120))
-def test_it_chooses_as_the_rule_written_out_and_goes_on_from_any_state(
+def test_choices_equal_a_plain_model_and_resume_from_any_state(
     costs: list[int], candidates: int, key: int, cut: int
 ) -> None:
     order, longest = by_the_rule(key, candidates, costs, cut)
@@ -364,7 +364,7 @@ def test_it_chooses_as_the_rule_written_out_and_goes_on_from_any_state(
 
 
 @pytest.mark.parametrize("cut", [1, 3, 40, 90, 110])
-def test_it_goes_on_with_the_past_that_a_state_has(cut: int) -> None:
+def test_resumed_choices_use_the_saved_history(cut: int) -> None:
     costs = [(i * i * 7919) % 1009 for i in range(120)]
     assert by_the_rule(5, 4, costs, cut) == by_the_rule(5, 4, costs)
 
@@ -374,7 +374,7 @@ def test_costs_of_any_size_keep_their_order() -> None:
     assert by_the_rule(3, 8, costs) == by_the_rule(3, 8, [cost << 55 for cost in costs])
 
 
-def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
+def test_oldest_pack_is_yielded_in_time() -> None:
     rule = RankRule(key=next(key for key in range(99) if SharedRanks(key=key, steps=8).step(100) == 0), candidates=8)
     rule.restore(100, [])  # the cheapest is wanted
     young = [WaitingPack(cost, 99) for cost in range(5)]
@@ -385,7 +385,7 @@ def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
     )  # the second is due in the next slot
 
 
-def test_a_few_packs_are_held_at_first_then_one_more_each_slot() -> None:
+def test_candidates_grow_by_one_each_slot() -> None:
     rule, rooms = RankRule(key=1, candidates=8), []
     for _ in range(7):
         rooms.append(rule.room)
@@ -395,7 +395,7 @@ def test_a_few_packs_are_held_at_first_then_one_more_each_slot() -> None:
 
 
 @pytest.mark.parametrize(("candidates", "digest"), [(4, "30263d4188f646ca"), (32, "973d94bcd90bdfe3")])
-def test_the_order_of_the_rule_is_what_it_was(candidates: int, digest: str) -> None:
+def test_order_of_choices_equals_the_golden_order(candidates: int, digest: str) -> None:
     costs = [(i * i * 7919) % 1009 for i in range(700)]
     order, _ = by_the_rule(derive_key(7, "balance", 0), candidates, costs)
     assert xxh3_64_hexdigest(np.array(order, "<u8").tobytes()) == digest

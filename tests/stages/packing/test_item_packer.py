@@ -70,13 +70,13 @@ class Never(Packs):
         return sp.Skip("never")
 
 
-def test_the_packs_are_the_groups_of_each_round_and_the_last_round_is_smaller() -> None:
+def test_packs_are_the_groups_of_each_round_and_the_last_is_smaller() -> None:
     stage = packer([5, 1, 9, 2, 3, 8], longest_alone)
     assert list(stage) == [[(2, 9)], [(1, 1), (3, 2), (0, 5)], [(5, 8)], [(4, 3)]]
     assert stage.counts == {"packs": 4, "items": 6, "tokens": 28}
 
 
-def test_what_is_in_no_group_is_counted() -> None:
+def test_items_in_no_group_are_counted() -> None:
     stage = packer([5, 1, 9, 2, 3, 8], lambda items, rng: [[item] for item in items if item[1] > 4])
     assert list(stage) == [[(0, 5)], [(2, 9)], [(5, 8)]]
     assert stage.counts["skipped/not selected"] == 3
@@ -84,7 +84,7 @@ def test_what_is_in_no_group_is_counted() -> None:
 
 @few(30)
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 7), st.sets(st.integers(0, 40), max_size=6))
-def test_restored_after_any_packs_the_rest_is_the_same(lengths: list[int], size: int, cuts: set[int]) -> None:
+def test_resume_after_any_pack_is_exact(lengths: list[int], size: int, cuts: set[int]) -> None:
     build = partial(packer, lengths, drawn, encoder=Drawing(), size=size)
     whole = build()
     expected = [(pack, whole.ref, whole.sizes) for pack in whole]
@@ -106,7 +106,7 @@ def test_restored_after_any_packs_the_rest_is_the_same(lengths: list[int], size:
     assert left_out + stage.counts["items"] <= len(lengths)
 
 
-def test_a_resumed_run_does_not_ask_again_about_packs_already_chosen() -> None:
+def test_resume_does_not_regroup_packs_already_chosen() -> None:
     asked: list[list[int]] = []
 
     def select(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
@@ -123,7 +123,7 @@ def test_a_resumed_run_does_not_ask_again_about_packs_already_chosen() -> None:
     assert again.source.fetched == [2, 3]  # type: ignore[attr-defined]
 
 
-def test_a_pack_is_made_again_by_its_ref() -> None:
+def test_pack_is_rebuilt_from_its_ref() -> None:
     stage = packer([5, 1, 9, 2, 3, 8], drawn, encoder=Drawing())
     made = [(stage.ref, pack) for pack in stage]
     again = packer([5, 1, 9, 2, 3, 8], drawn, encoder=Drawing())
@@ -131,7 +131,7 @@ def test_a_pack_is_made_again_by_its_ref() -> None:
 
 
 @pytest.mark.parametrize("ref", [[[0, 0, 0], [1, 0, 0]], [0, 3]])
-def test_the_ref_of_anything_else_is_refused(ref: Any) -> None:
+def test_other_refs_are_rejected(ref: Any) -> None:
     with pytest.raises(sp.CheckpointMismatchError, match="is no pack"):
         packer([1], pairs).fetch(ref)
 
@@ -166,7 +166,7 @@ def test_the_function_draws_by_its_round_and_the_global_generators_are_seeded_fo
         (lambda items, rng: 1 // 0, "(?s)ZeroDivisionError.*stage ItemPacker, round 0 .4 items. of Lane"),
     ],
 )
-def test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost(select: Any, what: str) -> None:
+def test_wrong_result_raises_each_time_and_nothing_is_lost(select: Any, what: str) -> None:
     stage = packer([5, 1, 9, 2, 3], select)
     for _ in range(2):
         with pytest.raises(sp.EncodeError, match=what):
@@ -186,7 +186,7 @@ class Same(Packs):
         return len(item)
 
 
-def test_items_that_are_one_object_keep_their_places() -> None:
+def test_identical_item_objects_are_told_apart_by_position() -> None:
     items = sp.Encode(readers([4], shuffle=False)(0), Same())
     packs = custom.ItemPacker(items, size=4, select=pairs)
     next(packs), next(packs)
@@ -201,7 +201,7 @@ class Noted(Items):
         return {"number": number, "length": length}
 
 
-def test_a_changed_item_is_an_error_since_it_would_not_be_changed_when_made_again() -> None:
+def test_item_changed_by_the_function_is_an_error() -> None:
     def select(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
         items[1]["total"] = 7
         return [items]
@@ -211,7 +211,7 @@ def test_a_changed_item_is_an_error_since_it_would_not_be_changed_when_made_agai
         next(stage)
 
 
-def test_after_an_error_the_function_is_shown_new_objects() -> None:
+def test_after_an_error_the_function_gets_new_objects() -> None:
     seen: list[Any] = []
 
     def failing(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
@@ -227,7 +227,7 @@ def test_after_an_error_the_function_is_shown_new_objects() -> None:
     assert not {id(item) for item in seen[0]} & {id(item) for item in seen[1]}
 
 
-def test_items_beyond_the_memory_budget_are_made_again_and_the_packs_are_the_same() -> None:
+def test_items_beyond_the_memory_budget_are_rebuilt_without_changing_packs() -> None:
     lengths = [1 + number % 9 for number in range(40)]
     expected = list(packer(lengths, drawn, encoder=Drawing(), size=20))
     stage = packer(lengths, drawn, encoder=Drawing(), size=20, max_buffer_bytes=200)
@@ -250,7 +250,7 @@ def of_nothing(shards: str, lane: sp.Lane) -> custom.Stage:
     )
 
 
-def test_a_run_of_which_nothing_is_selected_ends_with_an_error(make_shards: Any, monkeypatch: Any) -> None:
+def test_run_that_selects_nothing_ends_with_an_error(make_shards: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.lane_shares._UNUSED", 1000)
     loader = sp.SavableLoader(partial(of_nothing, str(make_shards([20]))), seed=1, lanes=1)
     with pytest.raises(sp.SavableError, match=r"samples without a batch"):
@@ -264,7 +264,7 @@ def test_a_run_of_which_nothing_is_selected_ends_with_an_error(make_shards: Any,
         (pairs, Never(), "made no pack, the last pack was skipped as 'never'"),
     ],
 )
-def test_a_function_or_an_encoder_that_never_gives_a_pack_is_an_error(
+def test_function_that_never_returns_a_pack_is_an_error(
     select: Any, encoder: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("savable_pipeline.stages.packing.item_packer.max_empty_samples", lambda population: 300)
@@ -273,7 +273,7 @@ def test_a_function_or_an_encoder_that_never_gives_a_pack_is_an_error(
         next(stage)
 
 
-def test_an_item_that_is_lost_is_left_out_of_its_pack_alone() -> None:
+def test_lost_item_is_dropped_from_its_pack_only() -> None:
     class Losing(Items):
         def fetch(self, ref: Any) -> Any:
             return sp.Skip("gone") if ref[0] in (1, 2, 3) else super().fetch(ref)
@@ -307,7 +307,7 @@ def test_the_fingerprint_has_size_and_function() -> None:
         ({"encoder": sp.TaskEncoder()}, "has no pack"),
     ],
 )
-def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
+def test_wrong_settings_are_rejected(how: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         custom.ItemPacker(Items([1]), **{"size": 2, "select": pairs, "encoder": Packs(), **how})
 
@@ -342,7 +342,7 @@ def of_toys(shards: str, lane: sp.Lane, *, then: str, max_buffer_bytes: int) -> 
 
 
 @pytest.mark.parametrize(("then", "max_buffer_bytes"), [("balanced", 1 << 30), ("shuffled", 2000), ("blended", 0)])
-def test_packs_of_items_resume_exactly_at_every_cut(make_shards: Any, then: str, max_buffer_bytes: int) -> None:
+def test_item_packs_resume_exactly_at_every_interruption(make_shards: Any, then: str, max_buffer_bytes: int) -> None:
     pipeline = partial(of_toys, str(make_shards([40, 40])), then=then, max_buffer_bytes=max_buffer_bytes)
     assert_exact_resume(pipeline, lanes=2, steps=8, world_sizes=(1, 2), chains=1, after=2)
 
@@ -352,7 +352,7 @@ def finite(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(custom.ItemPacker(items, size=7, select=pairs), size=2)
 
 
-def test_an_epoch_gives_each_item_once_and_its_last_round_is_smaller(make_shards: Any) -> None:
+def test_epoch_yields_each_item_once_and_its_last_round_is_smaller(make_shards: Any) -> None:
     pipeline = partial(finite, str(make_shards([30, 20])))
     stages = [pipeline(sp.Lane(index, 3, 7)) for index in range(3)]
     ids = [number for stage in stages for batch in stage for pack in batch["items"] for number in pack["id"]]

@@ -132,14 +132,14 @@ def test_packs_are_those_of_a_plain_implementation(lengths: list[int], longest: 
     assert stage.counts["skipped/longer than max_length"] == sum(length > longest for length in lengths)
 
 
-def test_a_pack_that_is_exactly_full_is_given_before_another_item_is_taken() -> None:
+def test_exactly_full_pack_is_yielded_before_another_item_is_taken() -> None:
     stage = packer([4, 6, 10, 1])
     assert next(stage) == [(0, 4), (1, 6)]
     assert not stage.save_state()["packs"], "what was taken ahead is in no pack yet"
     assert list(stage) == [[(2, 10)], [(3, 1)]]
 
 
-def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
+def test_too_long_item_is_dropped_and_counted() -> None:
     stage = packer([11, 3, 99, 10])
     assert list(stage) == [[(3, 10)], [(1, 3)]]
     assert stage.counts == {
@@ -158,21 +158,21 @@ def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     }
 
 
-def test_what_is_left_out_as_was_asked_for_is_not_counted_as_lost_of_its_source() -> None:
+def test_requested_drops_are_not_counted_as_losses_of_a_source() -> None:
     stage = packer([11, 3, 99, 10], too_long="skip")
     assert list(stage) == [[(3, 10)], [(1, 3)]]
     assert stage.counts["skipped/longer than max_length"] == stage.counts["source/0/skipped"] == 2
     assert not [name for name in stage.counts if name.startswith(("source/0/skipped/", "source/0/skipped_tokens"))]
 
 
-def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_too_long_items_raise_an_error_instead_of_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.stages.packing.piece_maker.max_empty_samples", lambda population: 300)
     stage = packer([11] * 400)
     with pytest.raises(sp.EncodeError, match=r"300 items in a row were longer than max_length, the last one with 11"):
         next(stage)
 
 
-def test_how_often_an_item_was_held_back_is_in_the_state() -> None:
+def test_state_counts_how_often_an_item_was_postponed() -> None:
     def decreasing() -> sp.OnlinePacker:
         return packer([1, *[10] * 40], policy="first_fit_decreasing", open_packs=2)
 
@@ -197,7 +197,7 @@ def test_the_state_is_the_refs_and_lengths_of_open_packs() -> None:
     }
 
 
-def test_a_pack_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
+def test_pack_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     stage = packer([4, 6, 3])
     pack = next(stage)
     assert stage.ref == (0, (0, 0, 0), (1, 0, 0))
@@ -247,9 +247,7 @@ class FailingPacks(Packs):
 
 @pytest.mark.parametrize("restore", [False, True])
 @pytest.mark.parametrize(("in_length", "in_pack"), [(0, 3), (3, 0), (2, 2)])
-def test_after_an_error_the_same_is_tried_again_and_nothing_is_lost(
-    in_length: int, in_pack: int, restore: bool
-) -> None:
+def test_step_is_retried_after_an_error_and_nothing_is_lost(in_length: int, in_pack: int, restore: bool) -> None:
     lengths = [6, 7, 8, 3, 2, 10, 1]
     expected = list(packer(lengths))
     encoder = FailingPacks(in_length, in_pack)
@@ -276,24 +274,24 @@ def test_lengths_of_any_integer_kind_are_saved_as_plain_integers(kind: Any) -> N
 
 
 @pytest.mark.parametrize(("length", "cause"), [(2.5, TypeError), (-1, ValueError), ("4", TypeError)])
-def test_a_length_that_is_no_count_is_an_error(length: Any, cause: type[Exception]) -> None:
+def test_length_that_is_not_a_count_is_an_error(length: Any, cause: type[Exception]) -> None:
     with pytest.raises(sp.EncodeError, match=r"Packs\.length failed") as caught:
         next(packer([length]))
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_an_item_of_length_zero_is_an_error_for_no_pack_would_be_full_of_them() -> None:
+def test_item_of_length_0_is_an_error() -> None:
     with pytest.raises(sp.EncodeError, match="an item has at least 1"):
         list(packer([3, 0]))
 
 
 @pytest.mark.parametrize("wrong", [{"max_length": 0}, {"open_packs": 0}, {"policy": "worst_fit"}])
-def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_settings_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="OnlinePacker"):
         packer([1], **wrong)
 
 
-def test_without_an_encoder_upstream_one_must_be_given() -> None:
+def test_packer_without_an_upstream_encoder_needs_one() -> None:
     with pytest.raises(ValueError, match="Add one, or pass encoder="):
         sp.OnlinePacker(Items([1]), max_length=10)
 
@@ -348,7 +346,7 @@ def cutting(lengths: list[int], **how: Any) -> sp.OnlinePacker:
 
 @few(70)
 @given(st.lists(st.integers(1, 40), max_size=50), HOW, st.sets(st.integers(0, 30), max_size=6))
-def test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut(
+def test_tokens_in_equal_tokens_out_and_counted_after_any_interruption(
     lengths: list[int], how: dict[str, Any], cuts: set[int]
 ) -> None:
     expected = list(cutting(lengths, **how))
@@ -379,7 +377,7 @@ def test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut(
         assert counts["skipped_tokens"] or counts["truncated_tokens"] or sum(n for _, n in starts) == length
 
 
-def test_what_is_too_long_is_skipped_truncated_or_split() -> None:
+def test_too_long_item_is_skipped_truncated_or_split() -> None:
     assert list(cutting([25, 3], too_long="skip")) == [[(1, 3)]]
     assert list(cutting([25, 3], too_long="truncate")) == [[(0, 10, 0)], [(1, 3)]]
     assert list(cutting([25, 3], too_long="split")) == [[(0, 10, 0)], [(0, 10, 10)], [(0, 5, 20), (1, 3)]]
@@ -389,7 +387,7 @@ def test_what_is_too_long_is_skipped_truncated_or_split() -> None:
     assert (stage.counts["truncated"], stage.counts["truncated_tokens"]) == (1, 15)
 
 
-def test_a_pack_has_room_for_so_many_images() -> None:
+def test_pack_has_at_most_max_images() -> None:
     assert list(cutting([3, 3, 3, 1], max_images=2)) == [[(0, 3), (1, 3), (3, 1)], [(2, 3)]]
     stage = cutting([9, 1], max_images=2)
     assert list(stage) == [[(1, 1)]]
@@ -410,7 +408,7 @@ def test_the_ref_of_a_pack_says_which_part_of_an_item_it_has() -> None:
     assert {ref: stage.fetch(ref) for ref in packs} == packs
 
 
-def test_after_a_restore_an_item_of_which_several_pieces_are_held_is_read_once() -> None:
+def test_after_a_restore_an_item_with_several_buffered_pieces_is_read_once() -> None:
     after = cutting([10, 5, 9], policy="sequential")
     pack = [[((2, 0, 0), 4, 0, 0, 9)]]
     after.restore_state({"packs": pack, "count": 7, "taken": (2, 0, 0), "taken_part": (4, 9), "source": {"next": 3}})
@@ -419,7 +417,7 @@ def test_after_a_restore_an_item_of_which_several_pieces_are_held_is_read_once()
 
 
 @pytest.mark.parametrize("policy", ["best_fit", "sequential"])
-def test_an_encoder_that_changed_in_between_is_noticed(policy: Any) -> None:
+def test_changed_encoder_is_detected(policy: Any) -> None:
     stage = cutting([10, 7, 9], policy=policy)
     next(stage)
     next(stage)
@@ -429,7 +427,7 @@ def test_an_encoder_that_changed_in_between_is_noticed(policy: Any) -> None:
         list(after)
 
 
-def test_a_cut_of_another_length_than_asked_for_is_an_error() -> None:
+def test_cut_of_another_length_than_requested_is_an_error() -> None:
     class Wrong(Spans):
         def cut(self, item: Any, start: int, stop: int) -> Any:
             return (item[0], stop - start - 1, start)
@@ -438,7 +436,7 @@ def test_a_cut_of_another_length_than_asked_for_is_an_error() -> None:
         next(packer([11], encoder=Wrong(), too_long="split"))
 
 
-def test_items_beyond_the_budget_of_the_process_are_made_again() -> None:
+def test_items_beyond_the_process_budget_are_rebuilt() -> None:
     lengths = [6, 7, 8, 3, 2, 10, 1]
     stage, poor = packer(lengths), packer(lengths, max_buffer_bytes=0)
     first = next(stage)
@@ -451,7 +449,7 @@ def test_items_beyond_the_budget_of_the_process_are_made_again() -> None:
     assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
 
 
-def test_lanes_of_a_process_share_the_budget() -> None:
+def test_lanes_of_a_process_share_one_budget() -> None:
     shared: dict[Any, Any] = {}
     stages = []
     for _ in range(2):

@@ -63,7 +63,7 @@ def laid_out(
 
 @few(50)
 @given(SIZES, st.integers(12, 30), st.integers(3, 6), st.integers(1, 5), st.sampled_from(POLICIES))
-def test_every_piece_is_in_one_pack_and_no_pack_is_over_either_budget(
+def test_every_piece_is_in_one_pack_and_no_pack_exceeds_a_limit(
     sizes: list[tuple[int, int]], max_length: int, max_images: int, open_packs: int, policy: Policy
 ) -> None:
     bounds = {"max_length": max_length, "max_images": max_images, "open_packs": open_packs}
@@ -83,7 +83,7 @@ def test_every_piece_is_in_one_pack_and_no_pack_is_over_either_budget(
         assert policy == "sequential" or len(starts) == 1
 
 
-def test_first_fit_decreasing_lays_the_longest_out_first_and_keeps_the_last_pack() -> None:
+def test_first_fit_decreasing_packs_the_longest_first_and_leaves_the_last_pack_open() -> None:
     packing = make_packing("first_fit_decreasing", max_length=10, max_images=0, open_packs=2, key=1)
     for number, length in enumerate([3, 8, 2, 6, 4, 5, 5]):  # 33 of 30 are enough
         assert packing.due() is None or number == 6
@@ -121,7 +121,7 @@ def with_cost(pieces: list[tuple[int, int]], policy: Policy, *, max_cost: int, m
 
 @few(50)
 @given(SIZES, st.integers(4, 200), st.sampled_from(POLICIES))
-def test_no_pack_costs_more_than_it_may_unless_it_is_of_a_single_piece(
+def test_no_pack_exceeds_max_cost_unless_it_has_a_single_piece(
     sizes: list[tuple[int, int]], max_cost: int, policy: Policy
 ) -> None:
     packs = with_cost(sizes, policy, max_cost=max_cost)
@@ -149,7 +149,7 @@ def test_a_pack_closes_at_its_cost_or_its_length(policy: Policy, expected: list[
     assert [[piece.length for piece in pack.pieces] for pack in found] == expected
 
 
-def test_of_too_many_open_packs_the_one_whose_cost_is_nearly_reached_is_given_though_short() -> None:
+def test_too_many_open_packs_yield_the_one_nearest_to_its_max_cost() -> None:
     bounds = {"max_length": 100, "max_images": 0, "open_packs": 2, "max_cost": 1000}
     packing = make_packing("best_fit", key=1, costing=Costing("OnlinePacker", cost), **bounds)
     for number, length in enumerate([31, 20, 20, 28]):
@@ -166,7 +166,7 @@ ROUNDS = 5  # the round in which a piece is given at the latest
 
 
 @pytest.mark.parametrize("policy", ["first_fit", "best_fit", "first_fit_decreasing"])
-def test_one_short_but_dear_piece_closes_no_other_pack(policy: Policy) -> None:
+def test_short_expensive_piece_closes_no_other_pack(policy: Policy) -> None:
     pieces = [(5, 0)] * 40
     plain = with_cost(pieces, policy, max_cost=60)
     dear = with_cost([*pieces[:10], (1, 10_000), *pieces[10:]], policy, max_cost=60)
@@ -195,7 +195,7 @@ def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]
     st.sampled_from([0, 100]),
     st.sampled_from([0, 3]),
 )
-def test_first_fit_decreasing_gives_each_piece_soon(
+def test_first_fit_decreasing_yields_each_piece_soon(
     sizes: list[tuple[int, int, int]], open_packs: int, max_cost: int, max_images: int
 ) -> None:
     def packing() -> Packing:
@@ -214,14 +214,14 @@ def test_first_fit_decreasing_gives_each_piece_soon(
         assert come <= ROUNDS * 3 * (open_packs + 2)
 
 
-def test_a_piece_that_fits_beside_no_other_is_given_after_five_rounds() -> None:
+def test_piece_that_fits_with_no_other_is_yielded_after_five_rounds() -> None:
     sizes = [(1, 0), *[(12, 0)] * 40]
     packing = make_packing("first_fit_decreasing", key=1, max_length=12, max_images=0, open_packs=2)
     assert given_after(sizes, packing, [0] * 41)[0] == 1 + 5 * 3
 
 
 @pytest.mark.parametrize("bounds", [{"max_images": 8, "max_cost": 0}, {"max_images": 0, "max_cost": 4096 * 2048}])
-def test_packs_are_full_by_whichever_bound_is_reached_first(bounds: dict[str, int]) -> None:
+def test_packs_are_full_at_the_first_limit_reached(bounds: dict[str, int]) -> None:
     draws = np.random.default_rng(1)
     lengths = np.minimum(draws.lognormal(5, 1, 8000) + 1, 4096).astype(int).tolist()
     images = draws.poisson(1, 8000).tolist()
@@ -272,7 +272,7 @@ def numbers(stage: custom.Stage) -> list[list[int]]:
     return [[number for number, _ in pack] for pack in stage]
 
 
-def test_the_packs_are_the_groups_of_held_items_in_the_functions_order() -> None:
+def test_packs_are_the_functions_groups_of_buffered_items_in_its_order() -> None:
     asked = []
 
     def reversed_pairs(lengths: list[int]) -> list[list[int]]:
@@ -287,9 +287,7 @@ def test_the_packs_are_the_groups_of_held_items_in_the_functions_order() -> None
 
 @few(30)
 @given(LENGTHS, st.integers(1, 4), st.sets(st.integers(0, 30), max_size=6), st.sampled_from([longest_first, UpTo(10)]))
-def test_restored_after_any_packs_the_rest_is_the_same(
-    lengths: list[int], open_packs: int, cuts: set[int], policy: Any
-) -> None:
+def test_resume_after_any_pack_is_exact(lengths: list[int], open_packs: int, cuts: set[int], policy: Any) -> None:
     expected = list(packer(lengths, policy=policy, open_packs=open_packs))
     stage, packs = packer(lengths, policy=policy, open_packs=open_packs), []
     for step in range(len(expected)):
@@ -327,7 +325,7 @@ def test_packs_by_a_function_resume_exactly(make_shards: Any) -> None:
         ([[0, 1, 2]], r"group 0 has length 12, more than max_length=10: \[0, 1, 2\]"),
     ],
 )
-def test_groups_that_are_no_packs_are_refused(groups: Sequence[Sequence[int]], what: str) -> None:
+def test_groups_that_are_not_packs_are_rejected(groups: Sequence[Sequence[int]], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         check_groups(groups, [5, 4, 3], 10)
 
@@ -354,7 +352,7 @@ class Turning(UpTo):
         (Turning(), "it returned other groups"),
     ],
 )
-def test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost(policy: Any, what: str) -> None:
+def test_wrong_result_raises_each_time_and_nothing_is_lost(policy: Any, what: str) -> None:
     stage = packer([5, 5], policy=policy, open_packs=1)
     for _ in range(2):
         with pytest.raises(sp.EncodeError, match=what):
@@ -381,6 +379,6 @@ def test_the_fingerprint_has_the_functions_name_and_settings() -> None:
         ({"policy": "worst_fit"}, "policy must be one of"),
     ],
 )
-def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
+def test_wrong_settings_are_rejected(how: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         packer([1], **how)

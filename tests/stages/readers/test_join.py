@@ -68,7 +68,7 @@ def reader(data: Path, lane: sp.Lane | None = None, **how: Any) -> sp.TarShardRe
     return sp.TarShardReader(data / "shards", lane or sp.Lane(), shuffle=False, epochs=1, **how)
 
 
-def test_joined_parts_stand_behind_the_name_of_their_store(data: Path) -> None:
+def test_joined_parts_are_prefixed_with_the_name_of_their_store(data: Path) -> None:
     samples = custom.Join(reader(data), {"more": data / "more", "captions": [data / "captions"]}, missing="skip")
     sample = next(samples)
     assert (sample.key, sample.ref.index) == ("s000001", 1)
@@ -111,7 +111,7 @@ def test_rows_of_a_table_are_found_by_the_column_of_their_keys(data: Path, tmp_p
         next(custom.Join(sp.TarShardReader(data / "shards", sp.Lane()), {"new": tmp_path / name}))
 
 
-def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
+def test_columns_and_key_need_files_that_have_them(data: Path) -> None:
     with pytest.raises(
         ValueError, match=r"key= does not apply to .* files, only to arrow, csv, json, jsonl, litdata and 2 more"
     ):
@@ -120,14 +120,14 @@ def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
         sp.open_dataset(data / "captions", columns=["name"])
 
 
-def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:
+def test_sample_without_a_match_is_dropped_and_counted(data: Path) -> None:
     samples = custom.Join(reader(data), {"captions": data / "captions"})
     assert [sample.json()["id"] for sample in samples] == [i for i in range(60) if i % 4]
     assert samples.counts == {"skipped/no such key in captions": 15, "source/0/skipped": 15}
 
 
 @pytest.mark.parametrize("missing", ["skip", "empty"])
-def test_a_buffer_after_it_gives_each_sample_once_under_its_own_ref(data: Path, missing: Any) -> None:
+def test_buffer_after_a_join_yields_each_sample_once_under_its_ref(data: Path, missing: Any) -> None:
     samples = sp.ShuffleBuffer(custom.Join(reader(data), {"captions": data / "captions"}, missing=missing), size=7)
     found = [(samples.ref[0], sample.json()["id"], sample.get("captions.txt")) for sample in samples]
     assert [ref for ref, _, _ in found] == [number for _, number, _ in found]
@@ -136,7 +136,7 @@ def test_a_buffer_after_it_gives_each_sample_once_under_its_own_ref(data: Path, 
     assert all(text == (f"caption of s{number:06d}".encode() if number % 4 else None) for number, _, text in found)
 
 
-def test_or_it_has_no_such_parts(data: Path) -> None:
+def test_sample_without_a_match_can_stay_without_the_parts(data: Path) -> None:
     samples = custom.Join(reader(data), {"captions": data / "captions"}, missing="empty")
     found = list(samples)
     assert len(found) == samples.count_of(0, 0) == 60
@@ -148,7 +148,7 @@ def test_or_it_has_no_such_parts(data: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: int) -> None:
+def test_samples_without_the_joined_parts_are_counted(data: Path, workers: int) -> None:
     def captioned(lane: sp.Lane) -> custom.Stage:
         samples = sp.TarShardReader(data / "shards", lane, epochs=1)
         samples = custom.Join(samples, {"captions": data / "captions"}, missing="empty")
@@ -159,7 +159,7 @@ def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: in
         assert loader.stats()["Join/without captions"] == 15
 
 
-def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> None:
+def test_two_samples_with_one_key_are_rejected(data: Path, tmp_path: Path) -> None:
     for shard in range(2):
         write_tar(tmp_path / f"{shard}.tar", [(f"own{shard}.txt", b""), ("s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"has two samples with key 's000001'.*\n.* 0\.tar and 1\.tar") as caught:
@@ -167,7 +167,7 @@ def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> Non
     assert caught.value.reason == "two samples with one key"
 
 
-def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_path: Path, data: Path) -> None:
+def test_own_part_named_like_a_joined_part_is_rejected(tmp_path: Path, data: Path) -> None:
     write_tar(tmp_path / "0.tar", [("s000001.captions.txt", b"its own")])
     sample = next(custom.Join(sp.TarShardReader(tmp_path, sp.Lane()), {"captions": data / "captions"}))
     with pytest.raises(sp.ShardError, match=r"has a part 'captions\.txt', as the joined store has"):
@@ -183,20 +183,20 @@ def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_
         ({"on": "url"}, "on must be one of key"),
     ],
 )
-def test_wrong_settings(data: Path, wrong: dict[str, Any], message: str) -> None:
+def test_wrong_settings_of_a_join_are_rejected(data: Path, wrong: dict[str, Any], message: str) -> None:
     arguments = {"stores": {"captions": data / "captions"}, **wrong}
     with pytest.raises(ValueError, match=f"Join.*{message}"):
         custom.Join(reader(data), **arguments)
 
 
-def test_keys_made_in_another_way_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_another_rule_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.stages.readers.join.max_empty_samples", lambda population: 50)
     write_tar(tmp_path / "0.tar", [("shards/s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"'captions' lacks 50 samples in a row, the last one with key"):
         next(custom.Join(reader(data), {"captions": tmp_path}))
 
 
-def test_the_policy_for_damaged_shards_holds(data: Path, tmp_path: Path) -> None:
+def test_join_applies_the_policy_for_damaged_shards(data: Path, tmp_path: Path) -> None:
     write_numbered_shards(tmp_path, [10, 10])
     sp.open_dataset(tmp_path)  # indexes the shards
     (tmp_path / "0001.tar").write_bytes(b"changed")
@@ -230,14 +230,14 @@ def pipeline(
     "how",
     [{}, {"blend": True, "missing": "empty", "late": True}],
 )
-def test_a_stopped_run_goes_on_exactly(data: Path, how: dict[str, Any]) -> None:
+def test_interrupted_run_resumes_exactly(data: Path, how: dict[str, Any]) -> None:
     assert_exact_resume(
         partial(pipeline, data, **how), seed=2, lanes=LANES, steps=12, world_sizes=(1, 2, 4), chains=1, after=1
     )
 
 
 @pytest.mark.parametrize("blend", [False, True])
-def test_one_is_added_in_the_middle_and_the_order_stays(data: Path, blend: bool) -> None:
+def test_join_added_during_a_run_does_not_change_the_order(data: Path, blend: bool) -> None:
     """With missing="empty" the ids and random numbers are those of the run without it; only the captions are new."""
 
     make = partial(pipeline, data, missing="empty", blend=blend)
@@ -285,9 +285,7 @@ class Needs(sp.TaskEncoder):
 @pytest.mark.parametrize("declares", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("after", ["", "filter", "shuffle", "pack"])
-def test_where_one_that_skips_is_added_what_the_state_holds_is_left_out_too(
-    data: Path, after: str, late: bool, declares: bool
-) -> None:
+def test_added_join_that_skips_also_skips_buffered_samples(data: Path, after: str, late: bool, declares: bool) -> None:
     def items(join: bool) -> Any:
         samples: Any = sp.TarShardReader(data / "shards", sp.Lane(), block_size=3)
         samples = sp.ShuffleBuffer(samples, size=7) if late else samples
@@ -320,7 +318,7 @@ def test_where_one_that_skips_is_added_what_the_state_holds_is_left_out_too(
     assert not counts["without captions"]
 
 
-def test_each_of_two_joins_in_a_row_skips_what_the_state_holds(data: Path) -> None:
+def test_both_of_two_joins_skip_buffered_samples(data: Path) -> None:
     def items(*stores: dict[str, Path]) -> Any:
         samples: Any = sp.ShuffleBuffer(sp.TarShardReader(data / "shards", sp.Lane()), size=7)
         for each in stores:
@@ -334,7 +332,7 @@ def test_each_of_two_joins_in_a_row_skips_what_the_state_holds(data: Path) -> No
     assert all(next(own) % 4 for _ in range(20))
 
 
-def test_another_store_or_another_policy_is_another_run(data: Path, tmp_path: Path) -> None:
+def test_another_store_or_policy_is_a_mismatch(data: Path, tmp_path: Path) -> None:
     with sp.SavableLoader(partial(pipeline, data), seed=4, lanes=LANES) as loader:
         next(loader)
         state = loader.state_dict()
@@ -344,7 +342,7 @@ def test_another_store_or_another_policy_is_another_run(data: Path, tmp_path: Pa
             other.load_state_dict(state)
 
 
-def test_a_slice_or_what_has_a_transform_is_refused(data: Path) -> None:
+def test_slice_or_transformed_dataset_is_rejected(data: Path) -> None:
     whole = sp.open_dataset(data / "captions")
     for part in (whole[:10], sp.open_dataset(data / "captions", transform=sp.Sample.decoded)):
         with pytest.raises(ValueError, match=r"'captions' is a slice or has a transform. Pass sp.open_dataset"):
@@ -352,7 +350,7 @@ def test_a_slice_or_what_has_a_transform_is_refused(data: Path) -> None:
     assert len(list(custom.Join(reader(data), {"captions": whole[:]}))) == 45
 
 
-def test_an_array_in_a_store_is_read_as_one(tmp_path: Path, data: Path) -> None:
+def test_array_in_a_store_is_read_as_an_array(tmp_path: Path, data: Path) -> None:
     file = io.BytesIO()
     np.save(file, np.arange(4))
     write_tar(tmp_path / "0.tar", [("s000001.npy", file.getvalue()), ("s000001.json", json.dumps([1]).encode())])

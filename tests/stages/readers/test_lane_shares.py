@@ -60,7 +60,7 @@ def selects(sizes: list[int], how: dict[str, Any]) -> bool:
 
 @few(12)
 @given(grown(), st.integers(1, 7), HOW, st.data())
-def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
+def test_growing_endless_run_reads_each_epoch_like_a_run_on_its_shards(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], draws: st.DataObject
 ) -> None:
     sizes, pairs = data
@@ -83,7 +83,7 @@ def test_an_endless_run_reads_each_epoch_as_a_run_on_its_shards_alone(
 
 @few(20)
 @given(grown(), st.integers(1, 7), HOW, st.integers(0, 6), st.integers(1, 5))
-def test_a_finite_pass_is_one_on_its_shards_alone(
+def test_growing_finite_epoch_equals_one_on_its_shards(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], epoch: int, rows: int
 ) -> None:
     sizes, pairs = data
@@ -102,7 +102,7 @@ def test_a_finite_pass_is_one_on_its_shards_alone(
 
 @few(20)
 @given(grown(), st.integers(1, 7), HOW, st.booleans(), st.integers(1, 3), st.integers(0, 2))
-def test_the_lanes_of_a_pass_of_several_epochs_have_each_sample_of_its_shards_once(
+def test_lanes_of_several_epochs_read_each_sample_once_per_epoch(
     data: tuple[list[int], list[tuple[int, int]]],
     lanes: int,
     how: dict[str, Any],
@@ -123,7 +123,7 @@ def test_the_lanes_of_a_pass_of_several_epochs_have_each_sample_of_its_shards_on
     assert [made[0].count_of(lane, number) for lane in range(lanes)] == [len(refs) for refs in given]
 
 
-def test_file_order_goes_on_with_the_lane_after_the_last_one_of_the_epoch_before() -> None:
+def test_file_order_continues_at_the_lane_after_the_previous_epochs_last() -> None:
     """Blocks 0 to 3 of epoch 0, of one shard, then 0 to 5 of epoch 1, of two: dealt to three lanes in turn."""
     how = {"shuffle": False, "block_size": 2, "epochs": 2}
     given = [drained(reader([8, 4], lane, 3, {"": [(0, 1), (1, 2)]}, **how)) for lane in range(3)]
@@ -142,14 +142,14 @@ def test_file_order_goes_on_with_the_lane_after_the_last_one_of_the_epoch_before
         [(0, 1), (2, 3)],  # the first shard is empty
     ],
 )
-def test_pairs_that_do_not_fit_the_dataset_are_refused(pairs: list[tuple[int, int]]) -> None:
+def test_pairs_that_do_not_fit_the_dataset_are_rejected(pairs: list[tuple[int, int]]) -> None:
     with pytest.raises(
         sp.CheckpointMismatchError, match=r"numbers: (the state is of another dataset|the first 1 shards)"
     ):
         GrowingSamples(NumberDataset([0, 5, 5]), None, pairs)  # type: ignore[arg-type]
 
 
-def test_a_part_of_an_epoch_is_that_part_of_the_shards_it_has() -> None:
+def test_fraction_of_an_epoch_applies_to_its_shards() -> None:
     """Half an epoch: of one shard of 12 samples 6, later of two shards 10."""
     growth = {"": [(0, 1), (2, 2)]}
     for epoch, count in [(0, 6), (1, 6), (2, 10)]:
@@ -158,7 +158,7 @@ def test_a_part_of_an_epoch_is_that_part_of_the_shards_it_has() -> None:
         assert sum(made[0].count_of(lane, epoch) for lane in range(2)) == count
 
 
-def test_what_a_lane_has_begun() -> None:
+def test_lane_counts_the_samples_it_has_started() -> None:
     stage = reader([8], 0, 2, epochs=2)
     assert stage.begun == -1
     stage.take(1)

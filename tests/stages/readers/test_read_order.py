@@ -49,7 +49,7 @@ def test_samples_of_a_block_stay_together() -> None:
 
 @few(40)
 @given(SIZES, st.integers(1, 12))
-def test_a_window_is_as_many_shards_as_asked_for(sizes: list[int], window: int) -> None:
+def test_window_has_the_requested_number_of_shards(sizes: list[int], window: int) -> None:
     shards = len(sizes)
     order = shuffled(sizes, block_size=3, window=window)
     windows = 1 if shards < 2 * window else -(-shards // window)
@@ -77,7 +77,7 @@ def test_spans_cover_an_epoch_and_differ_by_one_at_most(count: int, lanes: int, 
 
 
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 60))
-def test_batches_are_dealt_over_the_lanes_one_by_one(count: int, rows: int, lanes: int) -> None:
+def test_batches_are_dealt_to_the_lanes_in_turn(count: int, rows: int, lanes: int) -> None:
     spans = [batches_span(count, rows, place, lanes) for place in range(lanes)]
     assert spans[0][0] == 0 and spans[-1][1] == count
     assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
@@ -88,7 +88,7 @@ def test_batches_are_dealt_over_the_lanes_one_by_one(count: int, rows: int, lane
     assert short == ([(batches - 1) % lanes] if count % rows else [])
 
 
-def test_every_lane_of_a_tiny_dataset_gets_something_within_as_many_epochs_as_lanes() -> None:
+def test_every_lane_of_a_tiny_dataset_gets_samples_within_as_many_epochs_as_lanes() -> None:
     for lane in range(40):
         spans = [lane_span(3, lane, 40, epoch) for epoch in range(7, 47)]
         assert any(begin < end for begin, end in spans)
@@ -122,9 +122,7 @@ ROW = 1000  # bytes
     block=st.integers(1, 9),
     window=st.integers(1, 4),
 )
-def test_the_lanes_get_each_sample_once_whatever_is_asked_for_at_a_time(
-    sizes: list[int], lanes: int, block: int, window: int
-) -> None:
+def test_lanes_get_each_sample_once_for_any_chunk_size(sizes: list[int], lanes: int, block: int, window: int) -> None:
     count = sum(sizes)
     inner = EpochOrder(np.cumsum([0, *sizes]), seed=1, source=2, epoch=3, block_size=block, window=window)
     spans = [lane_span(count, lane, lanes, 0) for lane in range(lanes)]
@@ -164,7 +162,7 @@ def read_in_turns(folder: Path, *, lanes: int, buffer: int, **settings: Any) -> 
     return ids, store.blocks.decoded / groups
 
 
-def test_each_row_group_is_decoded_about_once_an_epoch_although_a_fraction_fits(tmp_path: Path) -> None:
+def test_each_row_group_is_decoded_about_once_per_epoch_with_a_small_cache(tmp_path: Path) -> None:
     write(tmp_path)
     fits = 8 * 64 * (ROW + 30)  # of 24 row groups
     for how in ({}, {"subset": 0.5}):
@@ -175,9 +173,7 @@ def test_each_row_group_is_decoded_about_once_an_epoch_although_a_fraction_fits(
     assert decoded > 5  # in the order of tars, as many groups are open as there are lanes
 
 
-def test_row_groups_too_large_to_be_mixed_are_a_warning_with_the_size_to_write(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_large_row_groups_warn_with_a_better_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path)
     with caplog.at_level(logging.WARNING):
         custom.ParquetReader(tmp_path, sp.Lane(), cache_bytes=4 * 70 * (ROW + 30))

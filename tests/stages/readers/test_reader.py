@@ -46,7 +46,7 @@ def test_the_lanes_of_an_epoch_have_every_sample_once(
 
 @few(25)
 @given(SIZES, st.integers(1, 8), SETTINGS, st.lists(st.integers(1, 50), min_size=1), st.data())
-def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restore(
+def test_refs_do_not_depend_on_chunk_size_or_restore(
     sizes: list[int], lanes: int, how: dict[str, Any], chunks: list[int], data: st.DataObject
 ) -> None:
     make = readers(sizes, lanes=lanes, **how)
@@ -70,7 +70,7 @@ def test_unshuffled_lanes_read_blocks_of_file_order_in_turn() -> None:
     assert drained(make(1)) == [(i, epoch) for epoch in (0, 1) for i in (2, 3, 6, 7, 10)]
 
 
-def test_epochs_none_never_ends_and_a_number_ends() -> None:
+def test_reader_is_endless_without_epochs_and_finite_with_epochs() -> None:
     assert {epoch for _, epoch in first(readers([5])(0), 5000)} == set(range(1000))
     assert readers([5])(0).info.endless
     finite = readers([5], epochs=3)(0)
@@ -89,7 +89,7 @@ def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None
     assert by_epoch == [(epoch, index) for epoch in range(9) for index in (0, 1)]
 
 
-def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
+def test_next_run_over_the_data_starts_with_the_next_epoch() -> None:
     shared: dict[Any, Any] = {known("numbers"): NumberDataset([5])}
     second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, worker=WorkerContext(shared=shared)), epochs=2)
     refs = drained(second)
@@ -110,7 +110,7 @@ def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window
         assert len(set(refs[start : start + within])) <= 2 * window
 
 
-def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times() -> None:
+def test_upcoming_refs_are_announced_once_also_in_batches() -> None:
     """It wants to be told 30 refs ahead, then only what is taken, in chunks of 2,048, then again."""
     told: list[int] = []
     dataset = NumberDataset([5000])
@@ -129,7 +129,7 @@ def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times
     assert told == list(range(400, 460))
 
 
-def test_by_hand_it_gives_samples(make_shards: Any) -> None:
+def test_next_on_the_stage_returns_samples(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3, 2])), sp.Lane(), shuffle=False, epochs=1)
     samples = list(reader)
     assert [sample.json()["id"] for sample in samples] == [0, 1, 2, 3, 4]
@@ -138,7 +138,7 @@ def test_by_hand_it_gives_samples(make_shards: Any) -> None:
     assert (reader.info.population, reader.info.depth, reader.info.encoder) == (5, 0, None)
 
 
-def test_two_readers_over_lists_that_are_made_anew_do_not_get_each_others_shards(make_shards: Any) -> None:
+def test_readers_of_new_equal_lists_do_not_mix_up_shards(make_shards: Any) -> None:
     folders = [make_shards([2], "one"), make_shards([3], "two")]
     lane = sp.Lane()
     counts = [sp.TarShardReader((folder / name for name in ["0000.tar"]), lane).population for folder in folders]
@@ -154,9 +154,7 @@ def test_shards_are_indexed_once_for_all_lanes_of_a_process(make_shards: Any) ->
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (4, 2), (7, 3)])
-def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
-    shuffle: bool, lanes: int, rows: int
-) -> None:
+def test_fraction_of_an_epoch_is_the_start_of_its_order_over_all_lanes(shuffle: bool, lanes: int, rows: int) -> None:
     def given(epochs: float, in_pass: int = 0) -> tuple[Counter[tuple[int, int]], int | None]:
         make = readers([30, 10], lanes=lanes, shuffle=shuffle, epochs=epochs)
         found: Counter[tuple[int, int]] = Counter()
@@ -180,7 +178,7 @@ def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
     assert given(2.0)[0] == given(2)[0]
 
 
-def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
+def test_dataset_without_samples_is_an_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("README", b"")])
     with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
         sp.TarShardReader(tmp_path, sp.Lane())
@@ -211,7 +209,7 @@ def test_settings_name_what_changes_the_order(make_shards: Any) -> None:
     assert [(name, samples) for name, samples, _ in settings["shards"]] == [("0000.tar", 2), ("0001.tar", 1)]
 
 
-def test_an_epoch_of_a_billion_samples_begins_at_once_anywhere() -> None:
+def test_epoch_of_a_billion_samples_starts_instantly_at_any_position() -> None:
     make = readers([10**6] * 1000, lanes=3)
     reader = make(1)
     reader.restore_state({"epoch": 5, "position": 333_000_000, "lane": {}})
@@ -236,19 +234,19 @@ def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **setti
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_the_shares_of_a_finite_pass_are_whole_batches(shuffle: bool) -> None:
+def test_spans_of_a_finite_epoch_are_whole_batches(shuffle: bool) -> None:
     assert batch_sizes(480, 12, 8, shuffle=shuffle) == [[8] * 5] * 12
     assert batch_sizes(500, 12, 8, shuffle=shuffle)[:3] == [[8] * 6, [8] * 6, [8] * 5 + [4]]
     assert batch_sizes(400, 96, 8, pad=True, shuffle=shuffle) == [[8]] * 50 + [[]] * 46
 
 
-def test_a_share_of_less_than_a_batch_is_a_smaller_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_span_smaller_than_a_batch_is_a_smaller_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert batch_sizes(480, 96, 8) == [[5]] * 96
     assert "480 samples are 60 batches of 8, too few for 96 lanes" in caplog.text
     assert "begin with lanes=60 or fewer" in caplog.text
 
 
-def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
+def test_epochs_in_file_order_are_equal_and_slots_follow_file_order() -> None:
     def slots(lanes: int, epoch: int) -> list[list[int]]:
         lists = []
         for number in range(lanes):
@@ -270,7 +268,7 @@ def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
     assert [index for batch in slots(4, 0)[:6] for index in batch] == list(range(18))
 
 
-def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> None:
+def test_spans_of_an_epoch_stay_when_the_batch_size_changes() -> None:
     make = readers([100], lanes=4, epochs=1)
     given, states = [], []
     for number in range(4):
@@ -286,7 +284,7 @@ def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> 
     assert sorted(given) == list(range(100))
 
 
-def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
+def test_remainders_of_many_sources_go_to_different_lanes() -> None:
     sizes = []
     for number in range(10):
         shared: dict[Any, Any] = {known("numbers"): NumberDataset([25])}
@@ -306,7 +304,7 @@ def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
         (0.1, r"epochs=0\.1 of 2 samples is less than one sample"),
     ],
 )
-def test_an_error_about_epochs_names_the_reader_that_is_meant(tmp_path: Path, epochs: float, fault: str) -> None:
+def test_error_about_epochs_names_its_reader(tmp_path: Path, epochs: float, fault: str) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     with pytest.raises(ValueError, match=f"^JsonlReader: {fault}"):
         custom.JsonlReader(tmp_path, sp.Lane(), epochs=epochs)
@@ -315,7 +313,7 @@ def test_an_error_about_epochs_names_the_reader_that_is_meant(tmp_path: Path, ep
 @pytest.mark.parametrize(
     "reader", [sp.TarShardReader, custom.ParquetReader, custom.ArrowReader, custom.JsonlReader, custom.TokenReader]
 )
-def test_every_reader_shows_and_takes_the_settings_of_all_with_their_defaults(reader: Any, tmp_path: Path) -> None:
+def test_every_reader_has_the_common_settings_with_their_defaults(reader: Any, tmp_path: Path) -> None:
     usual, shown = (inspect.signature(each).parameters for each in (custom.RecordReader, reader))
     common = [name for name in usual if name not in ("store", "lane")]
     assert common == list(ReaderSettings.__annotations__)
@@ -326,7 +324,7 @@ def test_every_reader_shows_and_takes_the_settings_of_all_with_their_defaults(re
         reader(tmp_path, sp.Lane(), window=0)
 
 
-def test_a_reader_of_a_users_own_shows_what_it_says_itself() -> None:
+def test_users_reader_shows_its_own_settings() -> None:
     class Mine(sp.TarShardReader):
         def __init__(self, lane: sp.Lane, **more: Any) -> None:
             super().__init__("mine/", lane, **more)
@@ -334,7 +332,7 @@ def test_a_reader_of_a_users_own_shows_what_it_says_itself() -> None:
     assert list(inspect.signature(Mine).parameters) == ["lane", "more"]
 
 
-def test_a_reader_without_a_lane_or_of_other_files_says_what_to_write(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_reader_without_a_lane_or_for_other_files_says_what_to_write(make_shards: MakeShards, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"needs a lane after 'x', not None. Use sp\.read\('x'\)"):
         sp.TarShardReader("x")  # type: ignore[call-arg]
     (tmp_path / "chat.jsonl").write_text('{"a": 1}\n')
@@ -394,5 +392,5 @@ def test_the_same_shards_in_any_format_have_the_same_subset(tmp_path: Path, subs
         ("all", (), "all"),
     ],
 )
-def test_an_ending_is_that_of_the_format(name: str, endings: tuple[str, ...], expected: str) -> None:
+def test_extension_belongs_to_the_format(name: str, endings: tuple[str, ...], expected: str) -> None:
     assert without_ending(name, endings) == expected

@@ -21,13 +21,13 @@ def test_a_second_is_a_hundred_frames_and_25_tokens(samples: int, frames: int, t
     assert seen.fields["audio_mels"].shape == (frames, 128)
 
 
-def test_features_are_those_of_the_sound_with_silence_behind_it() -> None:
+def test_features_equal_those_of_the_audio_padded_with_silence() -> None:
     audio = ToneAudio(16000)  # the last window reaches beyond
     mels = AudioTokens(300, bins=80).tokenize(audio).fields["audio_mels"]
     assert torch.equal(mels.T, torch.from_numpy(log_mel(audio.tone[0], bins=80, frames=500))[:, :100])
 
 
-def test_a_sound_too_short_for_a_token_and_settings_out_of_range_are_refused() -> None:
+def test_too_short_audio_and_settings_out_of_range_are_rejected() -> None:
     with pytest.raises(ValueError, match="audio of 320 samples at 16000 Hz is too short for a token"):
         AudioTokens(300).tokenize(ToneAudio(320))
     with pytest.raises(ValueError, match="bins, the mel bands, must be at least 1"):

@@ -23,7 +23,7 @@ def shown(messages: list[Message]) -> list[tuple[str, list[Any]]]:
     return [(each.role, [part if isinstance(part, str) else part.width for part in each.parts]) for each in messages]
 
 
-def test_llavas_places_take_the_images_in_order_wherever_they_stand() -> None:
+def test_llava_placeholders_get_the_images_in_order_at_any_position() -> None:
     record = {
         "id": "7",
         "image": ["x/1.jpg", "x/2.jpg"],
@@ -40,7 +40,7 @@ def test_llavas_places_take_the_images_in_order_wherever_they_stand() -> None:
     ]
 
 
-def test_openais_content_is_text_or_parts_with_images_in_order_by_name_or_inside() -> None:
+def test_openai_content_is_text_or_parts_with_images_in_order_by_name_or_inline() -> None:
     url = "data:image/png;base64," + base64.b64encode(plain_png(9, 1)).decode()
     content = [
         {"type": "image"},
@@ -56,7 +56,7 @@ def test_openais_content_is_text_or_parts_with_images_in_order_by_name_or_inside
     assert [each.more for each in messages] == [{}, {"tool_calls": [CALL]}, {"tool_call_id": "1"}]
 
 
-def test_answers_are_those_of_the_assistant_without_weight_0() -> None:
+def test_answers_are_assistant_messages_except_of_weight_0() -> None:
     turns = [("user", {}), ("assistant", {}), ("assistant", {"weight": 0}), ("assistant", {"weight": 1})]
     messages = parse({"messages": [{"role": role, "content": "a", **more} for role, more in turns]})
     assert [each.is_answer for each in messages] == [False, True, False, True]
@@ -107,6 +107,6 @@ def user(*content: Any) -> dict[str, Any]:
         (human("no place"), "image a.png has no place in the text: 0 of 1 have"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_field(record: Any, message: str) -> None:
+def test_error_names_the_wrong_field(record: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(record, a_png=plain_png(2, 1))

@@ -18,7 +18,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 36, 3), d
 
 @settings(deadline=None)
 @given(width=sides, height=sides)
-def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
+def test_native_sizes_equal_qwen2_vls(width: int, height: int) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     assume(max(width, height) <= 200 * min(width, height))
@@ -28,7 +28,7 @@ def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
 
 @settings(deadline=None)
 @given(width=sides, height=sides, tiles=st.sampled_from([(1, 12), (2, 6), (1, 1), (3, 3)]))
-def test_grids_of_tiles_are_those_of_internvl(width: int, height: int, tiles: tuple[int, int]) -> None:
+def test_tile_grids_equal_internvls(width: int, height: int, tiles: tuple[int, int]) -> None:
     from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
     few, many = tiles
@@ -63,7 +63,7 @@ def test_patches_are_the_pixels_row_by_row() -> None:
     assert np.array_equal(patches[18 * 3 + 5].numpy(), pixels[6:8, 10:12].transpose(2, 0, 1))
 
 
-def test_tiles_come_row_by_row_and_after_them_the_whole() -> None:
+def test_tiles_are_in_row_order_followed_by_the_whole_image() -> None:
     shades = [[[10], [20]], [[30], [40]]]
     pixels = np.broadcast_to(np.kron(shades, np.ones((8, 8, 1))), (16, 16, 3)).astype(np.uint8)
     patches, grids = Tiles(patch=4, merge=1, side=8, min_tiles=4, max_tiles=4).cut(Image.fromarray(pixels))
@@ -73,7 +73,7 @@ def test_tiles_come_row_by_row_and_after_them_the_whole() -> None:
     assert of_tiles[4].float().mean() == pytest.approx(25, abs=1)
 
 
-def test_buckets_are_near_one_area_and_an_image_fills_the_one_nearest_to_its_aspect() -> None:
+def test_buckets_have_similar_areas_and_an_image_uses_the_nearest_aspect() -> None:
     buckets = Buckets(patch=2, merge=2, max_pixels=256, min_side=8, max_side=32)
     narrow = [(8, 24), (8, 28), (8, 32), (12, 20)]
     assert buckets.shapes() == [*narrow, (16, 16), (20, 12), (24, 8), (28, 8), (32, 8)]
@@ -100,12 +100,12 @@ def test_buckets_are_near_one_area_and_an_image_fills_the_one_nearest_to_its_asp
         (lambda: NativeSize().size(2010, 10), "2010 × 10 pixels: one side is over 200 times"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+def test_impossible_settings_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_settings_tell_the_three_apart_with_all_their_arguments() -> None:
+def test_settings_distinguish_the_three_classes_and_all_arguments() -> None:
     assert NativeSize(max_pixels=10_000).settings() == {
         "tiles": "NativeSize",
         "patch": 14,

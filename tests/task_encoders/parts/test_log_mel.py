@@ -28,14 +28,14 @@ def as_extracted(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]
 
 @pytest.mark.parametrize("bins", [80, 128])
 @pytest.mark.parametrize("count", [RATE * 2 + 77, RATE * 29 + 15_900, RATE * 31])
-def test_thirty_seconds_are_those_of_whispers_feature_extractor(bins: int, count: int) -> None:
+def test_thirty_seconds_equal_whispers_feature_extractor(bins: int, count: int) -> None:
     made = log_mel(noise(count), bins=bins, frames=3_000)
     assert (made.shape, made.dtype) == ((bins, 3_000), np.float32)
     np.testing.assert_allclose(made, as_extracted(noise(count), bins), atol=2e-4)
 
 
 @pytest.mark.parametrize("bins", [80, 128])
-def test_audio_as_long_as_it_is_has_the_features_of_the_formula(bins: int) -> None:
+def test_unpadded_audio_has_the_features_of_the_formula(bins: int) -> None:
     """That of torchaudio's `MelSpectrogram` with Slaney's scale and norm, as transformers writes it in float64."""
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
@@ -48,7 +48,7 @@ def test_audio_as_long_as_it_is_has_the_features_of_the_formula(bins: int) -> No
     np.testing.assert_allclose(log_mel(samples, bins=bins), expected, atol=2e-6)
 
 
-def test_silence_is_one_value_and_what_follows_as_silence_is_the_least() -> None:
+def test_silence_has_one_value_and_padding_has_the_least() -> None:
     assert np.unique(log_mel(np.zeros(RATE))).tolist() == [-1.5]
     made = log_mel(noise(RATE), frames=200)
     assert np.unique(made[:, 103:]).tolist() == [made.min()]
@@ -61,7 +61,7 @@ def test_a_few_samples_are_a_few_frames(count: int) -> None:
     assert made.shape == (80, frames) and np.isfinite(made).all()
 
 
-def test_no_bit_depends_on_threads_or_on_where_the_samples_lie() -> None:
+def test_features_do_not_depend_on_threads_or_memory_alignment() -> None:
     samples, threads = noise(RATE * 6), torch.get_num_threads()
     made = log_mel(samples)
     try:
@@ -74,6 +74,6 @@ def test_no_bit_depends_on_threads_or_on_where_the_samples_lie() -> None:
 
 
 @pytest.mark.parametrize(("count", "frames"), [(0, None), (159, None), (0, 10), (160, 0)])
-def test_no_frame_is_an_error(count: int, frames: int | None) -> None:
+def test_audio_without_a_frame_is_an_error(count: int, frames: int | None) -> None:
     with pytest.raises(ValueError, match=f"expected at least 160 samples of audio, one frame, found {count}"):
         log_mel(noise(count), frames=frames)

@@ -13,7 +13,7 @@ def shown(positions: torch.Tensor) -> list[str]:
     return [" ".join(map(str, axis)) for axis in positions.T.tolist()]
 
 
-def test_what_follows_begins_behind_the_greatest_position_of_an_image_or_a_video() -> None:
+def test_text_after_media_starts_after_their_greatest_position() -> None:
     made = MRope(tokens_per_second=2).positions([1, Grid(1, 2, 3), 1, Grid(2, 2, 1, interval_s=1.5), 2])
     assert shown(made) == [
         "0 1 1 1 1 1 1 4 5 5 8 8 9 10",
@@ -23,21 +23,21 @@ def test_what_follows_begins_behind_the_greatest_position_of_an_image_or_a_video
     assert made.dtype == torch.int64
 
 
-def test_steps_are_counted_where_their_time_is_not() -> None:
+def test_steps_are_counted_if_time_is_not() -> None:
     grid = Grid(3, 1, 1, interval_s=0.25)
     assert MRope(None).positions([grid])[:, 0].tolist() == [0, 1, 2]
     assert MRope(2).positions([grid])[:, 0].tolist() == [0, 0, 1]  # half a position a step, rounded down
     assert MRope(25).positions([grid])[:, 0].tolist() == [0, 6, 12]
 
 
-def test_padding_counts_on_or_begins_again() -> None:
+def test_padding_positions_count_up_or_restart() -> None:
     positions = MRope().positions([1, Grid(1, 1, 2)])
     assert lengthened(positions, 5)[3:].tolist() == [[3, 3, 3], [4, 4, 4]]
     assert lengthened(positions, 5, begin=0)[3:].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert lengthened(positions, 3) is positions
 
 
-def test_positions_that_do_not_advance_are_refused() -> None:
+def test_positions_that_do_not_advance_are_rejected() -> None:
     with pytest.raises(ValueError, match="tokens_per_second must be above 0, not 0"):
         MRope(0)
 

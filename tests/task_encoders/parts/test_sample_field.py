@@ -29,30 +29,30 @@ RECORD = {"label": 3, "meta": {"names": ["a", "b"]}, "none": None}
         ("info.json[label]", 4),
     ],
 )
-def test_a_name_leads_to_a_value_or_none(name: str, expected: Any) -> None:
+def test_field_name_resolves_to_a_value_or_none(name: str, expected: Any) -> None:
     given = sample({"txt": "hé", "json": RECORD, "info.json": {"label": 4}})
     assert Field(name).read(given) == expected
 
 
-def test_a_step_into_what_has_no_fields_is_named() -> None:
+def test_error_names_the_step_into_a_value_without_fields() -> None:
     with pytest.raises(ValueError, match=r"json\[label\]\[deep\]: \[deep\] expects an object, found int"):
         Field("json[label][deep]").read(sample(json=RECORD))
 
 
-def test_what_is_no_text_is_an_error_where_text_is_asked_for() -> None:
+def test_value_that_is_not_text_is_an_error_if_text_is_required() -> None:
     assert Field("json[meta][names][0]").read_text(sample(json=RECORD)) == "a"
     with pytest.raises(ValueError, match=r"json\[label\]: expected text, found int 3"):
         Field("json[label]").read_text(sample(json=RECORD))
 
 
 @pytest.mark.parametrize("wrong", ["", "json[", "[label]", "json[a]b", "json[]"])
-def test_what_is_no_name_is_refused(wrong: str) -> None:
+def test_invalid_field_name_is_rejected(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"such as json\[caption\]"):
         Field(wrong)
 
 
 @pytest.mark.parametrize("value", [["x"], 5, True, {"a": "b"}])
-def test_a_field_of_a_line_of_json_that_is_no_text_is_not_read_as_its_letters(value: Any, tmp_path: Path) -> None:
+def test_json_value_that_is_not_text_is_not_read_as_letters(value: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         json.dumps({"text": value}) + "\n" + json.dumps({"text": json.dumps(value)}) + "\n"
     )

@@ -34,7 +34,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: type(tiles).__name__)
-def test_tiles_are_as_many_and_as_large_and_show_the_same(tiles: ImageTiles, size: tuple[int, int]) -> None:
+def test_tiles_of_a_scaled_image_have_equal_number_size_and_contents(tiles: ImageTiles, size: tuple[int, int]) -> None:
     given = sample(jpg=jpeg(*size))
     image = Vision(tiles, token=1).image(given, "jpg")
     patches, grids = tiles.cut(image)
@@ -48,7 +48,7 @@ def test_tiles_are_as_many_and_as_large_and_show_the_same(tiles: ImageTiles, siz
         assert torch.equal(patches, exact_patches)
 
 
-def test_an_image_is_decoded_smaller_exactly_where_half_of_it_suffices() -> None:
+def test_image_is_decoded_smaller_exactly_if_half_its_size_suffices() -> None:
     vision = Vision(NativeSize(patch=14, merge=2, max_pixels=112 * 112), token=1)
     decoded = [vision.image(sample(jpg=jpeg(side, side)), "jpg") for side in (223, 224, 447, 448)]
     assert [each.pixels.size if isinstance(each, ScaledImage) else each.size for each in decoded] == [
@@ -59,7 +59,7 @@ def test_an_image_is_decoded_smaller_exactly_where_half_of_it_suffices() -> None
     ]
 
 
-def test_a_box_of_the_full_image_is_that_of_its_pixels_also_where_a_side_is_odd() -> None:
+def test_box_of_the_full_image_maps_to_its_pixels_also_for_odd_sides() -> None:
     given = sample(jpg=jpeg(1001, 701))
     pixels = given.image(at_least=(400, 300))
     image = ScaledImage(1001, 701, pixels)
@@ -79,7 +79,7 @@ class Halves(ImageTiles):
         return [left, right]
 
 
-def test_tiles_of_ones_own_are_given_the_full_image() -> None:
+def test_users_tiles_get_the_full_image() -> None:
     image = Vision(Halves(), token=1).image(sample(jpg=jpeg(500, 400)), "jpg")
     assert isinstance(image, Image.Image) and image.size == (500, 400)
     assert Halves().cut(image)[1].tolist() == [[2, 2], [2, 2]]
@@ -94,20 +94,20 @@ class Gray(NativeSize):
         return super().tiles(image.convert("L").convert("RGB"))
 
 
-def test_a_subclass_whose_own_tiles_know_nothing_of_scaling_is_given_the_full_image() -> None:
+def test_tiles_subclass_without_scaling_gets_the_full_image() -> None:
     small = Gray(max_pixels=56 * 56)
     image = Vision(small, token=1).image(sample(jpg=jpeg(500, 400)), "jpg")
     assert isinstance(image, Image.Image) and image.size == (500, 400)
     assert small.cut(image)[1].tolist() == NativeSize(max_pixels=56 * 56).cut(image)[1].tolist()
 
 
-def test_an_image_that_tiles_refuse_is_decoded_all_the_same() -> None:
+def test_image_rejected_by_tiles_is_still_decoded() -> None:
     """The error is that of the tiles, when they are cut."""
     image = Vision(NativeSize(), token=1).image(sample(jpg=jpeg(2010, 10)), "jpg")
     with pytest.raises(ValueError, match="one side is over 200 times"):
         NativeSize().cut(image)
 
 
-def test_a_wrong_decoding_is_refused() -> None:
+def test_a_wrong_decoding_is_rejected() -> None:
     with pytest.raises(ValueError, match="decode must be 'scaled' or 'exact', not 'fast'"):
         Vision(NativeSize(), token=1, decode="fast")  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def image(crop: SquareCrop, seed: int = 0, **parts: bytes) -> torch.Tensor:
 @pytest.mark.parametrize(
     "full", [(1, 1), (8, 8), (9, 8), (33, 70), (70, 33), (71, 99), (100, 7), (5, 300), (33, 34), (34, 33), (67, 66)]
 )
-def test_a_central_crop_has_the_pixels_of_torchvision(full: tuple[int, int], size: int, decode: Decode) -> None:
+def test_central_crop_equals_torchvisions_pixels(full: tuple[int, int], size: int, decode: Decode) -> None:
     from torchvision.transforms import v2
 
     drawn = noise(*full)
@@ -57,7 +57,7 @@ def test_a_central_crop_has_the_pixels_of_torchvision(full: tuple[int, int], siz
 
 @pytest.mark.parametrize("decode", DECODES)
 @pytest.mark.parametrize("full", [(1, 1), (40, 30), (31, 47), (90, 5), (6, 77), (200, 150)])
-def test_a_random_crop_has_the_pixels_of_torchvision_in_its_box(full: tuple[int, int], decode: Decode) -> None:
+def test_random_crop_equals_torchvisions_pixels_in_its_box(full: tuple[int, int], decode: Decode) -> None:
     from torchvision.transforms.v2 import functional
 
     drawn = noise(*full)
@@ -72,7 +72,7 @@ def test_a_random_crop_has_the_pixels_of_torchvision_in_its_box(full: tuple[int,
     assert {*mirrored} == {True, False}
 
 
-def test_boxes_are_within_the_image_of_the_shares_and_aspects_asked_for_and_anywhere() -> None:
+def test_boxes_are_anywhere_in_the_image_with_requested_scale_and_aspect() -> None:
     boxes = np.array([random_box((400, 300), (0.2, 0.6), sp.Rng(seed)) for seed in range(3000)])
     left, upper, right, lower = boxes.T
     assert left.min() == 0 and upper.min() == 0 and right.max() == 400 and lower.max() == 300
@@ -88,7 +88,7 @@ def test_boxes_are_within_the_image_of_the_shares_and_aspects_asked_for_and_anyw
 
 
 @pytest.mark.parametrize("full", [(1000, 10), (10, 1000), (401, 300), (300, 401), (1, 1), (1, 2)])
-def test_where_no_box_fits_it_is_the_central_one_of_torchvision(full: tuple[int, int]) -> None:
+def test_without_a_fitting_box_the_crop_is_torchvisions_central_one(full: tuple[int, int]) -> None:
     from torchvision.transforms import v2
 
     transform = v2.RandomResizedCrop(8, scale=(2.0, 2.0))
@@ -108,7 +108,7 @@ def test_where_no_box_fits_it_is_the_central_one_of_torchvision(full: tuple[int,
         ((1400, 1100), True, True),
     ],
 )
-def test_a_jpeg_is_decoded_smaller_only_where_the_crop_has_fewer_pixels(
+def test_jpeg_is_decoded_smaller_only_if_the_crop_has_fewer_pixels(
     full: tuple[int, int], augment: bool, scaled: bool
 ) -> None:
     file = jpeg(*full)
@@ -146,7 +146,7 @@ def test_settings_are_every_argument() -> None:
 
 
 @pytest.mark.parametrize("augment", [False, True])
-def test_an_image_of_16_bits_is_refused_unless_8_are_asked_for(augment: bool) -> None:
+def test_image_of_16_bits_is_rejected_without_bits_8(augment: bool) -> None:
     values, file = np.full((9, 9), 0x1234, np.uint16), io.BytesIO()
     Image.fromarray(values).save(file, "PNG")
     depth = sample(png=file.getvalue())
@@ -167,6 +167,6 @@ def test_an_image_of_16_bits_is_refused_unless_8_are_asked_for(augment: bool) ->
         ({"flip": 2}, "and 0 ≤ flip="),
     ],
 )
-def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
+def test_wrong_settings_are_rejected(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SquareCrop(**settings)

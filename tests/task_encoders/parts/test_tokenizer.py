@@ -65,7 +65,7 @@ class Numbers:
 
 
 @given(st.text(min_size=1))
-def test_bytes_give_the_text_back(text: str) -> None:
+def test_byte_tokens_decode_to_the_text(text: str) -> None:
     bos, *ids, eos = as_tokenizer(None)(text).tolist()
     assert (bos, eos) == (257, 258)
     assert bytes(ids).decode() == text
@@ -103,7 +103,7 @@ def test_a_hugging_face_tokenizer_works_in_both_encoders() -> None:
         assert item["tokens"].tolist() == expected
 
 
-def test_a_hugging_face_tokenizer_is_known_by_its_vocabulary() -> None:
+def test_hugging_face_tokenizer_is_fingerprinted_by_its_vocabulary() -> None:
     one, same, other = (as_tokenizer(trained(size)).settings()["tokenizer"] for size in (30, 30, 20))
     assert one == same != other
     assert as_tokenizer(Fast(trained())).settings()["tokenizer"] == one
@@ -120,7 +120,7 @@ def test_a_hugging_face_tokenizer_is_known_by_its_vocabulary() -> None:
         (Tokenizer(words, name="words, 2"), "words, 2"),
     ],
 )
-def test_any_other_tokenizer_is_known_by_a_name(tokenizer: Any, name: str) -> None:
+def test_other_tokenizer_is_fingerprinted_by_a_name(tokenizer: Any, name: str) -> None:
     assert as_tokenizer(tokenizer).settings()["tokenizer"] == name
 
 
@@ -161,7 +161,7 @@ def test_tiktoken_reads_special_tokens_in_a_document_as_text_and_in_a_piece_as_t
     assert tokenizer.special_texts() == {"<|endoftext|>"}
 
 
-def test_tiktoken_is_known_by_its_ranks_pattern_and_special_tokens() -> None:
+def test_tiktoken_is_fingerprinted_by_ranks_pattern_and_special_tokens() -> None:
     ranks = {bytes([i]): i for i in range(256)}
     others = [{}, {"mergeable_ranks": ranks}, {"pat_str": r"\w+|\W"}, {"special_tokens": {"<|end|>": 999}}]
     assert len({as_tokenizer(encoding(**other)).settings()["tokenizer"] for other in others}) == 4
@@ -180,20 +180,20 @@ class Framing(Numbers):
         return {"1": 1, "2": 2}
 
 
-def test_a_piece_has_nothing_added() -> None:
+def test_piece_gets_no_special_tokens() -> None:
     assert Tokenizer(Framing(), eos=9)("4 5").tolist() == [1, 4, 5, 9]
     assert list(Tokenizer(Framing(), eos=9).piece("4 5")) == [4, 5]
     assert list(BYTES.piece("a")) == [97]
     assert list(as_tokenizer(trained()).piece("")) == []
 
 
-def test_special_tokens_are_known_where_the_tokenizer_tells_them() -> None:
+def test_special_tokens_are_known_if_the_tokenizer_lists_them() -> None:
     assert as_tokenizer(trained()).special_texts() == {"[UNK]", "[EOS]"}
     assert as_tokenizer(fast()).special_texts() == {"<|endoftext|>", "<|im_end|>"}
     assert BYTES.special_texts() == set()
 
 
-def test_a_vocabulary_that_is_all_a_tokenizer_shows_tells_it_apart() -> None:
+def test_tokenizer_with_only_a_vocabulary_is_fingerprinted_by_it() -> None:
     class Other(Framing):
         def get_vocab(self) -> dict[str, int]:
             return {"1": 1, "3": 3}
@@ -202,7 +202,7 @@ def test_a_vocabulary_that_is_all_a_tokenizer_shows_tells_it_apart() -> None:
     assert len(names) == 2
 
 
-def test_sentencepiece_is_known_by_its_model() -> None:
+def test_sentencepiece_is_fingerprinted_by_its_model() -> None:
     class Processor(Numbers):
         def __init__(self, model: bytes) -> None:
             self.model = model
@@ -214,12 +214,12 @@ def test_sentencepiece_is_known_by_its_model() -> None:
     assert names[0] == names[1] != names[2]
 
 
-def test_settings_hold_the_special_ids() -> None:
+def test_settings_include_the_special_ids() -> None:
     assert BYTES.settings() == {"tokenizer": "bytes", "bos": 257, "eos": 258, "pad": 256}
 
 
 @pytest.mark.parametrize("wrong", ["gpt2", 7])
-def test_what_is_no_tokenizer_is_refused_with_what_to_do(wrong: Any) -> None:
+def test_invalid_tokenizer_is_rejected_with_a_fix(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"not a tokenizer: {wrong!r}. Pass a function from str"):
         as_tokenizer(wrong)
 
@@ -230,7 +230,7 @@ def ended(**settings: Any) -> list[int]:
     return list(item["tokens"].tolist())
 
 
-def test_a_tokenizer_that_adds_no_end_of_documents_needs_one_or_a_no() -> None:
+def test_tokenizer_that_adds_no_eos_needs_an_explicit_choice() -> None:
     own = tokenizer("qwen")
     plain = own.encode("A cat.")
     found = r"Pass eos= to the encoder: True \('<\|im_end\|>', which may end turns\), '<\|endoftext\|>', .*False"
@@ -259,7 +259,7 @@ def test_a_tokenizer_that_adds_no_end_of_documents_needs_one_or_a_no() -> None:
     assert LanguageModelingEncoder(words).tokenizer.eos is None  # a function has no special tokens
 
 
-def test_an_end_that_the_post_processor_adds_is_enough_and_is_added_once() -> None:
+def test_eos_of_the_post_processor_is_added_once() -> None:
     own = tokenizer("mistral").backend_tokenizer
     own.post_processor = tokenizers.processors.TemplateProcessing(
         "<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
@@ -271,7 +271,7 @@ def test_an_end_that_the_post_processor_adds_is_enough_and_is_added_once() -> No
         assert made["labels"].tolist()[-3:] == [*own.encode("A cat.").ids[-2:], -100]
 
 
-def test_the_end_is_at_the_true_end_of_a_document_and_not_at_its_cuts() -> None:
+def test_eos_is_only_at_the_end_of_a_document_not_at_cuts() -> None:
     own, text = tokenizer("qwen"), "import os, sys\n" * 9
     encoder = LanguageModelingEncoder(own, eos=True, max_length=10)
     chunks: list[Any] = list(encoder.encode(sample(txt=text), Rng(7)))  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ def test_the_end_is_at_the_true_end_of_a_document_and_not_at_its_cuts() -> None:
 
 
 @pytest.mark.parametrize("change", ["enable_truncation", "enable_padding"])
-def test_a_tokenizer_that_cuts_or_pads_by_itself_is_refused(change: str) -> None:
+def test_tokenizer_that_truncates_or_pads_is_rejected(change: str) -> None:
     own = trained()
     getattr(own, change)(**({"max_length": 3} if change == "enable_truncation" else {"length": 9}))
     with pytest.raises(ValueError, match=r"truncates or pads.*Call its no_truncation\(\) and no_padding\(\) first"):

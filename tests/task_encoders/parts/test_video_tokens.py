@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"patch": 2, "merge": 1, "min_pixels": 16, "max_pixels":
         (1, 30, {}, [0]),
     ],
 )
-def test_frames_are_taken_at_a_rate_in_twos_from_the_begin_of_each_share(
+def test_frames_are_sampled_in_pairs_at_the_start_of_each_interval(
     frames: int, fps: float, settings: dict[str, Any], taken: list[int]
 ) -> None:
     video = plain_video(frames, fps, (8, 4))
@@ -38,13 +38,13 @@ def test_frames_are_taken_at_a_rate_in_twos_from_the_begin_of_each_share(
     assert seen.fields["video_grids"][0, 0] == -(-len(taken) // 2)
 
 
-def test_a_frame_without_another_is_taken_twice() -> None:
+def test_unpaired_frame_is_used_twice() -> None:
     frames = np.array([1, 2, 3], np.uint8)[:, None, None, None].repeat(3, 1)
     patches, grid = VideoTokens(300, patch=1, merge=1).cut(frames)
     assert (patches[:, 0].flatten().tolist(), grid) == ([1, 2, 3, 3], (2, 1, 1))
 
 
-def test_frames_of_a_share_may_be_taken_from_its_middle() -> None:
+def test_frames_may_be_sampled_in_the_middle_of_each_interval() -> None:
     video = plain_video(10, 5, (4, 4))
     vision = Vision(Tiles(patch=2, merge=2, side=4, max_tiles=1), 300)
     list(VideoFrames(tiles=vision.tiles).tokenize(video, vision))
@@ -61,7 +61,7 @@ def test_patches_go_step_by_step_and_token_by_token() -> None:
     assert patches[:16, 2, 1, 0, 0].tolist() == [shade + 32 for shade in first]
 
 
-def test_a_step_takes_its_time_and_tokens_have_their_places() -> None:
+def test_steps_have_their_time_and_tokens_their_positions() -> None:
     seen = VideoTokens(300, patch=2, merge=2, min_pixels=16, max_pixels=64, fps=2).tokenize(plain_video(12, 4, (16, 4)))
     assert seen.grids == (Grid(3, 1, 4, interval_s=1.0),)
     assert seen.tokens == 12
@@ -69,13 +69,13 @@ def test_a_step_takes_its_time_and_tokens_have_their_places() -> None:
     assert seen.fields["video_seconds"].tolist() == [1.0]
 
 
-def test_many_frames_share_their_pixels_but_none_gets_too_few() -> None:
+def test_many_frames_share_the_pixel_budget_but_have_a_minimum() -> None:
     tokens = VideoTokens(300, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 16, total_pixels=28 * 28 * 100)
     sides = [tokens.size(frames, 1000, 1000) for frames in (2, 20, 40, 400)]
     assert sides == [(112, 112), (84, 84), (56, 56), (56, 56)]
 
 
-def test_frames_are_images_with_labels_where_a_model_sees_no_videos() -> None:
+def test_frames_are_labelled_images_for_models_without_video() -> None:
     vision = Vision(Tiles(patch=2, merge=2, side=8), 300, before="<", after=">")
     video = VideoFrames(fps=1, min_frames=1, tiles=Tiles(patch=2, merge=2, side=4, max_tiles=1))
     pieces = list(video.pieces(video.tokenize(plain_video(4, 2, (8, 4)), vision), vision))
@@ -85,7 +85,7 @@ def test_frames_are_images_with_labels_where_a_model_sees_no_videos() -> None:
     assert [one.fields["patches"][0, 0, 0, 0].item() for one in seen] == [1, 3]
 
 
-def test_a_video_without_a_rate_and_settings_out_of_range_are_refused() -> None:
+def test_a_video_without_a_rate_and_settings_out_of_range_are_rejected() -> None:
     video = ArrayVideo(np.zeros((4, 3, 4, 4), np.uint8), 1)
     video.fps = 0.0
     with pytest.raises(ValueError, match="does not state its frames per second"):
