@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.backend import Backend, InProcess
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.pool import Pool

@@ -160,5 +160,6 @@ def test_no_history_of_the_workers_changes_a_batch_or_a_state(undisturbed: Undis
 
 
 @pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
 def test_nor_do_very_many(undisturbed: Undisturbed) -> None:
     histories(undisturbed, range(HISTORIES, MORE))

@@ -216,7 +216,7 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
         if births.stat().st_size % (in_a_row + 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(worker, "be_quiet", born)  # what a worker does first; the server is forked from here
+    monkeypatch.setattr(worker, "become_replaced", born)  # what only a worker does, first; the server is forked here
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 1) as own:
         if in_a_row == 4:
